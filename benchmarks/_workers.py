@@ -25,7 +25,7 @@ def find_worker(folder: Path, process: subprocess.Popen[Any], finished: str, wan
     """
     while process.poll() is None:
         if len(list(folder.glob(finished))) >= wanted:
-            for path in folder.glob("claims/*/WRITING.json"):
+            for path in folder.glob("claims/*/*/WRITING.json"):
                 with contextlib.suppress(FileNotFoundError):
                     if (holder := Holder.from_bytes(path.read_bytes())) is not None:
                         return holder

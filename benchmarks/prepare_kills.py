@@ -77,7 +77,7 @@ def kills(folder: Path, sources: int, rounds: int) -> dict[str, int]:
     for number in range(rounds):
         command = [sys.executable, "-m", "benchmarks.prepare_kills", "--child", str(folder), str(sources)]
         with subprocess.Popen(command) as process:
-            if holder := find_worker(folder / "killed", process, "records/parts/*", draw.randrange(1, sources // 2)):
+            if holder := find_worker(folder / "killed", process, "records/parts/*/*", draw.randrange(1, sources // 2)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(holder.pid, signal.SIGKILL)
                     counts["workers_killed"] += 1

@@ -24,7 +24,8 @@ from tasks.stage.keys import StageKey, stage_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
 from tasks.stage.sources import fingerprints
 from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
-from trainer_lib.data.parts import RECORDS, NumberedParts
+from trainer_lib.data.part_records import RECORDS
+from trainer_lib.data.parts import NumberedParts
 from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.errors import ConfigError, DamagedError, DataError
@@ -34,7 +35,7 @@ from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
 from trainer_lib.requests import ScoreRequest
-from trainer_lib.storage import Store
+from trainer_lib.storage import FileEntry, Store
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
@@ -255,19 +256,24 @@ def _run_workers(
 
 
 def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
-    parts, store = job.parts().collect(), job.store
-    rows, errors = (sum(int(part.notes[name]) for part in parts) for name in ("rows", "errors"))
+    store = job.store
+    entries: list[FileEntry] = []
+    rows = errors = 0
+    first, id_column = "", None
+    for entry, notes in job.parts().collect():
+        entries.append(entry)
+        rows, errors, id_column = rows + int(notes["rows"]), errors + int(notes["errors"]), notes["id_column"]
+        first = first or notes.get("first_error", "")
     if errors > job.asked.max_errors:
-        first = next(part.notes["first_error"] for part in parts if part.notes["errors"])
         raise DataError(
             f"{errors:,} rows cannot be predicted, and {job.asked.max_errors:,} may be bad. The first: {first}",
             field="--max-errors",
             value=job.asked.max_errors,
             remedy="Mend the rows, or raise the limit: what is finished is kept.",
         )
-    facts = NewRowsFacts(rows, parts[0].notes["id_column"], errors)
+    facts = NewRowsFacts(rows, id_column, errors)
     meta = {"stage": STAGE, "key": job.key.digest, "metrics": {}, "meta": commit_facts(facts, "", 1, 0)}
-    commit = write_commit(store, "stage", [part.entry for part in parts], meta, guard=lease.ensure_held)
+    commit = write_commit(store, "stage", entries, meta, guard=lease.ensure_held)
     store.delete_tree(CLAIMS)
     return StageManifest.from_commit(store.url, commit)
 
@@ -313,7 +319,7 @@ def _require_ours(job: RowsJob, store: Store) -> None:
         changed = compare_keys(record, job.key) if is_other else []
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError("The record of the predictions is damaged.", field=f"{store.url}/{KEY_FILE}") from error
-    if is_other and (store.exists(COMMIT) or any(True for _ in store.child(RECORDS).list())):
+    if is_other and (store.exists(COMMIT) or job.parts().is_any_finished()):
         raise ConfigError(
             f"The folder holds predictions that differ from these: {summary(changed)}.",
             field="--to",

@@ -13,7 +13,9 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput
 from tasks.stage.task import stage_task
 from tasks.stage.worker import launch_shared
+from trainer_lib.commit import MOST_FILES
 from trainer_lib.data.row_parts import split_parts
+from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.requests import PredictRequest, PreparedSplit
 
@@ -51,6 +53,13 @@ def _predict_parts(
     """Have each worker pull parts, so that a fast one does more, and those of a lost one are taken over."""
     split = request.data.splits.get(request.split) or PreparedSplit(0)  # the worker names a split that is not there
     parts = split_parts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
+    if split.rows > MOST_FILES * request.rows_per_file:
+        raise ConfigError(
+            f"The predictions would be more than {MOST_FILES:,} files.",
+            field="predict.rows_per_file",
+            value=request.rows_per_file,
+            remedy=f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {split.rows:,} rows.",
+        )
     parts.forget_damaged()
     launch_shared(request, settings, context, attempt)
     files = tuple(part.entry for part in parts.collect())

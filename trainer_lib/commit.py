@@ -46,7 +46,9 @@ COMMIT = "COMMIT.json"
 
 FORMAT = 1
 LIMIT = 64 * 2**20
-"""The largest commit file that is read or written, in bytes: some 300,000 files."""
+"""The largest commit file that is read or written, in bytes."""
+MOST_FILES = 300_000
+"""Files that fit into it, with paths of up to 120 characters: a job that would write more is refused before it."""
 
 _KINDS = ("stage", "checkpoint", "published")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -221,7 +221,7 @@ def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worke
         claims = tmp_path / "shared" / "claims"
 
         def find_holder() -> Holder | None:
-            for path in claims.glob("*/WRITING.json"):
+            for path in claims.glob("*/*/WRITING.json"):
                 with contextlib.suppress(FileNotFoundError):
                     if (holder := Holder.from_bytes(path.read_bytes())) is not None:
                         return holder

@@ -49,9 +49,9 @@ def test_a_killed_workers_sources_are_taken_over_and_the_data_is_that_of_one_wor
 
     def kill_one() -> None:
         folder = tmp_path / "shared"
-        wait_until(lambda: len(list(folder.glob("records/parts/*"))) >= 2, 90)
+        wait_until(lambda: len(list(folder.glob("records/parts/*/*"))) >= 2, 90)
         while not killed:
-            for path in folder.glob("claims/*/WRITING.json"):
+            for path in folder.glob("claims/*/*/WRITING.json"):
                 with contextlib.suppress(FileNotFoundError):
                     if not killed and (holder := Holder.from_bytes(path.read_bytes())) is not None:
                         os.kill(holder.pid, signal.SIGKILL)

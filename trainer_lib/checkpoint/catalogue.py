@@ -67,15 +67,18 @@ def list_checkpoints(root: Store) -> list[CheckpointInfo]:
 
     Folders without a valid commit, and those set aside, are left out. The files themselves are not verified.
     """
-    found = []
+    return list(_iterate(root))
+
+
+def _iterate(root: Store) -> Iterator[CheckpointInfo]:
+    """`list_checkpoints` one by one: each commit is read when it is needed."""
     for name in _list_names(root):
         try:
             info = read_checkpoint_info(root, name)
         except DamagedError:
             continue
         if info is not None:
-            found.append(info)
-    return found
+            yield info
 
 
 def find_newest_intact(
@@ -155,8 +158,10 @@ def list_excess(
     Raises:
         StorageError: the store cannot be read.
     """
+    if keep is None or keep < 1:
+        return []
     infos = list_checkpoints(root)
-    count = len(infos) - keep if keep is not None and keep > 0 else 0
+    count = len(infos) - keep
     if count <= 0:
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
@@ -246,8 +251,8 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         ConfigError: `folder` is not a path or URL that can be opened.
         StorageError: the store cannot be read.
     """
-    infos = list_checkpoints(Store.open(folder, field="folder"))
-    return infos[0].url if infos else None
+    newest = next(_iterate(Store.open(folder, field="folder")), None)
+    return None if newest is None else newest.url
 
 
 def _list_names(root: Store) -> list[str]:

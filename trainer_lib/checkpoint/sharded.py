@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,10 @@ class _Spec:
 
     def find_chunks(self, start: int, stop: int) -> list[_Chunk]:
         """The chunks that hold any of the rows [start, stop)."""
-        return [each for each in self.chunks if each.start < stop and each.start + each.rows > start]
+        # They are in the order of the rows, without gap or overlap.
+        first = max(0, bisect_right(self.chunks, start, key=lambda chunk: chunk.start) - 1)
+        end = bisect_left(self.chunks, stop, key=lambda chunk: chunk.start)
+        return [chunk for chunk in self.chunks[first:end] if chunk.start + chunk.rows > start]
 
 
 class ShardedTensors(Mapping[str, Tensor]):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from trainer_lib.data.part_records import RECORDS, PartRecords
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.storage import FileEntry, Store
 
 MAX_RECORD_BYTES = 1 << 20
-RECORDS = "records"
-_AT_ONCE = 16  # records that are read at a time: on an object store each takes a while, and little else
 
 
 class Part(NamedTuple):
@@ -38,8 +35,11 @@ def find_finished_part(
         compare_digest: read the whole file; False compares its size only.
     """
     data = store.read_if_exists(_record_path(path), limit=MAX_RECORD_BYTES)
-    if data is None:
-        return None
+    return None if data is None else _match(store, path, settings, data, compare_digest=compare_digest)
+
+
+def _match(store: Store, path: str, settings: Mapping[str, Any], data: bytes, *, compare_digest: bool) -> Part | None:
+    """The file of a record, if it was written from these settings and is intact."""
     try:
         record = json.loads(data)
         entry = FileEntry(**record["file"])
@@ -69,7 +69,7 @@ class NumberedParts:
         self._folder = folder
         self._settings = settings
         self._ending = ending
-        self._name = re.compile(rf"part-(\d{{5,}})\.{re.escape(ending)}\.json")
+        self._records = PartRecords(store, folder)
 
     def path(self, part: int) -> str:
         """Path of a part's file, below the job's folder."""
@@ -79,20 +79,20 @@ class NumberedParts:
         """Write a part, and then its record."""
         # One write: a part is whole or absent.
         entry = self._store.write_bytes(self.path(part), data)
-        record = _render(entry, self._settings(part), notes)
-        # Created, so that no other process sees half of it. It may be there: of a process that lost the part to us.
-        if not self._store.create(_record_path(entry.path), record):
-            self._store.write_bytes(_record_path(entry.path), record)
+        self._records.write(part, _render(entry, self._settings(part), notes))
         return entry
 
     def is_finished(self, part: int) -> bool:
         """Whether a part is recorded and its file has the recorded size."""
         return self._find(part, compare_digest=False) is not None
 
-    def list_finished(self) -> set[int]:
-        """The numbers of the parts that have a record."""
-        names = self._store.children(f"{RECORDS}/{self._folder}")
-        return {int(match[1]) for name in names if (match := self._name.fullmatch(name))}
+    def list_finished(self, block: int) -> set[int]:
+        """The numbers of a block's parts that have a record."""
+        return self._records.list_block(block)
+
+    def is_any_finished(self) -> bool:
+        """Whether a part has a record."""
+        return not self._records.is_empty()
 
     def forget_damaged(self) -> None:
         """Remove the records of parts whose file is not what was written: they are written again.
@@ -102,31 +102,32 @@ class NumberedParts:
 
         def look(part: int) -> None:
             if self._find(part, compare_digest=True) is None:
-                self._store.delete(_record_path(self.path(part)))
+                self._records.delete(part)
 
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(look, sorted(self.list_finished())))
+        for _ in self._records.look_at_all(look):
+            pass
 
-    def collect(self) -> list[Part]:
+    def collect(self) -> Iterator[Part]:
         """All parts in their order, once all processes have ended.
 
         Raises:
             InfrastructureError: a part is missing.
         """
-        numbers = sorted(self.list_finished())
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = list(threads.map(lambda part: self._find(part, compare_digest=False), numbers))
-        parts = [part for part in found if part is not None]
-        if len(parts) != len(numbers) or numbers != list(range(len(numbers))):
-            raise InfrastructureError(
-                "Parts of the result are missing although every worker has ended.",
-                field=self._store.url,
-                remedy="Run the command again: what is finished is kept.",
-            )
-        return parts
+        found = self._records.look_at_all(lambda part: self._find(part, compare_digest=False))
+        for expected, (number, part) in enumerate(found):
+            if part is None or number != expected:
+                raise InfrastructureError(
+                    "Parts of the result are missing although every worker has ended.",
+                    field=self._store.url,
+                    remedy="Run the command again: what is finished is kept.",
+                )
+            yield part
 
     def _find(self, part: int, *, compare_digest: bool) -> Part | None:
-        return find_finished_part(self._store, self.path(part), self._settings(part), compare_digest=compare_digest)
+        data = self._records.read(part, limit=MAX_RECORD_BYTES)
+        if data is None:
+            return None
+        return _match(self._store, self.path(part), self._settings(part), data, compare_digest=compare_digest)
 
 
 def _render(entry: FileEntry, settings: Mapping[str, Any], notes: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,8 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
     with tempfile.TemporaryDirectory(prefix="trainflow-ids-") as name:
         folder = Path(name)
         for number, paths in enumerate(files.values()):
-            for path in paths:
-                _sort_out(folder, number, _read_ids(store, path), buckets)
+            for ids in _read_many(store, paths):
+                _sort_out(folder, number, ids, buckets)
         for bucket in range(buckets):
             found = [_load(folder, bucket, number) for number in range(len(files))]
             unique = [np.unique(ids) for ids in found]
@@ -49,6 +49,20 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
                 if len(shared := np.intersect1d(ids, others, assume_unique=True)):
                     raise _leak(split, other, shared)
     return repeated
+
+
+def _read_many(store: Store, paths: Iterable[str]) -> Iterator[npt.NDArray[np.int64]]:
+    """The ids of many files, as many at a time as memory holds: small files are not sorted out one by one."""
+    held: list[npt.NDArray[np.int64]] = []
+    count = 0
+    for path in paths:
+        held.append(_read_ids(store, path))
+        count += len(held[-1])
+        if count >= IDS_AT_ONCE:
+            yield np.concatenate(held)
+            held, count = [], 0
+    if held:
+        yield np.concatenate(held)
 
 
 def _read_ids(store: Store, path: str) -> npt.NDArray[np.int64]:
@@ -62,9 +76,11 @@ def _read_ids(store: Store, path: str) -> npt.NDArray[np.int64]:
 
 def _sort_out(folder: Path, split: int, ids: npt.NDArray[np.int64], buckets: int) -> None:
     places = ids % buckets
-    for bucket in np.unique(places):
+    order = np.argsort(places, kind="stable")
+    found, starts = np.unique(places[order], return_index=True)
+    for bucket, some in zip(found, np.split(ids[order], starts[1:]), strict=True):
         with _file(folder, int(bucket), split).open("ab") as file:
-            file.write(ids[places == bucket].tobytes())
+            file.write(some.tobytes())
 
 
 def _load(folder: Path, bucket: int, split: int) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Prepared data, source by source: the rows of one source are one part, whose bytes depend on nothing else.
 
-    data/<split>/000007-00000.arrow    rows of source 7; a part has a file for each `shard_rows` rows of a split
-    records/parts/000007.json          written last: the part is finished; its files, columns and statistics
+    data/<split>/000007-00000.arrow       rows of source 7; a part has a file for each `shard_rows` rows of a split
+    records/parts/000000/00000007.json    written last: the part is finished; its files, columns and statistics
 
 Rows without ids of their own get ``source << 32 | row``, so ids keep the order of sources and rows.
 """
@@ -11,22 +11,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer_lib.data.columns import ROW_ID, Schema
-from trainer_lib.data.parts import RECORDS
+from trainer_lib.data.part_records import PartRecords
 from trainer_lib.data.shards import check_split_name, to_arrow_file
 from trainer_lib.data.statistics import Statistics, describe, merge
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
-_FOLDER = f"{RECORDS}/parts"
-_NAME = re.compile(r"(\d{6,})\.json")
+_FOLDER = "parts"
 _LIMIT = 64 << 20
-_AT_ONCE = 16
 ID_BITS = 32
 
 
@@ -41,11 +37,11 @@ class SourceParts:
     def __init__(self, store: Store, settings: Callable[[int], Mapping[str, Any]]) -> None:
         self._store = store
         self._settings = settings
+        self._records = PartRecords(store, _FOLDER)
 
-    def list_finished(self) -> set[int]:
-        """The numbers of the parts that have a record."""
-        names = self._store.children(_FOLDER)
-        return {int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
+    def list_finished(self, block: int) -> set[int]:
+        """The numbers of a block's parts that have a record."""
+        return self._records.list_block(block)
 
     def is_finished(self, part: int) -> bool:
         """Whether a part is recorded, from these settings."""
@@ -53,7 +49,7 @@ class SourceParts:
 
     def read(self, part: int) -> dict[str, Any] | None:
         """The record of a finished part: split -> rows, files, lengths, columns, own_ids, statistics; else None."""
-        data = self._store.read_if_exists(_path(part), limit=_LIMIT)
+        data = self._records.read(part, limit=_LIMIT)
         if data is None:
             return None
         try:
@@ -65,10 +61,11 @@ class SourceParts:
 
     def write(self, part: int, splits: Mapping[str, Any]) -> None:
         """Record that a part is finished."""
-        record = json.dumps({"settings": self._settings(part), "splits": splits}).encode()
-        # Created, so that no other process sees half of it. It may be there: of a process that lost the part to us.
-        if not self._store.create(_path(part), record):
-            self._store.write_bytes(_path(part), record)
+        self._records.write(part, json.dumps({"settings": self._settings(part), "splits": splits}).encode())
+
+    def read_all(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """The number and the record of each finished part, in order, read some at a time."""
+        return self._records.look_at_all(self.read)
 
     def forget_damaged(self, total: int) -> None:
         """Remove the records of parts that are not intact, for the one process that starts the others."""
@@ -78,10 +75,10 @@ class SourceParts:
             if record is None or not all(
                 self._is_intact(entry) for split in record.values() for entry in split["files"]
             ):
-                self._store.delete(_path(part))
+                self._records.delete(part)
 
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(look, sorted(self.list_finished())))
+        for _ in self._records.look_at_all(look):
+            pass
 
     def _is_intact(self, record: Mapping[str, Any]) -> bool:
         entry = FileEntry(**record)
@@ -91,10 +88,6 @@ class SourceParts:
             and store.size(entry.path) == entry.size
             and store.digest(entry.path) == entry.sha256
         )
-
-
-def _path(part: int) -> str:
-    return f"{_FOLDER}/{part:06d}.json"
 
 
 def write_rows(
@@ -121,8 +114,8 @@ def write_rows(
     rows_left = iter(rows)
     entries: list[FileEntry] = []
     lengths: list[int] = []
-    statistics: list[Statistics] = []
-    schema, has_ids = None, False
+    statistics: Statistics = {}
+    schema, has_ids, rows_so_far = None, False, 0
     for number in itertools.count():
         chunk = list(itertools.islice(rows_left, shard_rows))
         if not chunk:
@@ -130,44 +123,70 @@ def write_rows(
         if schema is None:
             schema = Schema.infer(chunk, f"{split}', source '{source}")
             has_ids = ROW_ID in chunk[0]
-        first = sum(lengths)
-        batch = schema.batch(chunk, first, allow_nan=allow_nan, first_id=(part << ID_BITS) + first)
+        first_id = (part << ID_BITS) + rows_so_far
+        batch = schema.batch(chunk, rows_so_far, allow_nan=allow_nan, first_id=first_id)
         # One write, so that a killed run leaves a whole file or none.
         entries.append(store.write_bytes(f"data/{split}/{part:06d}-{number:05d}.arrow", to_arrow_file(batch)))
         lengths.append(len(chunk))
-        statistics.append(describe(batch))
-        on_rows(sum(lengths))
+        rows_so_far += len(chunk)
+        statistics = merge([statistics, describe(batch)])
+        on_rows(rows_so_far)
     if schema is None:
         return None
     return {
-        "rows": sum(lengths),
+        "rows": rows_so_far,
         "files": [*map(dataclasses.asdict, entries)],
         "lengths": lengths,
         "columns": {name: str(column) for name, column in schema.columns.items()},
         "own_ids": has_ids,
-        "statistics": merge(statistics),
+        "statistics": statistics,
     }
 
 
-def check_same_columns(split: str, parts: Sequence[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-    """The columns of a split, which all sources have.
+class SplitOfParts:
+    """A split put together from the records of its parts, one after the other; it keeps no record.
 
-    Args:
-        parts: each source as text, and its columns.
-
-    Raises:
-        DataError: two sources have other columns; the error names them.
+    Attributes:
+        rows: of all parts so far.
+        files, lengths: its files, and the rows of each, in order.
+        columns: what all parts have.
+        statistics: of all rows.
+        has_own_ids: whether rows of some part came with ids.
     """
-    first, columns = parts[0]
-    for source, found in parts[1:]:
-        for name in {**columns, **found}:
-            if columns.get(name) != found.get(name):
-                there, here = (each.get(name) or "no such column" for each in (columns, found))
+
+    def __init__(self, name: str) -> None:
+        self.rows = 0
+        self.files: list[FileEntry] = []
+        self.lengths: list[int] = []
+        self.columns: dict[str, str] = {}
+        self.statistics: Statistics = {}
+        self.has_own_ids = False
+        self._name = name
+        self._first = ""
+
+    def add(self, source: str, part: Mapping[str, Any]) -> None:
+        """Add the record of a part, which `source` (a text) was made from.
+
+        Raises:
+            DataError: its columns are not those of the first part; the error names both sources.
+        """
+        if not self.files:
+            self._first, self.columns = source, dict(part["columns"])
+        self._check_columns(source, part["columns"])
+        self.rows += part["rows"]
+        self.files += [FileEntry(**entry) for entry in part["files"]]
+        self.lengths += part["lengths"]
+        self.statistics = merge([self.statistics, part["statistics"]])
+        self.has_own_ids |= part["own_ids"]
+
+    def _check_columns(self, source: str, found: Mapping[str, str]) -> None:
+        for name in {**self.columns, **found}:
+            if self.columns.get(name) != found.get(name):
+                there, here = (each.get(name) or "no such column" for each in (self.columns, found))
                 raise DataError(
-                    f"The sources of split '{split}' differ in column '{name}': "
-                    f"{there} in {first}, {here} in {source}.",
+                    f"The sources of split '{self._name}' differ in column '{name}': "
+                    f"{there} in {self._first}, {here} in {source}.",
                     field="prepare_shard",
                     value=source,
                     remedy="Give every source the same columns and types: float(x), or an array with its dtype.",
                 )
-    return dict(columns)

@@ -186,6 +186,7 @@ class _Progress:
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
         self._on_event = on_event
         self._rows: dict[int, int] = {}
+        self._done = 0
         self._furthest: dict[str, Any] = {"step": 0, "row": 0}
         self._began: tuple[float, int, float] | None = None
         self._reported = 0.0
@@ -196,10 +197,11 @@ class _Progress:
             if event.get("event") != "start" or number == 0:
                 self._on_event(event)
             return
+        self._done += int(event["rows"]) - self._rows.get(number, 0)
         self._rows[number] = int(event["rows"])
         if event["step"] >= self._furthest["step"]:
             self._furthest = event
-        now, rows = time.monotonic(), sum(self._rows.values())
+        now, rows = time.monotonic(), self._done
         share = self._furthest["step"] / max(1, self._furthest["max_steps"])
         if self._began is None:
             self._began = (now, rows, share)

@@ -1,10 +1,12 @@
 """How several processes, of one machine or of many, share the parts of one job: each part is for one of them at a time.
 
-    claims/00000007/WRITING.json     the claim of part 7 (`locks.claim`), removed once the part is finished
-    claims/<id>.beat                 renewed by the process with that id
+    claims/000002/00002007/WRITING.json    the claim of part 2007 (`locks.claim`), removed once the part is finished
+    claims/<id>.beat                       renewed by the process with that id
 
 Each process takes the first part that is neither finished nor claimed, so a fast one does more of them. The part of a
 process that is gone is taken over: at once if it ran on this machine, else after its beat was seen to stand still.
+
+Parts are looked at a block at a time, so that neither a listing nor a set grows with their number.
 
 Claims save work and protect nothing. The bytes of a part depend on nothing but the job, so a process that was stopped,
 lost its part and wakes up later writes what is there already.
@@ -17,7 +19,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -27,16 +29,23 @@ from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 CLAIMS = "claims"
+BLOCK = 1000
+"""Parts whose records, and claims, are in one folder: as many as an object store lists in one answer."""
 TTL_S = 30.0
 _LIMIT = 4096
 _log = logging.getLogger(__name__)
 
 
+def block_name(block: int) -> str:
+    """The folder of a block."""
+    return f"{block:06d}"
+
+
 class Finished(Protocol):
     """Which parts are finished."""
 
-    def list_finished(self) -> set[int]:
-        """All of them, at one look."""
+    def list_finished(self, block: int) -> set[int]:
+        """Those of the parts [block * BLOCK, (block + 1) * BLOCK), at one look."""
 
     def is_finished(self, part: int) -> bool:
         """Whether this one is."""
@@ -86,18 +95,27 @@ class SharedParts:
         Raises:
             StorageError: the store cannot be read or written.
         """
-        finished, others = self._finished.list_finished(), set[int]()
-        part = 0
-        while not self._is_beyond(part):
-            if part not in finished:
-                if self._claim(part):
-                    yield from self._begin(part)
-                else:
-                    # The others are ahead of us: one look finds all that they have finished.
-                    finished = self._finished.list_finished()
-                    others.add(part)
-            part += 1
-        yield from self._take_over(others)
+        block, unfinished = 0, set[int]()
+        while not self._is_beyond(block * BLOCK):
+            if (yield from self._walk(block)):
+                unfinished.add(block)
+            block += 1
+        yield from self._take_over(unfinished)
+
+    def _walk(self, block: int) -> Generator[int, None, bool]:
+        """Yield the parts of a block that are ours; return whether others work on some of it."""
+        taken, has_others = self._finished.list_finished(block), False
+        for part in range(block * BLOCK, (block + 1) * BLOCK):
+            if self._is_beyond(part):
+                break
+            if part in taken:
+                continue
+            if self._claim(part):
+                yield from self._begin(part)
+            else:
+                # The others are ahead of us: one look each finds all that they have finished, and that they work on.
+                taken, has_others = self._finished.list_finished(block) | self._list_claimed(block), True
+        return has_others
 
     def end_at(self, total: int) -> None:
         """Note the number of parts, once it is known."""
@@ -107,16 +125,19 @@ class SharedParts:
         """Whether the part is still ours: asked right before it is written."""
         return self._held == part and holds_claim(self._child(part), self._holder)
 
-    def _take_over(self, others: set[int]) -> Iterator[int]:
+    def _take_over(self, blocks: set[int]) -> Iterator[int]:
         """Wait for the parts of others; yield those whose process is gone."""
         while True:
-            finished = self._finished.list_finished()
-            others = {part for part in others if part not in finished and not self._is_beyond(part)}
-            for part in sorted(others):
-                if self._claim(part):
-                    yield from self._begin(part)
-                    others.discard(part)
-            if not others:
+            for block in sorted(blocks):
+                finished = self._finished.list_finished(block)
+                parts = range(block * BLOCK, (block + 1) * BLOCK)
+                left = [part for part in parts if part not in finished and not self._is_beyond(part)]
+                for part in left:
+                    if self._claim(part):
+                        yield from self._begin(part)
+                if not left:
+                    blocks.discard(block)
+            if not blocks:
                 return
             time.sleep(self._poll_s)
 
@@ -130,7 +151,11 @@ class SharedParts:
         return self._total is not None and part >= self._total
 
     def _child(self, part: int) -> Store:
-        return self._folder.child(f"{part:08d}")
+        return self._folder.child(block_name(part // BLOCK), f"{part:08d}")
+
+    def _list_claimed(self, block: int) -> set[int]:
+        """The parts that are claimed, or were: on a disk an empty folder stays."""
+        return {int(name) for name in self._folder.children(block_name(block)) if name.isdigit()}
 
     def _claim(self, part: int) -> bool:
         if claim_folder(self._child(part), self._holder, self._is_at_work) is not None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir, read_process
-from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulse, Rendezvous
+from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulses, Rendezvous
 
 BEAT_S = 0.5
 PATIENCE_S = 5.0  # seconds for workers to notice by themselves that a peer is gone
@@ -136,15 +136,17 @@ class LeaderWatch(Watch):
 
     def __init__(self, run_dir: RunDir, rendezvous: Rendezvous, followers: list[dict[str, Any]]) -> None:
         super().__init__(run_dir, rendezvous)
-        self._pulses = {node["number"]: Pulse(rendezvous, node["number"]) for node in followers}
+        self._pulses = Pulses(rendezvous, [node["number"] for node in followers])
         self._hosts = {node["number"]: node["host"] for node in followers}
         self._accounts: dict[int, dict[str, Any]] = {}
         self._lost: dict[int, float] = {}
+        self._counted = 0
+        self._answered: set[int] = set()
         self._asked = self._concluding = False
 
     def living(self) -> list[int]:
         """Return the numbers of the machines that still answer."""
-        return [number for number in self._pulses if number not in self._lost]
+        return [number for number in self._pulses.numbers if number not in self._lost]
 
     def conclude(self, own: dict[str, Any]) -> None:
         """Wait for the others' accounts, and leave everything in the run directory as if it had happened here."""
@@ -173,11 +175,7 @@ class LeaderWatch(Watch):
             self._asked = True
             self._rendezvous.set("stacks", True)
         if self._asked:
-            for number in self._pulses:
-                for name, text in (self._rendezvous.get(f"stacks/{number}") or {}).items():
-                    self._run_dir.write_stack(name, text)
-                for name, text in (self._rendezvous.get(f"traces/{number}") or {}).items():
-                    self._run_dir.write_trace(name, text)
+            self._read_stacks()
         failed = any(account["failed"] for account in self._accounts.values())
         over = (failed or self._lost) and not self._concluding and self._end_attempt()
         if over and time.monotonic() - (self._over_since or 0.0) > STUCK_S:
@@ -185,11 +183,28 @@ class LeaderWatch(Watch):
             self._write({"endings": [], "records": [], "failed": True})
             os._exit(1)
 
+    def _read_stacks(self) -> None:
+        for number in self._pulses.numbers:
+            if number in self._answered or (traces := self._rendezvous.get(f"traces/{number}")) is None:
+                continue  # a machine writes its traces last
+            self._answered.add(number)
+            for name, text in self._rendezvous.get(f"stacks/{number}").items():
+                self._run_dir.write_stack(name, text)
+            for name, text in traces.items():
+                self._run_dir.write_trace(name, text)
+
     def _read_accounts(self) -> None:
-        for number, pulse in self._pulses.items():
-            account = self._accounts.get(number) or self._rendezvous.get(f"account/{number}")
+        self._pulses.look()
+        count = self._rendezvous.add("accounts", 0)
+        is_new, self._counted = count != self._counted, count
+        for number in self._pulses.numbers:
+            if number in self._accounts:
+                continue
+            silent_s = self._pulses.silent_s(number)
+            # Of a machine that is lost too: it may have died before it counted its account.
+            account = self._rendezvous.get(f"account/{number}") if is_new or silent_s > LOST_S else None
             if account is not None:
                 self._accounts[number] = account
                 self._lost.pop(number, None)
-            elif (silent_s := pulse.silent_s()) > LOST_S:
+            elif silent_s > LOST_S:
                 self._lost.setdefault(number, silent_s)

@@ -172,6 +172,7 @@ def _attempt(
             )
             watch.raise_if_lost()
             rendezvous.set(f"account/{number}", watch.account(endings, oom))
+            rendezvous.add("accounts")
         _wait_for(rendezvous, "outcome", OUTCOME_S if world and number in world else None)
         watch.close()  # a message under way would make the end of the store reset the connection
         return _read_outcome(rendezvous)

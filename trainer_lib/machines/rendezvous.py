@@ -7,6 +7,7 @@
     world                the leading machine: who takes part, in order of node rank; itself is 0
     alive/<n>            rises while a machine lives
     account/<n>          how its workers ended: their failure records, their exit codes
+    accounts             how many have written that
     end                  the leading machine: stop your workers, the attempt is over
     stacks  stacks/<n>   the leading machine asks where the workers are; each machine's answer
     outcome              the leading machine: done, or failed and whether a new attempt follows
@@ -21,7 +22,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -89,6 +91,10 @@ class Rendezvous:
         """Return the value of a key at once; None when it has none yet."""
         return self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
 
+    def get_all(self, keys: list[str]) -> list[Any]:
+        """Return the values of keys that all have one, in one operation however many they are."""
+        return [json.loads(value) for value in self._try(lambda: self._store.multi_get(keys))] if keys else []
+
     def add(self, key: str, more: int = 1) -> int:
         """Add to a number and return the result; adding 0 only reads it."""
         return int(self._try(lambda: self._store.add(key, more)))
@@ -119,19 +125,21 @@ def gather(
         ConfigError: two of them claim the same node rank.
     """
     started = changed = time.monotonic()
-    pulses: list[Pulse] = []
-    arrived: list[Pulse] = []
+    pulses = Pulses(rendezvous, [])
+    arrived: list[dict[str, Any]] = []
     while len(arrived) < most - 1:
         now, before = time.monotonic(), len(arrived)
-        pulses += [Pulse(rendezvous, number) for number in range(len(pulses) + 1, rendezvous.add("arrivals", 0) + 1)]
-        arrived = [pulse for pulse in pulses if pulse.silent_s() < LOST_S and pulse.node() is not None]
+        pulses.add(rendezvous.add("arrivals", 0))
+        pulses.look()
+        described = ((number, pulses.node(number)) for number in pulses.numbers if pulses.silent_s(number) < LOST_S)
+        arrived = [node for _, node in described if node is not None]
         if len(arrived) != before:
             changed = now
         elif len(arrived) >= least - 1:
             if now - changed >= last_call_s:
                 break
         elif now - started >= patience_s:
-            came = ", ".join(str(pulse.node()["host"]) for pulse in arrived) or "none"
+            came = ", ".join(str(node["host"]) for node in arrived) or "none"
             raise InfrastructureError(
                 f"Only {len(arrived)} of {least - 1} other machine(s) came within {patience_s:.0f} s ({came}).",
                 field="train.launch.rendezvous",
@@ -140,34 +148,54 @@ def gather(
                 "(train.launch.join_timeout_s).",
             )
         time.sleep(POLL_S)
-    return _seated([pulse.node() for pulse in arrived[: most - 1]])
+    return _seated(arrived[: most - 1])
 
 
-class Pulse:
-    """The signs of life of one follower."""
+class Pulses:
+    """The signs of life of the followers: one operation reads those of all.
 
-    def __init__(self, rendezvous: Rendezvous, number: int) -> None:
-        self.number = number
+    Attributes:
+        numbers: of the followers that are watched.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, numbers: Iterable[int]) -> None:
+        self.numbers = list(numbers)
         self._rendezvous = rendezvous
-        self._beat: Any = None
-        self._since = time.monotonic()
+        self._since = dict.fromkeys(self.numbers, time.monotonic())
+        self._beats: dict[int, Any] = {}  # of those that have given one: their keys stay
+        self._nodes: dict[int, dict[str, Any]] = {}
 
-    def node(self) -> Any:
-        """Return how the follower described itself; None when it has only taken its number so far."""
-        return self._rendezvous.get(f"node/{self.number}")
+    def add(self, newest: int) -> None:
+        """Watch the followers up to this number as well."""
+        for number in range(len(self.numbers) + 1, newest + 1):
+            self.numbers.append(number)
+            self._since[number] = time.monotonic()
 
-    def silent_s(self) -> float:
-        """Return the seconds since its last sign of life, by the clock of this machine."""
-        beat = self._rendezvous.get(f"alive/{self.number}")
-        if beat != self._beat:
-            self._beat, self._since = beat, time.monotonic()
-        return time.monotonic() - self._since
+    def look(self) -> None:
+        """Read the newest signs of life."""
+        for number in self.numbers:
+            if number not in self._beats and (beat := self._rendezvous.get(f"alive/{number}")) is not None:
+                self._beats[number], self._since[number] = beat, time.monotonic()
+        beats = self._rendezvous.get_all([f"alive/{number}" for number in self._beats])
+        for (number, before), beat in zip(list(self._beats.items()), beats, strict=True):
+            if beat != before:
+                self._beats[number], self._since[number] = beat, time.monotonic()
+
+    def node(self, number: int) -> dict[str, Any] | None:
+        """Return how a follower described itself; None when it has only taken its number so far."""
+        if number not in self._nodes and (node := self._rendezvous.get(f"node/{number}")) is not None:
+            self._nodes[number] = node
+        return self._nodes.get(number)
+
+    def silent_s(self, number: int) -> float:
+        """Return the seconds since a follower's last sign of life that was read, by the clock of this machine."""
+        return time.monotonic() - self._since[number]
 
 
 def _seated(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    claimed = [node["node_rank"] for node in nodes if node["node_rank"] is not None]
-    for rank in claimed:
-        if claimed.count(rank) > 1:
+    claimed = Counter(node["node_rank"] for node in nodes if node["node_rank"] is not None)
+    for rank, count in claimed.items():
+        if count > 1:
             hosts = " and ".join(node["host"] for node in nodes if node["node_rank"] == rank)
             raise ConfigError(
                 f"{hosts} claim the same place.", field="train.launch.node_rank", value=rank, remedy="Number them."

@@ -99,6 +99,9 @@ def checked_address(address: str, *, field: str, unset: str) -> str:
     return address
 
 
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, halves of surrogate pairs
+
+
 def relative_problem(rel: str) -> str | None:
     """Return why `rel` must not be used as a path inside a store; None when it is plain and stays inside.
 
@@ -111,7 +114,7 @@ def relative_problem(rel: str) -> str | None:
         return "is absolute"
     if "\\" in rel:
         return "has a backslash"
-    if any(ord(char) < 32 or ord(char) == 127 or 0xD800 <= ord(char) <= 0xDFFF for char in rel):
+    if _UNPRINTABLE.search(rel):
         return "has a control character or half a surrogate pair"
     if any(part in ("", ".", "..") for part in rel.split("/")):
         return "has an empty part, '.' or '..'"

@@ -15,9 +15,9 @@ import json
 import time
 from typing import Any
 
+from trainer_lib.commit import MOST_FILES
 from trainer_lib.data.row_id_check import count_repeated_ids
-from trainer_lib.data.source_parts import SourceParts, check_same_columns, write_rows
-from trainer_lib.data.statistics import merge
+from trainer_lib.data.source_parts import SourceParts, SplitOfParts, write_rows
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.recipes import PrepareOutput
@@ -53,6 +53,13 @@ def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
     request = work.request
     out = PrepareOutput(store, request.sources)
     sources = work.recipe.list_sources(request.recipe_options(), out)
+    if len(sources) > MOST_FILES:
+        raise DataError(
+            f"A recipe may list up to {MOST_FILES:,} sources, each a file of the prepared data at least.",
+            field="list_sources",
+            value=len(sources),
+            remedy="Let one source stand for several files: prepare_shard() reads them one after the other.",
+        )
     files = [dataclasses.asdict(entry) for entry in out.files()]
     listed = {"sources": sources, "info": out.checked_info(), "files": files}
     store.write_bytes(SOURCES, json.dumps(listed).encode())
@@ -125,45 +132,46 @@ class _Report:
 
 def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], parts: SourceParts) -> PrepareResult:
     """Make the splits of all parts, in the order of the sources."""
-    names: dict[str, None] = {}
-    records = []
-    for part, source in enumerate(listed["sources"]):
-        record = parts.read(part)
-        if record is None:
-            raise DataError("A part is missing although it was finished.", field=store.url, value=_shown(source))
-        records.append((_shown(source), record))
-        names.update(dict.fromkeys(record))
-    if not names:
+    sources, found = listed["sources"], dict[str, SplitOfParts]()
+    expected = 0
+    for part, record in parts.read_all():
+        if part != expected or record is None:
+            break
+        for name, split in record.items():
+            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[part]), split)
+        expected += 1
+    if expected < len(sources):
+        what = "A part is missing although it was finished."
+        raise DataError(what, field=store.url, value=_shown(sources[expected]))
+    if not found:
         raise DataError(
             "All sources together have no rows.",
             field="prepare_shard",
             remedy="Check the filters in prepare_shard(), and what list_sources() returns.",
         )
-    found = {name: [(source, record[name]) for source, record in records if name in record] for name in names}
     _check_ids(work, store, found)
-    statistics = {name: merge(part["statistics"] for _, part in each) for name, each in found.items()}
+    statistics = {name: split.statistics for name, split in found.items()}
     described = store.write_bytes(STATISTICS, (json.dumps(statistics, indent=1, sort_keys=True) + "\n").encode())
     splits = {
         name: PreparedSplit(
-            rows=sum(part["rows"] for _, part in each),
-            shards=tuple(entry["path"] for _, part in each for entry in part["files"]),
-            columns=check_same_columns(name, [(source, part["columns"]) for source, part in each]),
-            lengths=tuple(length for _, part in each for length in part["lengths"]),
+            rows=split.rows,
+            shards=tuple(entry.path for entry in split.files),
+            columns=split.columns,
+            lengths=tuple(split.lengths),
         )
-        for name, each in found.items()
+        for name, split in found.items()
     }
-    data = [FileEntry(**entry) for each in found.values() for _, part in each for entry in part["files"]]
+    data = [entry for split in found.values() for entry in split.files]
     files = (*data, *(FileEntry(**entry) for entry in listed["files"]), described)
     return PrepareResult(files, splits, listed["info"])
 
 
-def _check_ids(work: Work[PrepareRequest], store: Store, found: dict[str, list[tuple[str, dict[str, Any]]]]) -> None:
+def _check_ids(work: Work[PrepareRequest], store: Store, found: dict[str, SplitOfParts]) -> None:
     """Look for ids in two splits, where rows have ids of their own: ours are different by their making."""
-    if not any(part["own_ids"] for each in found.values() for _, part in each):
+    if not any(split.has_own_ids for split in found.values()):
         return
-    files = {name: [entry["path"] for _, part in each for entry in part["files"]] for name, each in found.items()}
-    rows = sum(part["rows"] for each in found.values() for _, part in each)
-    for name, count in count_repeated_ids(store, files, rows).items():
+    files = {name: [entry.path for entry in split.files] for name, split in found.items()}
+    for name, count in count_repeated_ids(store, files, sum(split.rows for split in found.values())).items():
         if count:
             message = f"{count:,} rows of split '{name}' have a row_id that another row of it has."
             work.events.emit("warning", message=message)

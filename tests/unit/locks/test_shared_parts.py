@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.shared_parts import SharedParts
+from trainer_lib.locks.shared_parts import BLOCK, SharedParts
 from trainer_lib.storage import Store
 
 
@@ -19,8 +19,8 @@ class _Finished:
     def __init__(self) -> None:
         self.by: dict[int, list[str]] = {}
 
-    def list_finished(self) -> set[int]:
-        return set(self.by)
+    def list_finished(self, block: int) -> set[int]:
+        return {part for part in self.by if part // BLOCK == block}
 
     def is_finished(self, part: int) -> bool:
         return part in self.by
@@ -59,7 +59,7 @@ def test_the_end_may_be_found_while_others_hold_parts_beyond_it(tmp_path: Path) 
 
 
 def _claim(folder: Path, part: int, holder: Holder) -> None:
-    path = folder / "claims" / f"{part:08d}" / WRITING
+    path = folder / "claims" / "000000" / f"{part:08d}" / WRITING
     path.parent.mkdir(parents=True)
     path.write_bytes(holder.to_bytes())
 
@@ -109,9 +109,28 @@ def test_a_part_that_another_process_took_for_lost_is_not_ours_any_more(tmp_path
     with SharedParts(Store.open(tmp_path), finished, total=1) as slow:
         part = next(iter(slow))
         # As after a long pause: the other one has watched our beat stand still.
-        claim = tmp_path / "claims" / f"{part:08d}" / WRITING
+        claim = tmp_path / "claims" / "000000" / f"{part:08d}" / WRITING
         ours = Holder.from_bytes(claim.read_bytes())
         assert ours is not None and ours.pid == os.getpid()
         claim.write_bytes(replace(ours, id="other", started="1").to_bytes())
         assert not slow.is_ours(part)
     assert claim.exists()  # it is the other one's
+
+
+def test_parts_of_several_blocks_are_listed_a_block_at_a_time(tmp_path: Path) -> None:
+    finished, looked = _Finished(), []
+    finished.by = {part: ["before"] for part in range(2 * BLOCK + 3) if part not in (5, BLOCK, 2 * BLOCK + 2)}
+    list_block = finished.list_finished
+    finished.list_finished = lambda block: looked.append(block) or list_block(block)  # type: ignore[method-assign, func-returns-value]
+    away = replace(Holder.this_process(ttl_s=0.1), id="away", machine="another/machine/1")
+    path = tmp_path / "claims" / "000001" / f"{BLOCK:08d}" / WRITING
+    path.parent.mkdir(parents=True)
+    path.write_bytes(away.to_bytes())
+    seen = []
+    with SharedParts(Store.open(tmp_path), finished, total=2 * BLOCK + 3, poll_s=0.02) as shared:
+        for part in shared:
+            seen.append(part)
+            finished.by[part] = ["us"]
+    assert seen == [5, 2 * BLOCK + 2, BLOCK]  # another machine's part once its worker is silent
+    assert looked[:4] == [0, 1, 1, 2]  # again where a claim was met
+    assert set(looked[4:]) == {1}  # and then only where others are at work

@@ -138,3 +138,13 @@ def test_statistics_are_the_same_however_they_are_merged() -> None:
     assert whole["x"]["rows"] == 173
     many = merge([*parts, {"x": {"rows": 1, "min": 0, "max": 0, "sum": 0, "counts": {"other": 1, "more": 1}}}])
     assert "counts" not in many["x"]
+
+
+def test_more_sources_than_a_commit_can_list_are_refused_before_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 2)
+    with pytest.raises(DataError, match="up to 2 sources") as caught:
+        _prepare(tmp_path, [5, 2, 8])
+    assert (caught.value.field, caught.value.value) == ("list_sources", 3)
+    assert not (tmp_path / "log.txt").exists()
