@@ -95,7 +95,7 @@ class CountingBackend:
     def open_write(self, rel: str) -> BinaryIO:
         """Open a stream whose bytes are the file's once it is finished."""
         stream = io.BytesIO()
-        stream.name = rel  # type: ignore[misc]
+        stream.name = rel
         return stream
 
     def finish(self, stream: BinaryIO) -> None:

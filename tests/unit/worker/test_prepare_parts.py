@@ -146,5 +146,5 @@ def test_more_sources_than_a_commit_can_list_are_refused_before_one_is_read(
     monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 2)
     with pytest.raises(DataError, match="up to 2 sources") as caught:
         _prepare(tmp_path, [5, 2, 8])
-    assert (caught.value.field, caught.value.value) == ("list_sources", 3)
+    assert (caught.value.field, caught.value.value) == ("list_sources", "3")
     assert not (tmp_path / "log.txt").exists()
