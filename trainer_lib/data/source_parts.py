@@ -123,8 +123,7 @@ def write_rows(
         if schema is None:
             schema = Schema.infer(chunk, f"{split}', source '{source}")
             has_ids = ROW_ID in chunk[0]
-        first_id = (part << ID_BITS) + rows_so_far
-        batch = schema.batch(chunk, rows_so_far, allow_nan=allow_nan, first_id=first_id)
+        batch = schema.batch(chunk, rows_so_far, allow_nan=allow_nan, first_id=(part << ID_BITS) + rows_so_far)
         # One write, so that a killed run leaves a whole file or none.
         entries.append(store.write_bytes(f"data/{split}/{part:06d}-{number:05d}.arrow", to_arrow_file(batch)))
         lengths.append(len(chunk))
