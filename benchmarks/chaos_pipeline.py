@@ -162,7 +162,7 @@ def _check(scene: Scene, expected: Expected) -> list[str]:
         *checks.check_results(place.storage, expected),
         *checks.check_publication(place.storage, expected),
         *checks.check_leases(place.storage),
-        *checks.check_prefect(place.home, place.folder),
+        *checks.check_prefect(place.home, place.folder, has_worked=place.has_worked()),
     ]
     if case.tracked:
         trained = case.whole or case.moment.stage == "train"

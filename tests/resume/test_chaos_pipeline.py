@@ -122,6 +122,16 @@ def test_a_storage_that_is_not_as_it_must_be_is_noticed(damage: str, storage: Pa
     assert found(storage, expected) == [damage.split()[0]]
 
 
+@pytest.mark.parametrize(("again", "problems"), [("7 s", []), ("2 s", ["publication"])])
+def test_a_training_that_ran_again_may_be_published_again(storage: Path, again: str, problems: list[str]) -> None:
+    revisions = storage / "hub" / "small" / "revisions"
+    shutil.rmtree(revisions / "00001")
+    commit(revisions / "00001", {"model": b"weights", "README.md": b"- Training time: 2 s"})
+    expected = Expected.of(storage, POINTS)
+    commit(revisions / "00002", {"model": b"weights", "README.md": f"- Training time: {again}".encode()})
+    assert found(storage, expected) == problems
+
+
 def test_a_damaged_revision_may_stay_beside_the_published_one(storage: Path, expected: Expected) -> None:
     revisions = storage / "hub" / "small" / "revisions"
     commit(revisions / "00002", {"model": b"weights"})
