@@ -89,7 +89,7 @@ class Workplace:
         return Command(self, process)
 
     def has_worked(self) -> bool:
-        """Whether a command has begun a stage: one that finds every result committed only looks."""
+        """Whether a command has started a stage: one that finds every result committed only looks."""
         return " starts: " in self.log.read_text(errors="replace")
 
     def processes(self) -> list[Found]:
