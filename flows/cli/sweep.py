@@ -74,6 +74,7 @@ class SweepDisplay:
         self._values: dict[int, Mapping[str, Any]] = {}
         self._at_work: dict[int, str] = {}
         self._ended = 0
+        self._missing: int | None = None
         self._began = time.monotonic()
         self._best: list[float] | None = None
         self._status = out.status("starting")
@@ -87,7 +88,9 @@ class SweepDisplay:
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Take one event."""
         kind, number = event.get("event"), int(event.get("trial") or 0)
-        if kind == "warning":
+        if kind == "planned":
+            self._missing = int(event["missing"])
+        elif kind == "warning":
             terminal.console(stderr=True).print(f"warning: {event.get('message')}")
         elif kind == "began":
             self._values[number] = event["values"]
@@ -98,7 +101,7 @@ class SweepDisplay:
             self._at_work[number] = f"step {event['step']}/{event['max_steps']}"
         elif kind == "ended":
             self._end(number, event)
-        self._status.update(self._now())
+        self._status.update(self.work())
 
     def _end(self, number: int, event: Mapping[str, Any]) -> None:
         self._at_work.pop(number, None)
@@ -124,9 +127,17 @@ class SweepDisplay:
             return True
         return False
 
-    def _now(self) -> str:
+    def work(self) -> str:
+        """What has ended, how long the rest will take, and what is at work."""
         work = ", ".join(f"trial {number} {what}" for number, what in sorted(self._at_work.items()))
-        return f"{self._ended} ended in {duration(time.monotonic() - self._began)}; {work or 'starting'}"
+        return f"{self._ended} ended in {duration(time.monotonic() - self._began)}{self._left()}; {work or 'starting'}"
+
+    def _left(self) -> str:
+        """How long the other trials will take, if they take as long as those that have ended."""
+        if not self._ended or self._missing is None or self._missing <= self._ended:
+            return ""
+        each = (time.monotonic() - self._began) / self._ended
+        return f", {duration(each * (self._missing - self._ended))} left"
 
 
 def values_text(values: Mapping[str, Any]) -> str:

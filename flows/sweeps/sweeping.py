@@ -161,6 +161,7 @@ class _Sweep:
         missing = self._ledger.design.num_trials - sum(
             each.state in ("complete", "pruned", "failed") for each in self._ledger.trials()
         )
+        self._listener({"event": "planned", "missing": missing})
         wanted = max(1, min(self._settings.parallel, missing))
         slots = [_SlotProcess(number, self._orders(), self._ledger.folder) for number in range(wanted)]
         try:
