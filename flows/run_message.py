@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING
 
+from flows.past_runs import PastRun, run_folder
+from flows.recorded_spec import read_spec_record
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics
-from tasks.notify_settings import End, NotifySettings
+from tasks.notify_settings import BLOCK, End, NotifySettings
 from tasks.stage.progress import duration
-from trainer_lib.errors import Interrupted, Preempted, Pruned, TrainflowError
+from trainer_lib.errors import ConfigError, Interrupted, Preempted, Pruned, TrainflowError
 
 if TYPE_CHECKING:
     from tasks.notifying import Message
 
 _MOST_METRICS = 6
+_TOLD = "told"  # of each death a file, in the run's folder
+_log = logging.getLogger(__name__)
 
 
 def tell_of_run(settings: NotifySettings, result: PipelineResult) -> None:
@@ -23,6 +29,31 @@ def tell_of_run(settings: NotifySettings, result: PipelineResult) -> None:
     from tasks.notifying import send
 
     send(settings, describe_run(result))
+
+
+def tell_of_death(storage: str, run: PastRun, died: str) -> None:
+    """Send that a run's process ended without a word; of several processes that find it, one sends.
+
+    Args:
+        died: stage, progress and process, as far as they are known.
+    """
+    if run.sweep is not None:  # the sweep tells how it ended itself
+        return
+    try:
+        settings = NotifySettings.model_validate(read_spec_record(storage, run).get("notify") or {})
+    except (ConfigError, ValueError) as error:
+        _log.debug("The addresses for the death of %s are not known: %s", run.id, error)
+        return
+    # It may be found in a shell, or on a machine, that has no addresses; then another one tells.
+    places = [place for place in settings.to if place.startswith(BLOCK) or os.environ.get(place)]
+    if not places:
+        return
+    from tasks.notifying import Message, send
+
+    if not run_folder(storage, run.id).create(f"{_TOLD}/{run.started.replace(':', '')}", died.encode()):
+        return
+    lines = [f"Its process ended without a word: {died}", f"Go on: trainflow resume {run.id} --storage {storage}"]
+    send(settings.model_copy(update={"to": places}), Message("failed", f"{run.run_name or run.name} died", lines))
 
 
 def describe_run(result: PipelineResult) -> Message:

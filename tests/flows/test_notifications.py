@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flows.run_status import find_statuses, sweep
 from flows.spec.spec import load_spec
 from tests.support.runs import IN_PROCESS, broken
 from trainer_lib.errors import CodeError
@@ -101,6 +102,37 @@ def test_a_failed_and_a_finished_run_are_told(
         done.raise_for_error()
         assert posts[1]["title"] == f"{done.run_name} finished"
         assert len(mails) == 2
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_was_killed_is_told_once_by_whoever_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(started: str) -> None:
+        run = {"name": "toy", "run_name": "toy-7", "status": "RUNNING", "started": started}
+        (folder / "run.json").write_text(json.dumps(run))
+
+    folder = tmp_path / "runs" / "0123456789abcdef"
+    folder.mkdir(parents=True)
+    (folder / "spec.yaml").write_text("name: toy\nnotify: {to: [TEAM_HOOK, OTHER_HOOK]}\n")
+    with webhook() as (hook, posts):
+        die("2026-11-23T09:00:00Z")
+        earlier = find_statuses(str(tmp_path))
+        assert sweep(str(tmp_path), earlier) == []
+        assert posts == [], "no address is known here"
+        die("2026-11-23T09:00:00Z")
+        monkeypatch.setenv("TEAM_HOOK", hook)
+        for _ in range(2):
+            sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        [post] = posts
+        assert post["title"] == "toy-7 died"
+        assert f"trainflow resume 0123456789abcdef --storage {tmp_path}" in post["message"]
+        die("2026-11-23T09:00:00Z")  # two that look at the same moment both find it running
+        sweep(str(tmp_path), earlier)
+        assert len(posts) == 1
+        die("2026-11-23T10:00:00Z")
+        sweep(str(tmp_path), find_statuses(str(tmp_path)))
+        assert len(posts) == 2, "it died again"
 
 
 def test_a_message_that_is_not_taken_fails_no_run(
