@@ -147,7 +147,13 @@ class Server:
         return False
 
     def api(self, method: str, path: str, body: Any = None) -> Any:
-        answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=20)
+        deadline = time.monotonic() + 60
+        while True:
+            answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=20)
+            # Its database is busy; Prefect's own clients ask again, too.
+            if answer.status_code != 503 or time.monotonic() > deadline:
+                break
+            time.sleep(1)
         assert answer.is_success, f"{answer.status_code} {answer.text}"
         return answer.json() if answer.content else None
 
