@@ -14,6 +14,8 @@ from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.tokenizing import import_transformers, no_model
 
 FIELD = "train.model"
+MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
+"""The settings of `build_model` (`train.model`), with their defaults."""
 SMALL: dict[str, Any] = {
     "model_type": "bert",
     "hidden_size": 128,

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipes.classifier_models import build_classifier
+from trainer_lib.recipes.classifier_models import MODEL, build_classifier
 from trainer_lib.recipes.held_out_metrics import measure_classes
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
@@ -46,9 +46,6 @@ from trainer_lib.recipes.tokenizing import (
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
-
-MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
-"""The settings of `build_model` (`train.model`), with their defaults."""
 
 
 class Options(TypedDict):

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipes.classifier_models import build_classifier
+from trainer_lib.recipes.classifier_models import MODEL, build_classifier
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
@@ -44,8 +44,6 @@ from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
-"""The settings of `build_model` (`train.model`), with their defaults."""
 _USUAL = "usual_tags"
 
 
@@ -110,7 +108,7 @@ class TaggedRows(TabularRows):
             self.table.refuse_gaps(name, remedy)
         for place, texts, tags in zip(self.table.places, *self.columns(), strict=True):
             if not texts:
-                what = f"{place}, column '{words}': there are no words."
+                what = f"{place}, column '{words}': the list of words is empty."
                 raise DataError(what, field="prepare.sources", remedy="Remove the row.")
             if len(texts) != len(tags):
                 what = f"{place}: there are {len(texts)} words and {len(tags)} tags."

@@ -156,7 +156,7 @@ def test_rows_that_spoil_the_training_are_refused(tmp_path: Path) -> None:
     good = [(["a", "b"], ["X", "Y"])] * 9
     short = refused(tmp_path, json_lines(*good, (["a", "b"], ["X"])))
     assert "lines.jsonl, row 9 (line 10): there are 2 words and 1 tags." in short.message
-    assert "there are no words" in refused(tmp_path, json_lines(*good, ([], []))).message
+    assert "column 'words': the list of words is empty." in refused(tmp_path, json_lines(*good, ([], []))).message
     assert "there is no value" in refused(tmp_path, json_lines(*good, (None, ["X"]))).message
     assert "column 'words': a text is not a list" in refused(tmp_path, json_lines(*good, ("a b", ["X"]))).message
     empty = refused(tmp_path, json_lines(*good, (["a", ""], ["X", "Y"])))
