@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from tests.support import tiny
 from tests.support.chaos_services import fill, small_disk
-from tests.support.launched import request
+from tests.support.launched import request, wait_until
 from tests.support.repository import ROOT
 from tests.support.spikes import checkpoints
 from trainer_lib.errors import TrainflowError
@@ -31,6 +32,7 @@ from trainer_lib.launch import LaunchConfig, launch
 
 MIB = 1 << 20
 Outcome = dict[str, Any]
+OnEvent = Callable[[dict[str, Any]], None]
 
 
 def run_case(name: str, folder: Path) -> Outcome:
@@ -51,17 +53,36 @@ def _attempt(work: Callable[[], Any]) -> Outcome:
     return {"class": None, "step": getattr(result, "global_step", None)}
 
 
-def _trained(folder: Path, when: int | None, disk: Path, output: Path, *, processes: int = 1, **given: Any) -> Outcome:
-    """How a training ends while `disk` becomes full at step `when`."""
-    asked = tiny.train_request(folder, tiny.prepared(folder / "prepared"), str(output), save_steps=4, **given)
+# A training that waits in its eleventh step until the file PAUSE is there.
+_PAUSE = """
+        if self.training and "PAUSE" in os.environ:
+            self.calls = getattr(self, "calls", 0) + 1
+            while self.calls == 11 and not os.path.exists(os.environ["PAUSE"]):
+                time.sleep(0.01)
+        time.sleep(float(os.environ.get("STEP_S", "0")))
+"""
+
+
+def _request(folder: Path, output: Path, **args: Any) -> Any:
+    return tiny.train_request(folder, tiny.prepared(folder / "prepared"), str(output), save_steps=4, **args)
+
+
+def _trained(asked: Any, on_event: OnEvent = lambda event: None, *, processes: int = 1, pause: str = "") -> Outcome:
+    """How a training ends."""
+    env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.03", "TMPDIR": tempfile.gettempdir()}
+    env |= {"PAUSE": pause} if pause else {}
+    config = LaunchConfig(processes=processes, grace_s=20.0)
+    return _attempt(lambda: launch(asked, config, env=env, on_line=lambda line: None, on_event=on_event))
+
+
+def _filling(disk: Path, step: int) -> OnEvent:
+    """Fill the disk at the first event that tells `step` or a later one."""
 
     def note(event: dict[str, Any]) -> None:
-        if when is not None and event.get("step", 0) >= when and not (disk / ".ballast").exists():
+        if event.get("step", 0) >= step and not (disk / ".ballast").exists():
             fill(disk)
 
-    env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.03", "TMPDIR": tempfile.gettempdir()}
-    config = LaunchConfig(processes=processes, grace_s=20.0)
-    return _attempt(lambda: launch(asked, config, env=env, on_line=lambda line: None, on_event=note))
+    return note
 
 
 def _left(folder: Path) -> list[str]:
@@ -69,12 +90,24 @@ def _left(folder: Path) -> list[str]:
 
 
 def storage(folder: Path, disk: Path) -> Outcome:
-    """The storage becomes full after two checkpoints; then it has room again."""
-    output = disk / "train"
-    first = _trained(folder, 6, disk, output, processes=2)
+    """The storage becomes full after two checkpoints, and between two saves; then it has room again."""
+    output, filled = disk / "train", folder / "filled"
+    asked = _request(folder, output)
+    recipe = folder / "recipe.py"
+    recipe.write_text(recipe.read_text().replace(_PAUSE.splitlines()[-1] + "\n", _PAUSE.lstrip("\n")))
+
+    def fill_between_saves() -> None:
+        wait_until(lambda: checkpoints(output / "checkpoints") == [4, 8], timeout=60.0)
+        fill(disk)
+        filled.touch()
+
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(fill_between_saves)
+        first = _trained(asked, processes=2, pause=str(filled))
+        filling.result()
     steps, names = checkpoints(output / "checkpoints"), {path.parent.name for path in output.rglob("*.json")}
     (disk / ".ballast").unlink()
-    again = _trained(folder / "again", None, disk, output, processes=2)
+    again = _trained(_request(folder / "again", output), processes=2)
     return {"first": first, "steps": steps, "folders": sorted(names), "again": again}
 
 
@@ -93,9 +126,10 @@ def temporary(folder: Path, disk: Path) -> Outcome:
     )
     left = _left(disk)
     (disk / ".ballast").unlink()
-    meanwhile = _trained(folder / "ends", 1, disk, folder / "ends", logging_steps=1)
+    meanwhile = _trained(_request(folder / "ends", folder / "ends", logging_steps=1), _filling(disk, 1))
     (disk / ".ballast").unlink()
-    failing = _trained(folder / "fails", 1, disk, folder / "fails", learning_rate=1e30, max_nonfinite_steps=1)
+    diverging = _request(folder / "fails", folder / "fails", learning_rate=1e30, max_nonfinite_steps=1)
+    failing = _trained(diverging, _filling(disk, 1))
     return {"before": before, "left": left, "meanwhile": meanwhile, "failing": failing}
 
 
