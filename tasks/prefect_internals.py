@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 _once: tuple[Any, Any] | None = None
 """Settings, and the same without retries."""
+_copying = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -45,10 +47,11 @@ def without_retries() -> Iterator[None]:
 
     global _once
     context = prefect.context.get_settings_context()
-    known = _once
-    if known is None or known[0] is not context.settings:
-        known = context.settings, context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
-        _once = known
+    with _copying:  # stages that end together would each make a copy
+        known = _once
+        if known is None or known[0] is not context.settings:
+            known = context.settings, context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
+            _once = known
     with prefect.context.SettingsContext(profile=context.profile, settings=known[1]):
         yield
 
