@@ -9,6 +9,8 @@ FOLDER = Path(__file__).resolve().parent / "recipes"
 ABOUT = {
     "causal-language-modeling": "Texts to a model of transformers that continues them.",
     "image-classification": "Images to one of several classes.",
+    "question-answering": "The part of a text that answers a question, with a model of transformers.",
+    "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",
     "tabular-classification": "Rows of a table to one of several classes.",
     "tabular-regression": "Rows of a table to a number.",
     "text-classification": "Texts to one of several classes, with a model of transformers.",

@@ -7,11 +7,17 @@ import csv
 import io
 import json
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flows.new_project.code_questions import questions_about
 from flows.new_project.code_words import tagged_lines
+
+_MODULES = ("argparse", "ast", "configparser", "datetime", "doctest", "inspect", "pathlib", "tarfile", "zipfile")
+_MORE = ("calendar", "cmd", "csv", "difflib", "gettext", "locale", "mailbox", "optparse", "pickle", "random", "shlex",
+         "statistics", "string", "textwrap", "typing", "uuid")  # fmt: skip
 
 
 def wine() -> str:
@@ -83,19 +89,7 @@ def elnino() -> str:
 def code_lines() -> str:
     """1,200 lines of Python of this interpreter's standard library, as JSON lines of words and tags (PSF licence)."""
     found: dict[str, None] = {}
-    for module in (
-        "argparse",
-        "ast",
-        "configparser",
-        "datetime",
-        "doctest",
-        "inspect",
-        "pathlib",
-        "tarfile",
-        "zipfile",
-    ):
-        file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
-        source = (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text("utf-8")
+    for source in _sources(_MODULES):
         rows = ({"words": words, "tags": tags} for words, tags in tagged_lines(source))
         # Since Python 3.12 an f-string is several tokens.
         plain = (row for row in rows if not any(word.startswith(("f'", 'f"')) or "{{" in word for word in row["words"]))
@@ -104,9 +98,37 @@ def code_lines() -> str:
     return "".join(f"{lines[index * len(lines) // 1200]}\n" for index in range(1200))
 
 
+def code_questions() -> str:
+    """A question about each of 800 functions of this interpreter's standard library, as JSON lines (PSF licence)."""
+    found: dict[str, None] = {}
+    functions = (each for source in _sources(_MODULES + _MORE) for each in questions_about(source))
+    for number, questions in enumerate(functions):
+        # Each sixth function is asked for what it does not have.
+        fitting = [each for each in questions if bool(each["answers"]["text"]) != (number % 6 == 0)]
+        if fitting:
+            found[json.dumps(fitting[number % len(fitting)])] = None
+    rows = list(found)
+    return "".join(f"{rows[index * len(rows) // 800]}\n" for index in range(800))
+
+
+def character_names() -> str:
+    """1,200 characters' names and the names of what they consist of, as CSV (Unicode character database)."""
+    rows: list[tuple[str, str]] = []
+    for point in range(0x20000):
+        parts = [part for part in unicodedata.decomposition(chr(point)).split() if not part.startswith("<")]
+        names = [unicodedata.name(chr(int(part, 16)), "") for part in parts]
+        name = unicodedata.name(chr(point), "")
+        if names and all(names) and name and not name.startswith(("CJK", "HANGUL")):
+            rows.append((name.lower(), ", ".join(names).lower()))
+    short = [row for row in rows if len(row[1]) <= 100]
+    return _csv(["name", "parts"], (short[index * len(short) // 1200] for index in range(1200)))
+
+
 FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
     "image-classification": ("digits", digits),
+    "question-answering": ("questions.jsonl", code_questions),
+    "sequence-to-sequence": ("characters.csv", character_names),
     "tabular-classification": ("wine.csv", wine),
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),
@@ -114,6 +136,13 @@ FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "token-classification": ("lines.jsonl", code_lines),
 }
 """Recipe -> the name of its data's file, and what makes its text; or of a folder, and what makes its files."""
+
+
+def _sources(modules: Sequence[str]) -> Iterator[str]:
+    """The code of modules of the standard library."""
+    for module in modules:
+        file = Path(sysconfig.get_path("stdlib"), f"{module}.py")
+        yield (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text("utf-8")
 
 
 def _short(number: Any) -> str:

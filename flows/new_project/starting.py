@@ -17,6 +17,9 @@ _RANDOM_BERT = """\
 _RANDOM_LLAMA = """\
   # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
   model: {config: {model_type: llama, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}"""
+_RANDOM_T5 = """\
+  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
+  model: {config: {model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}"""
 _FACTS = {
     "causal-language-modeling": {
         "options": "    length: 128\n    overlong: split  # a longer text becomes pieces; or drop, refuse\n"
@@ -40,6 +43,29 @@ _FACTS = {
         "about": "Reads a handwritten digit.",
         "column": "",
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
+    },
+    "question-answering": {
+        "options": "    max_length: 128  # tokens of a window; a longer context has several\n    stride: 32",
+        "by": "random",
+        "model": _RANDOM_BERT,
+        "rate": "1.0e-3",
+        "margin": "f1_over_usual",
+        "trivial": "the answer that each question had most often in training",
+        "about": "Finds what a function of Python takes, returns or raises.",
+        "column": "answers",
+        "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
+    },
+    "sequence-to-sequence": {
+        "options": "    text: name\n    target: parts\n    vocabulary: 600\n    max_length: 48    # tokens to read\n"
+        "    target_length: 48 # tokens to write",
+        "by": "random",
+        "model": _RANDOM_T5,
+        "rate": "3.0e-3",
+        "margin": "rouge_l_over_lead",
+        "trivial": "the first words of what is read",
+        "about": "Names the parts that a character consists of.",
+        "column": "target",
+        "source": "names of characters, out of Python's copy of the Unicode character database (Unicode licence).",
     },
     "tabular-classification": {
         "options": "    label: cultivar",

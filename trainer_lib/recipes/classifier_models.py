@@ -1,4 +1,4 @@
-"""Models of transformers with a head for classes: by name, from a folder, or at random from a configuration."""
+"""Models of transformers with a head: by name, from a folder, or at random from a configuration."""
 
 from __future__ import annotations
 
@@ -38,21 +38,45 @@ def build_classifier(chosen: Mapping[str, Any], data: DataInfo, *, head: str, ta
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    library, classes = import_transformers(), data.info["classes"]
+    classes, place = data.info["classes"], one_of(chosen, field=FIELD)
+    if place is not None:
+        _require_head(place, head, len(classes), is_new=chosen["new_head"])
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
+    return build_with_head(chosen, data, head=head, task=task, **names)
+
+
+def build_with_head(
+    chosen: Mapping[str, Any],
+    data: DataInfo,
+    *,
+    head: str,
+    task: str,
+    small: Mapping[str, Any] = SMALL,
+    **settings: Any,
+) -> nn.Module:
+    """Build a model that reads the data's tokens.
+
+    Args:
+        chosen: `pretrained`, `folder`, `config` and `lora`; `new_head` for a head that may have another shape.
+        data: the `vocabulary` and `pad_token_id` of its tokenizer.
+        head: the end of the name of its class, "ForQuestionAnswering"; empty for a model without a head.
+        task: peft's name of what it is for.
+        small: the configuration of a model at random, where `config` says nothing else.
+        settings: of its configuration.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+    library, place = import_transformers(), one_of(chosen, field=FIELD)
     automatic = getattr(library, f"AutoModel{head}")
-    place = one_of(chosen, field=FIELD)
     if place is None:
-        settings = {**SMALL, **chosen["config"]}
-        more = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **names}
-        model: nn.Module = automatic.from_config(library.AutoConfig.for_model(**settings, **more))
+        given = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **settings}
+        config = library.AutoConfig.for_model(**{**small, **chosen["config"]}, **given)
+        model: nn.Module = automatic.from_config(config)
     else:
         try:
-            _require_head(library.AutoConfig.from_pretrained(place), head, len(classes), is_new=chosen["new_head"])
-            model = automatic.from_pretrained(place, ignore_mismatched_sizes=chosen["new_head"], **names)
+            model = automatic.from_pretrained(place, ignore_mismatched_sizes=chosen.get("new_head", False), **settings)
         except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise no_model(place, error, field=FIELD) from error
     if not chosen["lora"]:
         return model
@@ -63,7 +87,11 @@ def build_classifier(chosen: Mapping[str, Any], data: DataInfo, *, head: str, ta
     return adapted
 
 
-def _require_head(config: Any, head: str, classes: int, *, is_new: bool) -> None:
+def _require_head(place: str, head: str, classes: int, *, is_new: bool) -> None:
+    try:
+        config = import_transformers().AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise no_model(place, error, field=FIELD) from error
     has_head = any(head in name for name in config.architectures or ())
     if has_head and config.num_labels != classes and not is_new:
         raise ConfigError(

@@ -18,7 +18,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """The settings of adapters: rank, scale (alpha / r), dropout, the layers that get one (unset: all linear ones but the
 head), and the layers that are trained as a whole."""
-_HEADS = r"(.*\.)?(classifier|score)(\..*)?"
+_HEADS = r"(.*\.)?(classifier|score|qa_outputs)(\..*)?"
 
 
 def add_adapters(model: Any, options: Mapping[str, Any], *, task: str = "CAUSAL_LM") -> Any:

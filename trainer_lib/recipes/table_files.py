@@ -6,7 +6,7 @@ Where columns hold lists, sentences in CoNLL's columns (`conll_files`) are rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any, Self
@@ -18,6 +18,8 @@ from trainer_lib.data.row_sources import FORMATS, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.conll_files import SENTENCES, read_sentences
 from trainer_lib.suggestions import suggestion
+
+Reader = Callable[[Any, str], Any]
 
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
@@ -123,7 +125,12 @@ def text_of(value: Any) -> str:
 
 
 def read_table(
-    sources: Sequence[str], *, rename: Mapping[str, str], field: str = SOURCES, lists: Sequence[str] = ()
+    sources: Sequence[str],
+    *,
+    rename: Mapping[str, str],
+    field: str = SOURCES,
+    lists: Sequence[str] = (),
+    readers: Mapping[str, Reader] | None = None,
 ) -> Table:
     """The rows of all files that the sources stand for, in their order.
 
@@ -132,6 +139,7 @@ def read_table(
         rename: name of a column in the files -> its name in the table.
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
+        readers: column -> what makes its values, of a value in a file and the place for errors.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -150,7 +158,7 @@ def read_table(
             _require_same_columns(columns, row, place)
             places.append(place)
             for name, value in row.items():
-                columns[name].append(_value(value, name, place, lists))
+                columns[name].append(_value(value, name, place, lists, readers or {}))
     except TrainflowError as error:
         if error.field in ("NEW_DATA", "rows"):
             error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
@@ -189,10 +197,12 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
     raise DataError(f"{place}: {what} than the rows before." if extra else f"{place}: {what}.", field="rows")
 
 
-def _value(value: Any, name: str, place: str, lists: Sequence[str]) -> Any:
+def _value(value: Any, name: str, place: str, lists: Sequence[str], readers: Mapping[str, Reader]) -> Any:
     if name in lists:
         return _texts(value, name, place)
-    if lists and isinstance(value, list | tuple | dict):
+    if name in readers:
+        return readers[name](value, f"{place}, column '{name}'")
+    if (lists or readers) and isinstance(value, list | tuple | dict):
         return None  # beside the lists that are read, files may have others
     return _plain(value, name, place)
 

@@ -11,7 +11,7 @@ import numpy as np
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import Table, read_table
+from trainer_lib.recipes.table_files import Reader, Table, read_table
 
 FIELD = "prepare.options"
 DEFAULTS: dict[str, Any] = {
@@ -68,18 +68,21 @@ class TabularRows:
 
     defaults: Mapping[str, Any] = DEFAULTS
     """Every option, with its default."""
+    label_option: str = "label"
+    """The option that names the column to predict."""
 
     def __init__(self, options: Mapping[str, Any], sources: Sequence[str], *, classes: bool) -> None:
         self.options = choose(options, self.defaults, field=FIELD)
         require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
-        if self.options["label"] is None:
-            remedy = "Name the column to predict: prepare.options.label=NAME."
-            raise ConfigError("The recipe needs to know what to predict.", field=f"{FIELD}.label", remedy=remedy)
+        label = f"{FIELD}.{self.label_option}"
+        if self.options[self.label_option] is None:
+            remedy = f"Name the column to predict: {label}=NAME."
+            raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if classes else "random")
         rename = self.options["rename"]
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(sources)}
         self.table, starts = self._read_all(files, rename)
-        self.label = self.table.require(self.options["label"], field=f"{FIELD}.label")
+        self.label = self.table.require(self.options[self.label_option], field=label)
         self.splits = starts if "" not in starts else self._cut(way, classes=classes)
         if "train" not in self.splits:
             remedy = "Name a file for it: prepare.options.files.train=FILE."
@@ -105,11 +108,15 @@ class TabularRows:
 
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         """The rows of some files."""
-        return read_table(addresses, rename=rename, field=field, lists=self._lists())
+        return read_table(addresses, rename=rename, field=field, lists=self._lists(), readers=self._readers())
 
     def _lists(self) -> Sequence[str]:
         """The columns that hold lists of texts."""
         return ()
+
+    def _readers(self) -> Mapping[str, Reader]:
+        """The columns whose values have a form of their own, with what reads them."""
+        return {}
 
     def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
         keys: list[Any] | None = None

@@ -1,0 +1,228 @@
+"""The recipe sequence-to-sequence: texts to other texts (summaries, translations), with a model of transformers.
+
+    name: summaries
+    recipe: sequence-to-sequence
+    prepare:
+      sources: [articles.csv]
+      options: {text: article, target: summary, prefix: "summarize: ", pretrained: t5-small}
+    train:
+      model: {pretrained: t5-small}
+      args: {num_train_epochs: 3, learning_rate: 3.0e-4, global_batch_size: 16}
+    evaluate: {splits: [validation, test]}
+
+Without `pretrained` or `folder` a byte-level vocabulary is learned from the training texts, and the weights begin at
+random: `train.model: {config: {model_type: t5, d_model: 128, …}}`. Evaluate and predict generate texts, by the most
+likely token each, or with `train.model.beams`.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.sequence_to_sequence import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.classifier_models import MODEL, build_with_head
+from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.packed_batches import NO_TARGET
+from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
+from trainer_lib.recipes.row_trainer import RowTrainer
+from trainer_lib.recipes.tabular_rows import FIELD
+from trainer_lib.recipes.text_scores import measure_texts, score_row
+from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
+from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_byte_tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+SMALL: dict[str, Any] = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+"""The model that is built at random where `config` says nothing else."""
+
+
+class Options(TypedDict):
+    """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
+
+    text: str
+    """Column with the texts to read."""
+    target: str
+    """Column with the texts to write."""
+    prefix: NotRequired[str]
+    """What stands before each text to read, for models that are told their task."""
+    pretrained: NotRequired[str]
+    """Name of the model on the Hub whose tokenizer is used."""
+    folder: NotRequired[Path]
+    """Folder of the model whose tokenizer is used."""
+    files: NotRequired[dict[str, Path]]
+    """Split -> its file."""
+    pad_token: NotRequired[str]
+    """Token that fills up short texts, for a tokenizer that has none."""
+    vocabulary: NotRequired[int]
+    """Tokens of a vocabulary that is learned."""
+    max_length: NotRequired[int]
+    """Tokens of a text to read; longer ones are cut."""
+    target_length: NotRequired[int]
+    """Tokens of a text to write; longer ones are cut."""
+
+
+class ModelOptions(TypedDict):
+    """The settings of `build_model`."""
+
+    pretrained: NotRequired[str]
+    folder: NotRequired[Path]
+    config: NotRequired[dict[str, Any]]
+    lora: NotRequired[dict[str, Any]]
+    """Train adapters of this form in place of all weights."""
+    beams: NotRequired[int]
+    """Texts that are followed at a time when a text is generated."""
+
+
+class TextsToWrite(PairedTexts):
+    """The pairs of a table by split."""
+
+    defaults: Mapping[str, Any] = {**COMMON, "text": None, "target": None, "prefix": "", "target_length": 64}
+
+
+def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the pairs and find a tokenizer for them.
+
+    Returns:
+        For every split its rows: the text to read by the name of its column, that to write in `labels`; `row_id`.
+    """
+    table = TextsToWrite(options, out.sources, classes=False)
+    chosen = table.options
+    texts, targets = table.pairs()
+    train = table.splits["train"].tolist()
+    place = one_of(chosen, field=FIELD)
+    if place is None:
+        learned = (text for row in train for text in (chosen["prefix"] + texts[row], targets[row]))
+        tokenizer = learn_byte_tokenizer(learned, vocabulary=chosen["vocabulary"])
+    else:
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    lengths = [len(tokens) for tokens in _tokens_of(targets, tokenizer, longest=None)]
+    out.info.update(
+        {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
+        lead_words=int(np.median([len(targets[row].split()) for row in train])),
+        cut_targets=sum(length > chosen["target_length"] for length in lengths),
+        vocabulary=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        tokenizer=keep_tokenizer(tokenizer, out),
+    )
+    return table.rows(targets, {chosen["text"]: texts})
+
+
+def _tokens_of(targets: Sequence[str], tokenizer: Any, *, longest: int | None) -> list[list[int]]:
+    """The tokens of texts to write, each with the token for the end behind it."""
+    end = tokenizer.eos_token_id
+    made = tokenizer(text_target=list(targets), truncation=longest is not None, max_length=longest, verbose=False)[
+        "input_ids"
+    ]
+    if end is None:
+        return list(made)
+    return [
+        tokens if tokens[-1:] == [end] else [*tokens[: None if longest is None else longest - 1], end]
+        for tokens in made
+    ]
+
+
+def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+    defaults = {**{name: MODEL[name] for name in ("pretrained", "folder", "config", "lora")}, "beams": 1}
+    chosen = choose(options, defaults, field="train.model")
+    pad, end = data.info["pad_token_id"], data.info["eos_token_id"]
+    ends = {"eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": None, "forced_eos_token_id": None}
+    begins_at_random = one_of(chosen, field="train.model") is None
+    built: Any = build_with_head(
+        chosen, data, head="ForSeq2SeqLM", task="SEQ_2_SEQ_LM", small=SMALL, **(ends if begins_at_random else {})
+    )
+    generation = built.generation_config
+    generation.max_length = None  # one limit
+    generation.max_new_tokens = data.info["target_length"]
+    generation.num_beams = chosen["beams"]
+    model: nn.Module = built
+    return model
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels ``[batch, target tokens]``.
+
+    Beside them, and not for the model, code points ``[batch, characters]``: of the texts to write in `wanted`, and of
+    the first words of the texts to read in `lead`.
+    """
+    info, tokenizer = data.info, kept_tokenizer(data)
+    texts = [row[info["text"]] for row in rows]
+    given = [info["prefix"] + text for text in texts]
+    batch = dict(tokenizer(given, padding=True, truncation=True, max_length=info["max_length"], return_tensors="pt"))
+    batch.pop("token_type_ids", None)
+    if "labels" not in rows[0]:
+        return batch
+    tokens = _tokens_of([row["labels"] for row in rows], tokenizer, longest=info["target_length"])
+    labels = torch.full((len(rows), max(map(len, tokens))), NO_TARGET)
+    for row, each in enumerate(tokens):
+        labels[row, : len(each)] = torch.tensor(each)
+    lead = [" ".join(text.split()[: info["lead_words"]]) for text in texts]
+    return {
+        **batch,
+        "labels": labels,
+        "wanted": encode_texts([row["labels"] for row in rows]),
+        "lead": encode_texts(lead),
+    }
+
+
+class Trainer(RowTrainer):
+    """A Trainer whose predictions are generated texts."""
+
+    kept = ("wanted", "lead")
+
+    @override
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        loss = None
+        if "labels" in inputs:
+            loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        if prediction_loss_only:
+            return loss, None, None
+        given = self._prepare_inputs({name: inputs[name] for name in ("input_ids", "attention_mask")})
+        generator: Any = self.model
+        with torch.no_grad(), self.autocast_smart_context_manager():
+            tokens = generator.generate(**given)
+        kept = tuple(inputs[name].to(tokens.device) for name in self.kept if name in inputs)
+        return loss, tokens, kept or None
+
+
+def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, float]:
+    """Measure generated tokens ``[rows, tokens]``, beside the first words of the texts to read."""
+    wanted, lead = evaluation.label_ids
+    known: dict[tuple[bytes, ...], np.ndarray] = data.once("scores", dict)  # a bootstrap measures each row many times
+    keys = [tuple(each.tobytes() for each in row) for row in zip(evaluation.predictions, wanted, lead, strict=True)]
+    new = [row for row, key in enumerate(keys) if key not in known]
+    if new:
+        texts = _decode(evaluation.predictions[new], data), decode_texts(wanted[new]), decode_texts(lead[new])
+        known.update((keys[row], score_row(*each)) for row, each in zip(new, zip(*texts, strict=True), strict=True))
+    return measure_texts(np.stack([known[key] for key in keys]))
+
+
+def _decode(tokens: np.ndarray, data: DataInfo) -> list[str]:
+    tokenizer = kept_tokenizer(data)
+    plain = [row[row >= 0].tolist() for row in np.asarray(tokens)]
+    return [text.strip() for text in tokenizer.batch_decode(plain, skip_special_tokens=True)]
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn tokens ``[rows, tokens]`` into texts."""
+    return {"prediction": _decode(predictions, data)}
