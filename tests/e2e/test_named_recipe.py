@@ -37,6 +37,7 @@ _NO_MIDDLE = ("train.args.eval_strategy=no", "train.eval_split=null", "evaluate.
 QUICK = {
     "token_classification/parts.yaml": (
         "test_accuracy_over_usual_low",
+        {"words": ["def", "main", "(", ")", ":"]},
         (
             "prepare.options.split={validation: 0, test: 0.3}",
             "train.model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
@@ -44,20 +45,52 @@ QUICK = {
             "train.args.max_steps=100",
         ),
     ),
+    "question_answering/functions.yaml": (
+        "test_f1_over_usual_low",
+        {"question": "Which parameter comes first?", "context": "def add(self, item, place):\n    return item"},
+        (
+            "prepare.options.split={validation: 0, test: 0.3}",
+            "train.model.config={hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2}",
+            "train.args.learning_rate=3.0e-3",
+            "train.args.max_steps=150",
+            'evaluate.require={test_f1_over_usual_low: "> 0"}',
+        ),
+    ),
+    "sequence_to_sequence/characters.yaml": (
+        "test_chrf_over_lead_low",
+        {"name": "latin small letter e with acute"},
+        (
+            "prepare.options.split={validation: 0, test: 0.2}",
+            "train.model.config={d_model: 64, d_kv: 16, d_ff: 128, num_layers: 2, num_heads: 4}",
+            "train.args.learning_rate=1.0e-2",
+            "train.args.max_steps=200",
+            'evaluate.require={test_chrf_over_lead_low: "> 0"}',
+            "predict.enabled=false",
+        ),
+    ),
 }
-"""Example -> the metric of its gate, and what makes it small."""
+"""Example -> the metric of its gate, a new row, and what makes it small."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", QUICK)
 def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path, example: str) -> None:
-    gate, small = QUICK[example]
+    gate, new, small = QUICK[example]
     pipeline = Pipeline(str(ROOT / "examples" / example), tmp_path / "store", (*_NO_MIDDLE, *small), tmp_path / "log")
     assert pipeline.finish() == 0, pipeline.log.read_text()
     [metrics] = (tmp_path / "store" / "stages" / "evaluate").glob("*/metrics.json")
     split, _, name = gate.partition("_")
     assert json.loads(metrics.read_text())[split][name] > 0
-    assert list((tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors"))
+    [published] = (tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors")
+    # A process of its own predicts a new row with the published model.
+    program = (
+        "import json, sys; from trainer_lib import load_model; "
+        "print(json.dumps(list(load_model(sys.argv[1], trust_code=True).predict([json.loads(sys.argv[2])]))))"
+    )
+    command = [sys.executable, "-c", program, str(published.parent), json.dumps(new)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "prediction" in json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(300)

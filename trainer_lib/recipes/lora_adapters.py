@@ -18,6 +18,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """The settings of adapters: rank, scale (alpha / r), dropout, the layers that get one (unset: all linear ones but the
 head), and the layers that are trained as a whole."""
+_WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _HEADS = r"(.*\.)?(classifier|score|qa_outputs)(\..*)?"
 
 
@@ -44,7 +45,7 @@ def add_adapters(model: Any, options: Mapping[str, Any], *, task: str = "CAUSAL_
         lora_dropout=chosen["dropout"],
         target_modules=chosen["target_modules"] or "all-linear",
         modules_to_save=chosen["modules_to_save"] or None,
-        exclude_modules=None if task == "CAUSAL_LM" else _HEADS,  # peft trains them as a whole
+        exclude_modules=_HEADS if task in _WITH_HEADS else None,  # peft trains them as a whole
     )
     try:
         return peft.get_peft_model(model, config)

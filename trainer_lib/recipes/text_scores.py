@@ -1,7 +1,8 @@
 """Scores of texts that were written, by torchmetrics: ROUGE-L, chrF and exact match.
 
 ROUGE-L is the F measure of the longest common subsequence of words (Lin, 2004); it knows Latin letters and digits. chrF
-is that of n-grams of up to 6 characters (Popović, 2015), here the mean over rows. Both are from 0 to 1.
+is that of n-grams of up to 6 characters (Popović, 2015), here the mean over rows, and without those that are longer
+than the text to write. Both are from 0 to 1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import numpy as np
 
 NAMES = ("exact_match", "rouge_l", "chrf", "lead_rouge_l", "lead_chrf")
 """What `measure_texts` takes of each row."""
+_LONGEST = 6
 
 
 def score_text(written: str, wanted: str) -> tuple[float, float, float]:
@@ -19,8 +21,9 @@ def score_text(written: str, wanted: str) -> tuple[float, float, float]:
     own, true = written.strip(), wanted.strip()
     if not own or not true:
         return (float(own == true),) * 3
+    longest = min(_LONGEST, len(true.replace(" ", "")))  # a short text has no longer n-grams
     rouge = rouge_score(own, true, rouge_keys="rougeL")["rougeL_fmeasure"]
-    return float(own == true), float(rouge), float(chrf_score([own], [[true]], n_word_order=0))
+    return float(own == true), float(rouge), float(chrf_score([own], [[true]], longest, 0))
 
 
 def score_row(written: str, wanted: str, lead: str) -> np.ndarray:
