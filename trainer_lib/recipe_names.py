@@ -8,6 +8,7 @@ FOLDER = Path(__file__).resolve().parent / "recipes"
 
 ABOUT = {
     "causal-language-modeling": "Texts to a model of transformers that continues them.",
+    "embeddings": "Vectors of texts, near where texts belong together, with a model of transformers.",
     "image-classification": "Images to one of several classes.",
     "question-answering": "The part of a text that answers a question, with a model of transformers.",
     "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import html.entities
 import io
 import json
 import sysconfig
@@ -111,6 +112,16 @@ def code_questions() -> str:
     return "".join(f"{rows[index * len(rows) // 800]}\n" for index in range(800))
 
 
+def entity_names() -> str:
+    """HTML's names of 1,500 characters and Unicode's names of them, as CSV (WHATWG and Unicode licences)."""
+    found: dict[str, str] = {}
+    for name, characters in sorted(html.entities.html5.items()):
+        names = [unicodedata.name(each, "") for each in characters]
+        if name.endswith(";") and all(names):
+            found.setdefault(" and ".join(names).lower(), name.removesuffix(";"))
+    return _csv(["entity", "character"], [(name, character) for character, name in found.items()][:1500])
+
+
 def character_names() -> str:
     """1,200 characters' names and the names of what they consist of, as CSV (Unicode character database)."""
     rows: list[tuple[str, str]] = []
@@ -126,6 +137,7 @@ def character_names() -> str:
 
 FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
+    "embeddings": ("entities.csv", entity_names),
     "image-classification": ("digits", digits),
     "question-answering": ("questions.jsonl", code_questions),
     "sequence-to-sequence": ("characters.csv", character_names),

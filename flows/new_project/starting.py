@@ -33,6 +33,17 @@ _FACTS = {
         "column": "text",
         "source": "docstrings of Python's standard library (PSF licence).",
     },
+    "embeddings": {
+        "options": "    query: entity\n    positive: character\n    vocabulary: 400\n    max_length: 48",
+        "by": "random",
+        "model": _RANDOM_BERT,
+        "rate": "2.0e-3",
+        "margin": "mrr_over_overlap",
+        "trivial": "counting the tokens in common",
+        "about": "Finds the character that a name of HTML means.",
+        "column": "positive",
+        "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
+    },
     "image-classification": {
         "options": "    size: 16      # pixels of a side\n    colours: grey",
         "by": "stratified",

@@ -50,7 +50,7 @@ QUICK = {
         {"question": "Which parameter comes first?", "context": "def add(self, item, place):\n    return item"},
         (
             "prepare.options.split={validation: 0, test: 0.3}",
-            "train.model.config={hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2}",
+            "train.model.config={hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
             "train.args.learning_rate=3.0e-3",
             "train.args.max_steps=150",
             'evaluate.require={test_f1_over_usual_low: "> 0"}',
@@ -66,6 +66,16 @@ QUICK = {
             "train.args.max_steps=200",
             'evaluate.require={test_chrf_over_lead_low: "> 0"}',
             "predict.enabled=false",
+        ),
+    ),
+    "embeddings/entities.yaml": (
+        "test_mrr_over_overlap_low",
+        {"entity": "Aacute"},
+        (
+            "prepare.options.split={validation: 0, test: 0.2}",
+            "train.model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
+            "train.args.learning_rate=5.0e-3",
+            "train.args.max_steps=80",
         ),
     ),
 }
@@ -90,7 +100,7 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
     command = [sys.executable, "-c", program, str(published.parent), json.dumps(new)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "prediction" in json.loads(done.stdout.splitlines()[-1])
+    assert {"prediction", "embedding"} & set(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.timeout(300)

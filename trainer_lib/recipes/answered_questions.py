@@ -26,6 +26,13 @@ class Answer(NamedTuple):
     start: int | None
 
 
+class PlacedAnswer(NamedTuple):
+    """A text and the number of its first character in the context."""
+
+    text: str
+    start: int
+
+
 class QuestionRows(TabularRows):
     """The questions, contexts and answers of a table by split; no other column is read."""
 
@@ -61,7 +68,7 @@ class QuestionRows(TabularRows):
             self.table.refuse_gaps(name, "Remove the row, or give it a text.")
         return []
 
-    def answers(self) -> list[list[Answer]]:
+    def answers(self) -> list[list[PlacedAnswer]]:
         """The answers of each row, each where its context has it; an empty list for a question without any.
 
         Raises:
@@ -118,10 +125,10 @@ def _answer(text: Any, start: Any, where: str) -> Answer:
     return Answer(str(text), start)
 
 
-def _placed(answer: Answer, context: str, place: str) -> Answer:
+def _placed(answer: Answer, context: str, place: str) -> PlacedAnswer:
     start = context.find(answer.text) if answer.start is None else answer.start
     if start >= 0 and context.startswith(answer.text, start):
-        return Answer(answer.text, start)
+        return PlacedAnswer(answer.text, start)
     where = "in the context" if answer.start is None else f"at character {answer.start} of the context"
     raise DataError(
         f"{place}: the answer '{answer.text[:60]}' is not {where}.",

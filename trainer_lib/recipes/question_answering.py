@@ -130,8 +130,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         {
             chosen["question"]: questions,
             chosen["context"]: contexts,
-            "answer_span": np.array(spans, np.int64),
-            "trivial": np.array(trivial, np.float32),
+            "answer_span": list(np.array(spans, np.int64)),
+            "trivial": list(np.array(trivial, np.float32)),
         },
     )
 

@@ -7,6 +7,8 @@ than the text to write. Both are from 0 to 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 NAMES = ("exact_match", "rouge_l", "chrf", "lead_rouge_l", "lead_chrf")
@@ -23,7 +25,8 @@ def score_text(written: str, wanted: str) -> tuple[float, float, float]:
         return (float(own == true),) * 3
     longest = min(_LONGEST, len(true.replace(" ", "")))  # a short text has no longer n-grams
     rouge = rouge_score(own, true, rouge_keys="rougeL")["rougeL_fmeasure"]
-    return float(own == true), float(rouge), float(chrf_score([own], [[true]], longest, 0))
+    chrf: Any = chrf_score([own], [[true]], longest, 0)
+    return float(own == true), float(rouge), float(chrf)
 
 
 def score_row(written: str, wanted: str, lead: str) -> np.ndarray:
