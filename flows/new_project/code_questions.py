@@ -17,7 +17,7 @@ def questions_about(source: str) -> Iterator[list[dict[str, Any]]]:
         if not isinstance(node, ast.FunctionDef):
             continue
         text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        if not _SHORTEST <= len(text) <= _LONGEST or not text.isascii():
+        if not _SHORTEST <= len(text) <= _LONGEST or not text.isascii() or "{{" in text:
             continue
         asked = [(question, answer) for question, answer in _ask(node) if answer is None or _is_plain(answer)]
         yield [

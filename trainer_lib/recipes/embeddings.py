@@ -10,8 +10,8 @@
       args: {num_train_epochs: 1, learning_rate: 2.0e-5, global_batch_size: 64}
     evaluate: {splits: [validation, test]}
 
-Of each query of a batch, the text that belongs to it is told from those of the other queries (van den Oord et al.,
-2018): the larger the batch of one device, the harder. One model embeds queries and texts; the cosine is what is near.
+Each query of a batch has to find its text among those of the other queries (van den Oord et al., 2018): the larger
+the batch of one device, the harder. One model embeds queries and texts; the cosine is what is near.
 
 Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`.
@@ -57,7 +57,7 @@ class Options(TypedDict):
     positive: NotRequired[str]
     """Column with the texts that belong to them."""
     query_prefix: NotRequired[str]
-    """What stands before a query, for models that are told what they read."""
+    """What stands before a query, for models that expect it."""
     positive_prefix: NotRequired[str]
     """What stands before a text that belongs to one."""
     pretrained: NotRequired[str]

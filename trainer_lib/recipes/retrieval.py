@@ -1,7 +1,7 @@
 """Ranks of the texts that belong to queries, among all candidates: by a model, and by the tokens in common.
 
 The rank of a row does not depend on which other rows are measured with it. So a resample of rows, or a slice, is
-measured against the same candidates as all of them; with candidates drawn anew it would have fewer, and better ranks.
+measured against the same candidates as all of them; among its own it would have fewer, and better ranks.
 """
 
 from __future__ import annotations

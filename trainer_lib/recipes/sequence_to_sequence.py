@@ -57,7 +57,7 @@ class Options(TypedDict):
     target: str
     """Column with the texts to write."""
     prefix: NotRequired[str]
-    """What stands before each text to read, for models that are told their task."""
+    """What stands before each text to read, for models that need the name of their task."""
     pretrained: NotRequired[str]
     """Name of the model on the Hub whose tokenizer is used."""
     folder: NotRequired[Path]
