@@ -77,6 +77,28 @@ def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> byt
     return _draw_png(draw, size=(5.6, 5.2))
 
 
+def draw_reliability(bins: Sequence[Sequence[float]]) -> bytes:
+    """How often a class is right over how sure the model is of it, as PNG; a calibrated model is on the diagonal.
+
+    Args:
+        bins: (mean confidence, accuracy, rows) of each; larger points have more rows.
+    """
+
+    def draw(axes: Any) -> None:
+        confidence, accuracy, rows = zip(*bins, strict=True)
+        most = max(rows)
+        axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
+        axes.plot(confidence, accuracy, linewidth=1.2)
+        axes.scatter(confidence, accuracy, s=[15 + 120 * count / most for count in rows], alpha=0.7)
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("confidence")
+        axes.set_ylabel("accuracy")
+        axes.grid(linewidth=0.4)
+
+    return _draw_png(draw, size=(4.6, 4.4))
+
+
 def draw_residuals(measured: Sequence[float], predicted: Sequence[float]) -> bytes:
     """Predicted minus measured over measured as PNG; the arguments are ``[rows]``."""
 

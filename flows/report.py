@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import jinja2
 
 from flows.charts import draw_charts, number_text
+from flows.results import slice_tables
 from flows.sizes import describe_bytes, describe_seconds
 from trainer_lib.secrets import mask
 
@@ -62,7 +63,7 @@ def render_report(
         started=_moment(result.get("started")),
         stages=stages,
         charts=draw_charts(history),
-        tables=_metric_tables(result),
+        tables=[*_metric_tables(result), *_slice_tables(result)],
         gates=[{**gate, "value": number_text(gate["value"])} for gate in result.get("gates") or ()],
         compared=[row.in_words() for row in result.get("compared") or ()],
         places=_places(result),
@@ -97,10 +98,25 @@ def _metric_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         nested = {split: values for split, values in metrics.items() if isinstance(values, Mapping)}
         flat = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         columns = ({"": flat} if flat else {}) | nested
-        names = list(dict.fromkeys(name for values in columns.values() for name in values))
+        every = dict.fromkeys(name for values in columns.values() for name in values)
+        names = [name for name in every if name.count("/") < 2]  # slices have tables of their own
         if names:
             rows = [(name, [number_text(values.get(name)) for values in columns.values()]) for name in names]
             tables.append({"stage": stage["stage"], "columns": list(columns), "rows": rows})
+    return tables
+
+
+def _slice_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One table per split and column of slices: rows are the values of the column, columns are metrics."""
+    tables = []
+    for stage in result.get("stages", ()):
+        metrics = (stage.get("manifest") or {}).get("metrics") or {}
+        for split, values in metrics.items():
+            for column, found in slice_tables(values).items() if isinstance(values, Mapping) else ():
+                rows = [(name, [number_text(value) for value in cells]) for name, *cells in found.cells]
+                tables.append(
+                    {"stage": f"{split} by {column}", "first": column, "columns": found.columns, "rows": rows}
+                )
     return tables
 
 

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.charts import LOSS, draw_confusion, draw_images, draw_residuals
+from flows.charts import LOSS, draw_confusion, draw_images, draw_reliability, draw_residuals
+from flows.results import slice_tables
 from flows.spec.spec import PipelineSpec
 from tasks.stage.manifest import StageManifest
 from tasks.sweep_settings import TRIAL
@@ -37,7 +38,9 @@ def log_pictures(run: TrackedRun, pictures: Mapping[str, bytes]) -> None:
 
 
 def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
-    """Log a confusion matrix or the residuals of each evaluated split, and a table of samples.
+    """Log a confusion matrix and the calibration, or the residuals, of each evaluated split, and tables.
+
+    The tables are of samples, of the rows that the model gets most wrong, and of the metrics of slices.
 
     Args:
         info: what the recipe noted about the data; names of the classes are in `classes`.
@@ -50,17 +53,24 @@ def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, 
         try:
             found = json.loads(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
             names = _class_names(info, len(found.get("matrix") or ()))
-            _log_outcome(run, split, found, names)
+            tables += _log_outcome(run, split, found, names)
         except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
             _log.warning("The outcomes of %s are not drawn: %s", split, error)
             continue
-        tables.append({"path": f"samples/{split}.json", "type": "table"})
+    for split, metrics in evaluation.metrics.items():
+        for column, rows in slice_tables(metrics).items() if isinstance(metrics, Mapping) else ():
+            tables.append(_log_table(run, f"slices-{split}-{column}", [column, *rows.columns], rows.cells))
     if tables:
-        run.set_tags({_TABLES: json.dumps(tables)})
+        run.set_tags({_TABLES: json.dumps([{"path": path, "type": "table"} for path in tables])})
 
 
-def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: Sequence[str]) -> None:
+def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Log the pictures and tables of a split; return the paths of the tables."""
+    hardest = found.get("hardest") or ()
     if found["kind"] == "classes":
+        if found.get("reliability"):
+            run.log_file(draw_reliability(found["reliability"]), f"plots/reliability-{split}.png")
+        hardest = [[row, names[label], names[guess], loss] for row, label, guess, loss in hardest]
         run.log_file(draw_confusion(found["matrix"], names), f"plots/confusion-{split}.png")
         rows = [[row, names[label], names[guess], label == guess] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "right"]
@@ -68,7 +78,17 @@ def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: S
         run.log_file(draw_residuals(found["measured"], found["predicted"]), f"plots/residuals-{split}.png")
         rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "residual"]
-    run.log_file(json.dumps({"columns": columns, "data": rows}), f"samples/{split}.json")
+    tables = [_log_table(run, split, columns, rows)]
+    if hardest:
+        loss = "nats" if found["kind"] == "classes" else "absolute_error"
+        tables.append(_log_table(run, f"hardest-{split}", ["row_id", "label", "prediction", loss], hardest))
+    return tables
+
+
+def _log_table(run: TrackedRun, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    path = f"samples/{name}.json"
+    run.log_file(json.dumps({"columns": list(columns), "data": [list(row) for row in rows]}), path)
+    return path
 
 
 def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:

@@ -12,9 +12,12 @@ CLASS_METRICS = {
     "recall_macro": "mean of the classes' recalls, where classes without rows count as 0",
     "matthews": "Matthews' correlation coefficient",
     "log_loss": "mean negative log-likelihood of the labels, in nats",
+    "roc_auc": "area under the ROC curve; of several classes the mean of each against the others",
+    "average_precision": "area under precision over recall, likewise",
     "calibration_error": "mean distance of confidence and accuracy, over 15 equal bins of the confidence",
 }
-"""Metrics of scores ``[rows, classes]`` and whole labels ``[rows]``."""
+"""Metrics of scores ``[rows, classes]`` and whole labels ``[rows]``. `roc_auc` and `average_precision` are of classes
+that some rows have and others have not; where all rows are of one class they are left out."""
 NUMBER_METRICS = {
     "rmse": "root of the mean squared error",
     "mae": "mean absolute error",

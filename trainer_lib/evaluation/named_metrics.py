@@ -106,6 +106,9 @@ def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) ->
     def averaged(function: Callable[..., Any], average: str) -> Callable[[], Any]:
         return lambda: function(labels, guessed, average=average, zero_division=0)
 
+    def ranked(function: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: _of_ranks(function, np.exp(logs), labels)
+
     table: dict[str, Callable[[], Any]] = {
         "accuracy": lambda: (guessed == labels).mean(),
         "balanced_accuracy": lambda: np.mean([(guessed[labels == one] == one).mean() for one in np.unique(labels)]),
@@ -116,9 +119,24 @@ def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) ->
         "recall_macro": averaged(metrics.recall_score, "macro"),
         "matthews": lambda: metrics.matthews_corrcoef(labels, guessed),
         "log_loss": lambda: -logs[np.arange(len(labels)), labels].mean(),
+        "roc_auc": ranked(metrics.roc_auc_score),
+        "average_precision": ranked(metrics.average_precision_score),
         "calibration_error": lambda: _calibration_error(np.exp(logs.max(axis=1)), guessed == labels),
     }
-    return {name: float(table[name]()) for name in names}
+    found = {name: table[name]() for name in names}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _of_ranks(function: Callable[..., Any], probabilities: np.ndarray, labels: np.ndarray) -> float | None:
+    """A metric of the second of two classes, or the mean over classes; None where no class has rows beside others.
+
+    Args:
+        function: takes whether each row is of the class ``[rows]``, and its probability ``[rows]``.
+    """
+    classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
+    of_class = ((labels == each, probabilities[:, each]) for each in classes)
+    values = [float(function(is_one, scores)) for is_one, scores in of_class if 0 < is_one.sum() < len(labels)]
+    return float(np.mean(values)) if values else None
 
 
 def _calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:

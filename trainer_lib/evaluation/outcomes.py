@@ -10,6 +10,8 @@ import numpy as np
 MAX_CLASSES = 100
 MAX_ROWS = 2000  # of a picture of residuals
 SAMPLES = 10  # rows that are shown, and as many of the worst
+HARDEST = 50  # rows that the model gets most wrong
+BINS = 10  # of confidence
 _DIGITS = 6
 
 
@@ -23,7 +25,9 @@ def summarize_outcomes(predictions: Any, labels: Any, id_of: Callable[[int], Any
 
     Returns:
         `kind` ("classes" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to 2,000 values
-        each in `measured` and `predicted`, and the first and the worst rows in `samples`.
+        each in `measured` and `predicted`, and the first and the worst rows in `samples`. `hardest` has up to 50 rows
+        as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of numbers
+        the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy, rows].
     """
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
         return None
@@ -44,7 +48,43 @@ def _classes(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any]
     matrix = np.zeros((classes, classes), np.int64)
     np.add.at(matrix, (labels, predicted), 1)
     samples = _samples(np.flatnonzero(predicted != labels), labels, predicted, id_of)
-    return {"kind": "classes", "rows": len(labels), "matrix": matrix.tolist(), "samples": samples}
+    shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    losses = -logs[np.arange(len(labels)), labels]
+    return {
+        "kind": "classes",
+        "rows": len(labels),
+        "matrix": matrix.tolist(),
+        "samples": samples,
+        "hardest": _hardest(losses, labels, predicted, id_of),
+        "reliability": _reliability(np.exp(logs.max(axis=1)), predicted == labels),
+    }
+
+
+def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[list[Any]]:
+    bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
+    members = (bins == each for each in range(BINS))
+    return [
+        [_short(confidence[chosen].mean()), _short(right[chosen].mean()), int(chosen.sum())]
+        for chosen in members
+        if chosen.any()
+    ]
+
+
+def _hardest(
+    losses: np.ndarray, labels: np.ndarray, predicted: np.ndarray, id_of: Callable[[int], Any]
+) -> list[list[Any]]:
+    """The rows of the largest losses as [id, label, prediction, loss]; one of an infinite loss has none."""
+    worst = np.argsort(-losses, kind="stable")[:HARDEST].tolist()
+    return [
+        [
+            id_of(row),
+            _short(labels[row]),
+            _short(predicted[row]),
+            _short(losses[row]) if np.isfinite(losses[row]) else None,
+        ]
+        for row in worst
+    ]
 
 
 def _numbers(predicted: np.ndarray, measured: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:
@@ -60,6 +100,7 @@ def _numbers(predicted: np.ndarray, measured: np.ndarray, id_of: Callable[[int],
         "measured": [_short(value) for value in measured[shown]],
         "predicted": [_short(value) for value in predicted[shown]],
         "samples": _samples(worst, measured, predicted, id_of),
+        "hardest": _hardest(error, measured, predicted, id_of),
     }
 
 

@@ -50,6 +50,9 @@ class Remembered:
     def resampled(self, seed: str, resamples: int) -> dict[str, list[float]]:
         """Metric -> its value on each resample of the rows; empty where nothing was given.
 
+        A metric that some resamples do not have, as their rows are of one class, has the values of the others. One that
+        most of them do not have is left out.
+
         Args:
             seed: hexadecimal digits that the rows decide.
         """
@@ -71,7 +74,7 @@ class Remembered:
             for name, value in values.items():
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))
-        return {name: values for name, values in found.items() if len(values) == resamples}
+        return {name: values for name, values in found.items() if 2 * len(values) >= resamples}
 
 
 def intervals(resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:

@@ -120,7 +120,9 @@ def _resample(
     rows = content_digest(entry for entry in work.request.data.files if entry.path in shards)
     work.events.emit("progress", message=f"{work.request.resamples:,} resamples of {split}")
     found = remembered.resampled(rows, work.request.resamples)
-    record = {"rows": rows, "metrics": found}
+    # Two models are compared resample by resample, so each has to have a value.
+    whole = {name: values for name, values in found.items() if len(values) == work.request.resamples}
+    record = {"rows": rows, "metrics": whole}
     return found, store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
 
 

@@ -12,6 +12,7 @@ from flows.spec.prepared_checks import check_splits
 from flows.spec.spec import parse_spec
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure, measure_slices
+from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.verb_results import PreparedSplit
@@ -33,6 +34,34 @@ def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
     assert found["f1_weighted"] == pytest.approx(metrics.f1_score(LABELS, guessed, average="weighted"))
     assert found["log_loss"] == pytest.approx(metrics.log_loss(LABELS, probabilities))
     assert found["f1_micro"] == pytest.approx(found["accuracy"])
+
+
+def test_areas_are_those_of_scikit_learn_and_left_out_where_all_rows_are_of_one_class() -> None:
+    names = ["roc_auc", "average_precision"]
+    probabilities = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
+    found = measure(names, SCORES, LABELS)
+    assert found["roc_auc"] == pytest.approx(metrics.roc_auc_score(LABELS, probabilities, multi_class="ovr"))
+    assert found["average_precision"] == pytest.approx(metrics.average_precision_score(LABELS, probabilities))
+    two, is_second = SCORES[:, :2], (LABELS == 1).astype(int)
+    assert measure(names, two, is_second)["roc_auc"] == pytest.approx(
+        metrics.roc_auc_score(is_second, two[:, 1] - two[:, 0])
+    )
+    assert measure([*names, "accuracy"], two, np.ones(200, int)).keys() == {"accuracy"}
+    few = LABELS[LABELS < 2]
+    assert 0.5 < measure(names, SCORES[LABELS < 2], few)["roc_auc"] <= 1, "of the classes that are there"
+    # Slices and resamples of one class are without them, and the others are as they were.
+    compute = NamedMetrics(None, [*names, "accuracy"])
+    given: Any = EvalPrediction(two[:40], np.arange(40) % 4 // 3)
+    sliced = measure_slices(compute, given, {"group": ["b" if row % 4 == 3 else "a" for row in range(40)]})
+    assert {name for name in sliced if not name.startswith("rows")} == {"accuracy/group/a", "accuracy/group/b"}
+    rare: Any = EvalPrediction(two[:20], (np.arange(20) == 3).astype(int))
+    remembered = Remembered(compute)
+    remembered(rare)
+    resampled = remembered.resampled("0" * 16, 200)
+    # A resample lacks the only row of its class in 36 % of the cases.
+    assert 100 < len(resampled["roc_auc"]) < 160 < len(resampled["accuracy"]) == 200
+    assert {"roc_auc_low", "accuracy_low"} <= set(intervals(resampled, 0.95))
+    assert all(np.isfinite(each) for each in resampled["roc_auc"])
 
 
 def test_metrics_of_numbers_are_those_of_scikit_learn() -> None:

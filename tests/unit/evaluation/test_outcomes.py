@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_lib.evaluation.outcomes import MAX_ROWS, SAMPLES, summarize_outcomes
+from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
 
 
 def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
@@ -21,6 +21,20 @@ def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
     assert found["matrix"] == [[10, 0, 0], [0, 9, 1], [0, 0, 20]]
     assert found["samples"][0] == [100, 0, 0]
     assert found["samples"][SAMPLES:] == [[137, 1, 2]]
+    assert len(found["hardest"]) == 40
+    assert found["hardest"][0] == [137, 1, 2, pytest.approx(1.55144, abs=1e-5)]
+    assert found["hardest"][1][3] == pytest.approx(0.551445, abs=1e-5)
+    # All have a confidence of e / (e + 2).
+    assert found["reliability"] == [[pytest.approx(0.576117, abs=1e-5), 0.975, 40]]
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number() -> None:
+    scores = np.array([[0.0, 0.0], [0.0, -np.inf], [3.0, 0.0]])
+    found = summarize_outcomes(scores, np.array([0, 1, 1]))
+    assert found is not None
+    assert [row for row, *_ in found["hardest"]] == [1, 2, 0]
+    assert found["hardest"][0] == [1, 1, 0, None]
     json.dumps(found, allow_nan=False)
 
 
@@ -35,6 +49,9 @@ def test_numbers_are_thinned_and_the_worst_row_is_a_sample(shape: tuple[int, ...
     assert len(found["measured"]) == len(found["predicted"]) == MAX_ROWS
     assert 4321 in [row for row, _, _ in found["samples"]]
     assert found["samples"][0] == [0, 0.0, 0.125]
+    assert len(found["hardest"]) == HARDEST
+    assert found["hardest"][0][0] == 4321
+    assert found["hardest"][0][3] == pytest.approx(9.0 - 4321 / 4999, abs=1e-4)
     json.dumps(found, allow_nan=False)
 
 
