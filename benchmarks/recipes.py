@@ -89,7 +89,9 @@ def by_script(name: str, prepared: Prepared, steps: int, seed: int) -> tuple[flo
     recipe, splits, data = prepared
     tokenizer = kept_tokenizer(data)
     is_words = name == "token-classification"
-    rows = {split: [_tokenize(row, tokenizer, is_words=is_words) for row in splits[split]] for split in splits}
+    rows: dict[str, Any] = {
+        split: [_tokenize(row, tokenizer, is_words=is_words) for row in splits[split]] for split in splits
+    }
     collator = transformers.DataCollatorForTokenClassification if is_words else transformers.DataCollatorWithPadding
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(seed)

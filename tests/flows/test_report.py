@@ -138,6 +138,21 @@ def test_the_page_tells_what_ran_why_how_long_and_with_what_result() -> None:
         assert part in page.words, part
 
 
+def test_slices_are_tables_of_their_own() -> None:
+    result = _result()
+    evaluation = next(each for each in result["stages"] if each["stage"] == "evaluate")
+    evaluation["manifest"]["metrics"]["test"] |= {
+        "accuracy/sex/a": 0.9,
+        "rows/sex/a": 30,
+        "accuracy/sex/b/c": 0.8,
+        "rows/sex/b/c": 20,
+        "roc_auc/sex/a": 0.7,
+    }
+    words = Page(render_report(result)).words
+    assert "test by sex sex rows accuracy roc_auc a 30 0.9 0.7 b/c 20 0.8" in words
+    assert "accuracy/sex" not in words
+
+
 def test_nothing_is_loaded_from_anywhere() -> None:
     html = render_report(_result(), HISTORY)
     page = Page(html)
