@@ -16,11 +16,12 @@ from typing import Any
 RESULTS = Path(__file__).with_name("results")
 
 
-def arguments(description: str | None, sizes: Sequence[str]) -> argparse.Namespace:
-    """Parse `--size` (one of `sizes`) and `--save` (a folder; without it nothing is written)."""
+def arguments(description: str | None, sizes: Sequence[str], only: Sequence[str] = ()) -> argparse.Namespace:
+    """Parse `--size`, `--save` (a folder; without it nothing is written) and, where parts have names, `--only`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sizes, default=sizes[0])
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
+    parser.add_argument("--only", choices=only, default=None, help=None if only else argparse.SUPPRESS)
     return parser.parse_args()
 
 

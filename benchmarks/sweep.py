@@ -2,13 +2,19 @@
 
     python -m benchmarks.sweep --size full --save
 
-Four questions, each answered by `trainflow sweep` on a small network whose steps take a fixed time:
+Four questions, each answered by `trainflow sweep`. `pruned` trains the small language model of `examples/stdlib_lm`
+(the smallest size leaves it out); the others train a network whose steps take a fixed time, as on a device that the
+processor waits for:
 
 - `killed`: a sweep whose command is killed (SIGKILL) again and again. Wanted: as many results as trials, no training
   committed twice, and the spec of the best trial finds its training committed and reaches the same number.
 - `throughput`: trials per minute with two slots, divided by that with one.
-- `pruned`: the share of the optimizer steps that successive halving saves, and whether the best trial is the same.
+- `pruned`: the share of the optimizer steps that successive halving saves, and whether the best trial is the same. The
+  sweep without a pruner is the second one: it proposes the same values, and goes on with the trainings that the first
+  ended.
 - `cost`: seconds of a trial beside its training: the time between the ends of two trials, less the training itself.
+
+`--only NAME` measures one of them.
 """
 
 from __future__ import annotations
@@ -22,16 +28,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks._result import arguments, publish
 from flows.results import flat_metrics
+from flows.spec.spec_file import read_spec_file
 from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
 
 # size: trials, kills, steps of a training, seconds of a step
 SIZES = {"smallest": (3, 1, 6, 0.05), "medium": (8, 3, 20, 0.1), "full": (20, 5, 40, 0.1)}
+# size: steps of a training with which throughput is measured: a training is to outlast what a trial costs beside it
+LONGER = {"smallest": 6, "medium": 60, "full": 120}
+LIBRARY = Path(__file__).parent.parent / "examples" / "stdlib_lm" / "quick.yaml"
+LIBRARY_TRIALS = {"medium": 6, "full": 16}
 TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
 SWEEP = "bench-sweep"
 
@@ -108,9 +120,10 @@ def write_spec(folder: Path, trials: int, steps: int, step_s: float, **sweep: An
     return path
 
 
-def command(verb: str, spec: Path) -> dict[str, Any]:
+def command(verb: str, spec: Path, *overrides: str) -> dict[str, Any]:
     """Run a command to its end, and return what it prints."""
-    done = subprocess.run([*TRAINFLOW, verb, str(spec), "--json"], capture_output=True, text=True, check=True)
+    words = [*TRAINFLOW, verb, str(spec), *overrides, "--json"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -150,30 +163,57 @@ def _checkpoints(store: Path) -> int:
     return len(list(store.glob("stages/train/*/checkpoints/*/COMMIT.json")))
 
 
-def throughput(folder: Path, size: tuple[int, int, int, float]) -> dict[str, float]:
+def throughput(folder: Path, size: tuple[int, int, int, float], longer: int) -> dict[str, float]:
     """Time the same trials with one slot and with two."""
-    trials, _, steps, step_s = size
+    trials, _, _, step_s = size
     seconds = {}
     for slots in (1, 2):
-        spec = write_spec(folder / str(slots), trials, steps, step_s, parallel=slots)
+        spec = write_spec(folder / str(slots), trials, longer, step_s, parallel=slots)
         seconds[slots] = float(command("sweep", spec)["seconds"])
     return {
+        "training_s": longer * step_s,
         "one_slot_s": seconds[1],
         "two_slots_s": seconds[2],
         "ratio": seconds[1] / seconds[2],
     }
 
 
-def pruned(folder: Path, size: tuple[int, int, int, float]) -> dict[str, Any]:
-    """Run the same trials with and without successive halving."""
-    trials, _, steps, step_s = size
-    found = {}
-    for pruner in (None, "asha"):
-        spec = write_spec(folder / str(pruner), trials, steps, step_s, pruner=pruner)
-        found[pruner] = command("sweep", spec)
+def pruned(folder: Path, trials: int) -> dict[str, Any]:
+    """Run the same trials of the language model with successive halving, and then without."""
+    spec, _ = read_spec_file(LIBRARY)
+    spec |= {
+        "recipe": str(LIBRARY.with_name("recipe.py")),
+        "storage": str(folder / "store"),
+        "evaluate": {"splits": ["validation"], "options": {"sample_tokens": 1, "prompts": []}},
+        "sweep": {
+            "space": {
+                "train.args.learning_rate": {"low": 1e-4, "high": 1e-1, "log": True},
+                "train.args.warmup_steps": [5, 20, 40],
+                "train.args.weight_decay": [0.0, 0.1],
+            },
+            "objective": "validation_bits_per_byte",
+            "direction": "minimize",
+            "trials": trials,
+            "sampler": "random",
+        },
+    }
+    spec["train"]["args"] |= {"eval_steps": 10, "save_steps": 10}
+    folder.mkdir(parents=True)
+    path = folder / "pipeline.json"
+    path.write_text(json.dumps(spec))
+    ended = command("sweep", path, "sweep.name=asha", "sweep.pruner=asha")
+    whole = command("sweep", path, "sweep.name=whole")
+    reached = {trial["number"]: trial["objective"][0] for trial in whole["trials"]}
     return {
-        "saved_share": found["asha"]["saved_share"] or 0.0,
-        "best_is_equal": found["asha"]["best"] == found[None]["best"],
+        "trials": trials,
+        "pruned": sum(trial["state"] == "pruned" for trial in ended["trials"]),
+        "steps": [sum(trial["steps"] for trial in each["trials"]) for each in (ended, whole)],
+        "saved_share": ended["saved_share"] or 0.0,
+        "best": [each["best"] for each in (ended, whole)],
+        "best_is_equal": ended["best"] == whole["best"],
+        "bits_per_byte": [reached[each["best"][0]] for each in (ended, whole)],
+        "bits_per_byte_of_all": sorted(reached.values()),
+        "seconds": [ended["seconds"], whole["seconds"]],
     }
 
 
@@ -188,14 +228,21 @@ def cost(folder: Path, size: tuple[int, int, int, float]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and save on request."""
-    chosen = arguments(__doc__, list(SIZES))
-    size = SIZES[chosen.size]
+    chosen = arguments(__doc__, list(SIZES), only=("killed", "throughput", "pruned", "cost"))
+    name, size = chosen.size, SIZES[chosen.size]
+    measures: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "throughput": lambda folder: throughput(folder, size, LONGER[name]),
+        "cost": lambda folder: cost(folder, size),
+        "killed": lambda folder: killed(folder, size),
+        "pruned": lambda folder: pruned(folder, LIBRARY_TRIALS[name]) if name in LIBRARY_TRIALS else {},
+    }
     result: dict[str, Any] = {"trials": size[0], "steps": size[2], "step_s": size[3]}
-    with tempfile.TemporaryDirectory() as name:
-        for measure in (killed, throughput, pruned, cost):
-            result[measure.__name__] = measure(Path(name) / measure.__name__, size)
-            shutil.rmtree(Path(name) / measure.__name__)
-    publish("sweep", chosen.size, result, chosen.save)
+    with tempfile.TemporaryDirectory() as temporary:
+        for each, measure in measures.items():
+            if chosen.only in (None, each):
+                result[each] = measure(Path(temporary) / each)
+                shutil.rmtree(Path(temporary) / each, ignore_errors=True)
+    publish("sweep" if chosen.only is None else f"sweep_{chosen.only}", name, result, chosen.save)
 
 
 if __name__ == "__main__":
