@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Bare, Debug, Json, Quiet, print_json
 from flows.cli.presentation import printable, shown
 from flows.cli.run_choice import choose
 from flows.server.api import quiet_environment
@@ -47,6 +47,7 @@ def lineage(
     form: Annotated[
         str, typer.Option("--format", help="text, or slsa: an in-toto Statement with SLSA provenance v1.")
     ] = "text",
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -71,12 +72,14 @@ def lineage(
     if as_json:
         print_json({"ok": True, "exit_code": 0, **_chain_record(chain, tracked, why)})
         return
-    terminal.show([*_chain_lines(chain), *_tracked_lines(tracked, why), *(_fact("note", note) for note in chain.notes)])
+    notes = [] if bare else [_fact("note", note) for note in chain.notes]
+    terminal.show([*_chain_lines(chain), *_tracked_lines(tracked, why), *notes])
 
 
 def verify(
     address: Address,
     storage: StorageUrl = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -88,7 +91,7 @@ def verify(
     from flows.lineage_checks import require_held, verify_chain
 
     chain, config = find(address, storage, lenient=True)
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
 
     # Each link as soon as it is checked: a large model takes minutes.
     def show(check: LinkCheck) -> None:
@@ -106,7 +109,8 @@ def verify(
     require_held(checks)
     counts = {state: sum(check.state == state for check in checks) for state in ("held", "not checked")}
     left = f", {counts['not checked']} not checked" if counts["not checked"] else ""
-    terminal.show([Text(f"{counts['held']} link{'' if counts['held'] == 1 else 's'} held{left}", "green")])
+    if not quiet:
+        terminal.show([Text(f"{counts['held']} link{'' if counts['held'] == 1 else 's'} held{left}", "green")])
 
 
 def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.examples import epilog
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Bare, Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from trainer_lib.errors import ConfigError, DamagedError
@@ -25,7 +25,7 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a
 
 
 @app.command("list", epilog=epilog("checkpoints list"))
-def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
+def list_(url: Url, bare: Bare = False, as_json: Json = False, debug: Debug = False) -> None:
     """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
     from flows.cli import inventory
 
@@ -33,12 +33,13 @@ def list_(url: Url, as_json: Json = False, debug: Debug = False) -> None:
     if as_json:
         print_json({"ok": True, "exit_code": 0, "checkpoints": [entry.to_dict() for entry in found]})
     else:
-        terminal.show(inventory.listing(found))
+        terminal.show(inventory.listing(found)[1 if bare else 0 :])
 
 
 @app.command(epilog=epilog("checkpoints verify"))
 def verify(
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -51,7 +52,8 @@ def verify(
         code = DamagedError.exit_code if any(problems.values()) else 0
         print_json({"ok": not code, "exit_code": code, "checkpoints": problems})
         raise typer.Exit(code)
-    terminal.show(inventory.intact_lines(problems))
+    lines = inventory.intact_lines(problems)
+    terminal.show([] if quiet else lines)
 
 
 @app.command(epilog=epilog("checkpoints prune"))
@@ -61,6 +63,7 @@ def prune(
         int, typer.Option(min=1, metavar="N", help="Number of committed checkpoints to keep.", show_default=False)
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -79,7 +82,7 @@ def prune(
     if as_json:
         freed = sum(record["bytes"] for record in removed)
         print_json({"ok": True, "exit_code": 0, "dry_run": dry_run, "removed": removed, "bytes": freed})
-    else:
+    elif not quiet:
         terminal.show(inventory.pruned(removed, dry_run=dry_run))
 
 
@@ -91,6 +94,7 @@ def import_(
         str | None,
         typer.Option(metavar="FILE.py:FUNCTION", help="A function of yours that returns the model as it was trained."),
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -112,7 +116,7 @@ def import_(
         model=function,
         debug=debug,
     )
-    out = terminal.console(stderr=True)
+    out = terminal.console(stderr=True, quiet=quiet)
     with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
         result = launch(
             request,
@@ -123,7 +127,7 @@ def import_(
         )
     if as_json:
         print_json({"ok": True, "exit_code": 0, **to_record(result)})
-    else:
+    elif not quiet:
         terminal.show(_imported(result, destination))
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Bare, Debug, Json, print_json
 from flows.cli.presentation import shown
 from flows.cli.run_choice import Place, StorageUrl, choose_place
 from flows.cli.signals import stoppable
@@ -39,6 +39,7 @@ def collect_garbage(
     skip_registry: Annotated[
         bool, typer.Option("--skip-registry", help="Do not ask MLflow which models are registered.")
     ] = False,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -51,7 +52,7 @@ def collect_garbage(
     chosen = choose_place(place, storage, command="gc")
     from flows.garbage import find_garbage, remove_garbage
 
-    out = terminal.console(stderr=True)
+    out = terminal.console(stderr=True, quiet=bare)
     with out.status("looking for what nothing refers to"):
         garbage = find_garbage(chosen.storage, keep=keep, config=chosen.tracking, skip_registry=skip_registry)
     removed: Sequence[Item] = garbage.items
@@ -67,8 +68,8 @@ def collect_garbage(
     if as_json:
         _print(chosen.storage, garbage, removed, deleted=delete)
     elif not delete:
-        terminal.show(_found(garbage))
-    else:
+        terminal.show(_found(garbage, bare=bare))
+    elif not bare:
         terminal.show(_rest(garbage, removed))
 
 
@@ -92,12 +93,14 @@ def _line(item: Item, verb: str) -> Text:
     return Text(f"{verb}  {item.kind}  {shown(item.store.url)}  {describe_bytes(item.bytes)}  {item.why}")
 
 
-def _found(garbage: Garbage) -> list[Text]:
+def _found(garbage: Garbage, *, bare: bool) -> list[Text]:
     lines: list[Text] = []
     if garbage.items:
         rows = [("what", "size", "where", "why")]
         rows += [(item.kind, describe_bytes(item.bytes), shown(item.store.url), item.why) for item in garbage.items]
-        lines += table(rows, right=frozenset({1}))
+        lines += table(rows, right=frozenset({1}), bare=bare)
+    if bare:
+        return lines
     lines += _in_use(garbage)
     if garbage.obstacle is not None:
         lines.append(Text(f"warning: {garbage.obstacle.message} {garbage.obstacle.remedy}", "yellow"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.server.schedule import read_interval
@@ -29,6 +29,7 @@ def follow(
     once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
     every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
     cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -42,7 +43,7 @@ def follow(
     from flows.spec.spec import load_spec
     from tasks.stage.resolver import Resolver
 
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         parsed = load_spec(spec, overrides or [], Resolver())
@@ -57,7 +58,7 @@ def follow(
             )
     if as_json:
         print_json({"ok": True, "exit_code": 0, **done.to_dict()})
-    else:
+    elif not quiet:
         terminal.show(_summary(done))
 
 

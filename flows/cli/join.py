@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from flows.cli import terminal
+from flows.cli.options import Quiet
 from flows.cli.signals import stoppable
 from flows.spec.spec import PipelineSpec
 from trainer_lib.launch.config import LaunchConfig
@@ -24,6 +25,7 @@ def join(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads per worker; shared out if unset.")] = None,
     interface: Annotated[str | None, typer.Option(help="Network interface of the workers' messages.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for the leading machine.")] = 600.0,
+    quiet: Quiet = False,
 ) -> None:
     """Take part in a training on several machines, until it is done. Another machine runs the pipeline and leads.
 
@@ -37,7 +39,7 @@ def join(
         interface=interface,
         join_timeout_s=timeout,
     )
-    follow(config, terminal.console(stderr=False))
+    follow(config, terminal.console(quiet=quiet))
 
 
 def follow(config: LaunchConfig, out: Console) -> None:

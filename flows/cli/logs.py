@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Bare, Debug, Json, print_json
 from flows.cli.presentation import printable
 from flows.cli.run_choice import Chosen, Run, StorageUrl, choose
 from flows.cli.signals import stoppable
@@ -33,6 +33,7 @@ def logs(
     storage: StorageUrl = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while the run does.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="What this rank wrote, alone.")] = None,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -63,8 +64,8 @@ def logs(
         terminal.show(shown)
     attempts = [each for each in read_attempts(chosen.storage, past) if _fits(each.stage, stages)]
     failed = _failures(attempts) if rank is None else []
-    terminal.show(failed)
-    if not count and not failed:
+    terminal.show(failed, bare=bare)
+    if not count and not failed and not bare:
         terminal.console(stderr=True).print("Nothing is kept of what this run's workers wrote.")
 
 

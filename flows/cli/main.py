@@ -21,7 +21,7 @@ from flows.cli.examples import epilog
 from flows.cli.execution import execute
 from flows.cli.join import follow as follow_leader
 from flows.cli.join import follower_config
-from flows.cli.options import Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
+from flows.cli.options import Bare, Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
@@ -210,6 +210,7 @@ def why(
     overrides: Overrides = None,
     start: From = None,
     from_run: FromRun = None,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -223,7 +224,7 @@ def why(
         stages = [reason.to_dict() for reason in reasons]
         print_json({"ok": True, "exit_code": 0, "stages": stages, "warnings": warnings})
     else:
-        terminal.show(presentation.reasons(reasons, warnings))
+        terminal.show(presentation.reasons(reasons, warnings), bare=bare)
 
 
 def ui(

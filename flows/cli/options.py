@@ -35,6 +35,10 @@ Limit = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and failures.")]
+Bare = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Show the result alone: no heading, no notes, no progress, no empty lines."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 
 

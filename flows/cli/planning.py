@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli import plan_text, presentation, terminal
-from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
 
@@ -18,7 +18,12 @@ ProbeOption = Annotated[
 
 
 def plan(
-    spec: Spec, overrides: Overrides = None, probe: ProbeOption = False, as_json: Json = False, debug: Debug = False
+    spec: Spec,
+    overrides: Overrides = None,
+    probe: ProbeOption = False,
+    bare: Bare = False,
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """Show what a run will do and take: stages, steps, memory of a rank, time, room; and what of it cannot work.
 
@@ -28,11 +33,12 @@ def plan(
     from flows.full_plan import plan_in_full
     from flows.plan import Plan
 
-    full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=terminal.console(stderr=True).status)
+    during = terminal.console(stderr=True, quiet=bare).status
+    full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=during)
     if as_json:
         print_json(full.to_dict())
     else:
-        terminal.show(presentation.reasons(list(full.plan.reasons.values()), full.warnings))
-        terminal.show(plan_text.describe(full.plan, full.forecast, full.obstacles))
+        terminal.show(presentation.reasons(list(full.plan.reasons.values()), full.warnings), bare=bare)
+        terminal.show(plan_text.describe(full.plan, full.forecast, full.obstacles), bare=bare)
     if not full.can_work:
         raise typer.Exit(2)

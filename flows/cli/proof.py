@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Spec, print_json
+from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
@@ -27,6 +27,7 @@ def prove_resume(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outcome as JSON.")
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -39,13 +40,16 @@ def prove_resume(
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from flows.prove_resume import Question, describe_record, prove, write_record
 
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
     question = Question(at=at, steps=steps, kill=kill, keep=keep)
     with stoppable(out.print, remedy="Nothing was committed; run it again."):
         record = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
     if output is not None:
         write_record(record, output)
     if as_json:
-        print_json(record)
-        raise typer.Exit(0 if record["verdict"] == "equal" else NotReproducibleError.exit_code)
-    terminal.show(describe_record(record))
+        same = record["verdict"] == "equal"
+        code = 0 if same else NotReproducibleError.exit_code
+        print_json({"ok": same, "exit_code": code, **record})
+        raise typer.Exit(code)
+    if not quiet or record["verdict"] != "equal":
+        terminal.show(describe_record(record))

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, print_json
+from flows.cli.options import Bare, Debug, Json, Overrides, Quiet, print_json
 from flows.cli.ui import choose_spec, find_storage
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
@@ -36,6 +36,7 @@ def models(
     spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
     overrides: Overrides = None,
     storage: Storage = None,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -46,7 +47,7 @@ def models(
         print_json({"ok": True, "exit_code": 0, "versions": found})
         return
     lines = [line for each in found for line in _lines(each)]
-    terminal.show(lines or [Text("No model is registered. Set register.name in the spec.")])
+    terminal.show(lines or ([] if bare else [Text("No model is registered. Set register.name in the spec.")]))
 
 
 def promote(
@@ -58,6 +59,7 @@ def promote(
     ] = False,
     spec: Spec = None,
     storage: Storage = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -78,7 +80,7 @@ def promote(
         )
     if as_json:
         print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "verdict": verdict.__dict__})
-    else:
+    elif not quiet:
         terminal.show([Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")])
 
 
@@ -87,6 +89,7 @@ def rollback(
     alias: Alias = mlflow_registry.CHAMPION,
     spec: Spec = None,
     storage: Storage = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -95,7 +98,7 @@ def rollback(
         now, before = mlflow_registry.roll_back(client, name, alias=alias)
     if as_json:
         print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "version": now, "was": before})
-    else:
+    elif not quiet:
         terminal.show([Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")])
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.chain import Address, StorageUrl, find
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
@@ -39,6 +39,7 @@ def reproduce(
     other_data: Annotated[
         bool, typer.Option("--other-data", help="Go on although the data is not that of the run.")
     ] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -55,7 +56,7 @@ def reproduce(
     from flows.cli.execution import engine, run_and_show
     from flows.reproduction import Question, Reproduction, open_scratch
 
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=as_json, quiet=quiet)
     with stoppable(out.print, remedy="Nothing of the run was changed; run it again."), open_scratch(to) as place:
         asked = Question(to=place, tolerance=tolerance, other_data=other_data)
         job = Reproduction(chain, asked, lambda text: out.print(Text(text)))
@@ -66,7 +67,8 @@ def reproduce(
         code = 0 if same else NotReproducibleError.exit_code
         print_json({"ok": same, "exit_code": code, **outcome.to_dict()})
         raise typer.Exit(code)
-    terminal.show(list(_lines(outcome, kept=to is not None)))
+    if not quiet or outcome.verdict == "different":
+        terminal.show(list(_lines(outcome, kept=to is not None)))
     outcome.require_same()
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, print_json
+from flows.cli.options import Bare, Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
 from flows.cli.run_choice import Chosen, Place, Run, StorageUrl, choose_place
 from flows.cli.run_filters import Filter, parse_age, parse_filter, sort_key
@@ -65,6 +65,7 @@ def runs(
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
     limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, metavar="N", help="The first N of them.")] = None,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -93,7 +94,8 @@ def runs(
         print_json({"ok": True, "exit_code": 0, "storage": chosen.storage, "runs": plain})
         return
     shown_ones, trials = (listed, {}) if sweep or state or filters else _grouped(listed)
-    terminal.show(_run_lines(shown_ones, tags, filters, sort, chosen.storage, len(found), trials))
+    lines = _run_lines(shown_ones, tags, filters, sort, chosen.storage, len(found), trials)
+    terminal.show(lines[1:] if bare else lines)  # the heading, or the sentence that there is none
 
 
 def show(
@@ -103,6 +105,7 @@ def show(
     everything: Annotated[
         bool, typer.Option("--all", help="Also settings and arguments that have their default.")
     ] = False,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -112,7 +115,7 @@ def show(
     if as_json:
         print_json({"ok": True, "exit_code": 0, "state": status.state, **details.to_dict()})
         return
-    terminal.show(_detail_lines(details, status, everything))
+    terminal.show(_detail_lines(details, status, everything), bare=bare)
 
 
 def compare(
@@ -120,6 +123,7 @@ def compare(
     new: Run,
     place: Place = None,
     storage: StorageUrl = None,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -133,7 +137,7 @@ def compare(
     if as_json:
         print_json({"ok": True, "exit_code": 0, **found.to_dict()})
         return
-    terminal.show(_comparison_lines(found))
+    terminal.show(_comparison_lines(found), bare=bare)
 
 
 def tag(
@@ -142,6 +146,7 @@ def tag(
     place: Place = None,
     storage: StorageUrl = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take the name from the run.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -156,7 +161,9 @@ def tag(
     if as_json:
         print_json({"ok": True, "exit_code": 0, "id": found.id, "tags": tags})
     else:
-        terminal.console().print(f"{found.id} ({found.run_name or found.name}): {', '.join(tags) or 'no tags'}")
+        terminal.console(quiet=quiet).print(
+            f"{found.id} ({found.run_name or found.name}): {', '.join(tags) or 'no tags'}"
+        )
 
 
 def _require_states(names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from flows.cli import terminal
 from flows.cli.completion import complete_recipe
-from flows.cli.options import Debug
+from flows.cli.options import Debug, Json, Quiet, print_json
 
 
 def init(
@@ -19,6 +19,8 @@ def init(
     recipe: Annotated[
         str, typer.Option(help="One of trainflow's own recipes.", autocompletion=complete_recipe)
     ] = "tabular-classification",
+    quiet: Quiet = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a new project: a spec, small real data, a test and a README, ready to run offline."""
@@ -26,8 +28,12 @@ def init(
 
     files = write_project(name, recipe)
     spec = shlex.quote(str(files[0]))
+    if as_json:
+        record = {"spec": str(files[0]), "files": [str(file) for file in files], "next": f"trainflow run {spec}"}
+        print_json({"ok": True, "exit_code": 0, **record})
+        return
     listed = "".join(f"  {file}\n" for file in files)
-    terminal.console().print(f"{listed}\n  next: trainflow run {spec}", highlight=False, markup=False, soft_wrap=True)
+    terminal.console(quiet=quiet).print(f"{listed}\n  next: trainflow run {spec}")
 
 
 def schema(

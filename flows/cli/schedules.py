@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Overrides, Spec
+from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.server.schedule import Schedule, read_interval
@@ -41,6 +41,7 @@ def serve(
     watch_every: WatchEvery = "60",
     retry_crashed: RetryCrashed = 0,
     name: Name = None,
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Run a pipeline on a schedule or on new data, in this process, on this machine, until Ctrl-C."""
@@ -55,7 +56,7 @@ def serve(
         schedule,
         name=name,
         # The console of that moment: from then on what it prints goes to the log as well.
-        say=lambda line: terminal.console().print(line, markup=False, highlight=False, soft_wrap=True),
+        say=lambda line: terminal.console(quiet=quiet).print(line),
         watch=watch,
         watch_every_s=every_s,
         retry_crashed=retry_crashed,
@@ -84,6 +85,8 @@ def deploy(
     watch: WatchUrl = None,
     retry_crashed: RetryCrashed = 0,
     name: Name = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Register a pipeline with a work pool of a Prefect server, with or without a schedule."""
@@ -92,13 +95,18 @@ def deploy(
     from flows.server import serving
 
     target = serving.Target(pool, create_pool, pool_type, image, tuple(job_variable or ()), limit, retry_crashed, watch)
-    terminal.show(serving.deploy(pipeline, schedule, target, name=name))
+    deployed = serving.deploy(pipeline, schedule, target, name=name)
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, **vars(deployed)})
+    elif not quiet:
+        terminal.show(deployed.lines())
 
 
 def watch(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or URL.")],
     deployment: Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="What new data there starts: pipeline/NAME.")],
     every: Annotated[str, typer.Option(help="Time between two looks: 60 (seconds), 5m.")] = "60",
+    quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Start a deployment when data under a URL appear or change, until Ctrl-C."""
@@ -108,7 +116,7 @@ def watch(
 
     from flows.server import serving
 
-    say = terminal.console().print
+    say = terminal.console(quiet=quiet).print
     with suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
 

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, print_json
+from flows.cli.options import Bare, Debug, Json, Overrides, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from flows.cli.tables import table
@@ -51,6 +51,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow the runs at work, stage by stage, until they have ended.")
     ] = False,
+    bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -62,7 +63,7 @@ def status(
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
     tracking, place = find_storage(spec, overrides or [], storage, command="status")
     root = place.url
-    out = terminal.console(stderr=True)
+    out = terminal.console(stderr=True, quiet=bare)
     if watch:
         _watch(root)
     found = find_statuses(root, lambda count: out.print(_waits_for(count)))
@@ -74,9 +75,9 @@ def status(
         runs = [{**each.to_dict(), **_progress(each, found)} for each in found]
         print_json({"ok": True, "exit_code": 0, "storage": root, "runs": runs, "warnings": warnings})
         return
-    terminal.show([*_lines(found, root), *_stages(found)])
+    terminal.show(_lines(found, root, bare=True) if bare else [*_lines(found, root), *_stages(found)])
     for warning in warnings:
-        out.print(Text(f"warning: {warning}", "yellow"))
+        terminal.console(stderr=True).print(Text(f"warning: {warning}", "yellow"))
 
 
 def _waits_for(count: int) -> str:
@@ -161,11 +162,11 @@ def _bar(share: float | None) -> str:
     return f"{'━' * full}{'╌' * (_BAR - full)} {share:4.0%}"
 
 
-def _lines(found: Sequence[RunStatus], root: str) -> list[Text]:
+def _lines(found: Sequence[RunStatus], root: str, *, bare: bool = False) -> list[Text]:
     if not found:
-        return [Text(f"No run is recorded in {shown(root)}.")]
+        return [] if bare else [Text(f"No run is recorded in {shown(root)}.")]
     rows = [("run", "pipeline", "state", "started", ""), *(_row(each) for each in found)]
-    return table(rows, [("", "", _COLOURS.get(each.state, "")) for each in found])
+    return table(rows, [("", "", _COLOURS.get(each.state, "")) for each in found], bare=bare)
 
 
 def _row(status: RunStatus) -> tuple[str, str, str, str, str]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, print_json
+from flows.cli.options import Debug, Json, Overrides, Quiet, print_json
 from flows.cli.signals import stoppable
 from flows.cli.ui import find_storage
 from flows.server.api import quiet_environment
@@ -32,13 +32,14 @@ def sync(
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="A storage root, or the output_dir of a Trainer, instead.")
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing."""
     quiet_environment()
     config, place = find_storage(spec, overrides or [], storage, command="sync")
-    out = terminal.console(stderr=True)
+    out = terminal.console(stderr=True, quiet=quiet)
     found = {root: waiting for root in spool_dirs(place) if (waiting := count_waiting(root)) is not None}
     with stoppable(out.print, remedy="The same command delivers the rest."):
         for root in found:
@@ -47,7 +48,7 @@ def sync(
     if as_json:
         print_json({"ok": True, "exit_code": 0, "delivered": waited})
     else:
-        terminal.console().print(
+        terminal.console(quiet=quiet).print(
             f"MLflow has everything: {', '.join(waited)} delivered." if waited else "Nothing waits."
         )
 

@@ -8,7 +8,11 @@ from rich.text import Text
 
 
 def table(
-    rows: Sequence[Sequence[str]], styles: Sequence[Sequence[str]] = (), *, right: frozenset[int] = frozenset()
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[Sequence[str]] = (),
+    *,
+    right: frozenset[int] = frozenset(),
+    bare: bool = False,
 ) -> list[Text]:
     """Lines of a table whose first row is its head; the last column is not padded.
 
@@ -16,6 +20,7 @@ def table(
         rows: the cells; every row has the same number of them.
         styles: of the cells of the rows after the head; missing ones are plain.
         right: columns whose cells stand at the right.
+        bare: leave the head out.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -28,4 +33,4 @@ def table(
             style = "dim" if place == 0 else own[column] if column < len(own) else ""
             cells.append((padded if is_last else f"{padded}  ", style))
         lines.append(Text.assemble(*cells))
-    return lines
+    return lines[1:] if bare else lines

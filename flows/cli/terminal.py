@@ -267,7 +267,9 @@ class _Warnings(logging.Handler):
         # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
             label = getattr(record, "label", record.levelname.lower())
-            self._display.warn(mask(f"{label}: {record.getMessage()}"))
+            # A note is told as progress is: not by a quiet command.
+            tell = self._display.say if label == "note" else self._display.warn
+            tell(mask(f"{label}: {record.getMessage()}"))
 
 
 @contextlib.contextmanager
@@ -299,10 +301,11 @@ def followed(out: Console, *, debug: bool) -> Iterator[None]:
         yield
 
 
-def show(lines: Sequence[Text], *, stderr: bool = False) -> None:
-    """Print lines, unbroken."""
+def show(lines: Sequence[Text], *, stderr: bool = False, bare: bool = False) -> None:
+    """Print lines, unbroken; bare: without the empty ones."""
     out = console(stderr=stderr)
     # Both streams may be one terminal: what was written first has to appear first.
     sys.stdout.flush()
     for line in lines:
-        out.print(line)
+        if line.plain or not bare:
+            out.print(line)

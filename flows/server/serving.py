@@ -226,8 +226,34 @@ class Target:
     watch: str | None = None
 
 
-def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str | None) -> list[Text]:
-    """Register the pipeline with a work pool of the configured server; return what to do next, in lines.
+@dataclass(frozen=True)
+class Deployed:
+    """A pipeline that a work pool runs.
+
+    Attributes:
+        name: of the deployment, with that of its flow.
+        schedule: in words.
+        next_runs: when it begins next, in words; "" without a schedule.
+        note: what its paths are, where the runs are in containers.
+        commands: what to do next -> the command.
+    """
+
+    name: str
+    pool: str
+    schedule: str
+    next_runs: str
+    note: str
+    commands: Mapping[str, str]
+
+    def lines(self) -> list[Text]:
+        """For people."""
+        notes = [Text(f"  {text}") for text in (self.next_runs, self.note) if text]
+        commands = [Text(f"  {what:<10} {command}") for what, command in self.commands.items()]
+        return [Text(f"Deployed {self.name} to the work pool {self.pool}: {self.schedule}."), *notes, *commands]
+
+
+def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str | None) -> Deployed:
+    """Register the pipeline with a work pool of the configured server.
 
     Raises:
         ConfigError: no server is configured, or the pool is absent or of another type.
@@ -250,18 +276,23 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
             spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
         ).apply(image=variables.get("image"))
         _set_retries(deployed, name, target.retry_crashed, heartbeats=True)
-    lines = [Text(f"Deployed {FLOW}/{name} to the work pool {target.pool}: {schedule}.")]
-    if dates := schedule.next_firings(_SHOWN):
-        lines.append(Text(f"  {show_firings(dates)}"))
-    if kind in IN_CONTAINERS:
-        lines.append(Text(f"  its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"))
-    lines += [
-        Text(f"  a worker   {start_command(target.pool, kind)}"),
-        Text(f"  a run now  prefect deployment run {FLOW}/{name}"),
-    ]
+    commands = {
+        "a worker": start_command(target.pool, kind),
+        "a run now": f"prefect deployment run {FLOW}/{name}",
+    }
     if target.watch is not None:
-        lines.append(Text(f"  new data   trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"))
-    return lines
+        commands["new data"] = f"trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"
+    dates = schedule.next_firings(_SHOWN)
+    return Deployed(
+        f"{FLOW}/{name}",
+        target.pool,
+        str(schedule),
+        show_firings(dates) if dates else "",
+        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
+        if kind in IN_CONTAINERS
+        else "",
+        commands,
+    )
 
 
 def _set_retries(deployment_id: Any, name: str, retries: int, *, heartbeats: bool) -> None:

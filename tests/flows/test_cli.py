@@ -193,7 +193,11 @@ def test_colours_are_for_terminals_and_turn_off(finished: Finished) -> None:
     assert colour.search(shown)
     plain, _ = on_a_terminal(command, NO_COLOR="1")
     assert not colour.search(plain)
+    dumb, _ = on_a_terminal(command, NO_COLOR="", TERM="dumb")
+    assert "\x1b" not in dumb
     assert "\x1b" not in trainflow("why", finished.spec, env={"NO_COLOR": ""}).out
+    helped, _ = on_a_terminal([*TRAINFLOW, "run", "--help"], NO_COLOR="1")
+    assert not colour.search(helped)
 
 
 def test_why_tells_what_would_run(finished: Finished) -> None:

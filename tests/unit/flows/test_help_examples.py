@@ -1,4 +1,4 @@
-"""Every command's `--help` ends with examples, and each of them is a command that exists."""
+"""Every command's `--help` ends with examples that are commands, and every command can be quiet and answer in JSON."""
 
 from __future__ import annotations
 
@@ -22,11 +22,29 @@ def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 COMMANDS = dict(_commands(typer.main.get_command(application())))
+_SERVES = "It is at work until it is ended, and has no result."
+NO_JSON = {
+    "ui": _SERVES,
+    "serve": _SERVES,
+    "watch": _SERVES,
+    "join": "Its result is that of the machine that leads.",
+    "schema": "What it prints is JSON.",
+}
+NO_QUIET = {
+    "ui": "The links are all that it prints.",
+    "schema": "The schema is all that it prints.",
+}
 
 
 def test_every_command_has_examples() -> None:
     assert set(COMMANDS) == set(_EXAMPLES)
     assert [name for name, command in COMMANDS.items() if "trainflow" not in (command.epilog or "")] == []
+
+
+@pytest.mark.parametrize(("option", "reasons"), [("--json", NO_JSON), ("--quiet", NO_QUIET)])
+def test_every_command_but_those_with_a_reason_has_the_option(option: str, reasons: dict[str, str]) -> None:
+    without = {name for name, command in COMMANDS.items() if not any(option in each.opts for each in command.params)}
+    assert without == set(reasons)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
