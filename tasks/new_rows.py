@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from tasks.stage.sources import fingerprints
 from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
 from trainer_lib.data.part_records import RECORDS
 from trainer_lib.data.parts import NumberedParts
+from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.errors import ConfigError, DamagedError, DataError
@@ -136,6 +137,19 @@ class RowsJob:
         """The folder of the predictions."""
         return Store.open(self.url, field="--to")
 
+    @property
+    def answer(self) -> str | None:
+        """The column that the model predicts, where its recipe knows files of rows by their columns; None elsewhere."""
+        name = self.model.description.info.get("label")
+        return name if isinstance(name, str) and name not in self.model.description.columns else None
+
+    def find_answer(self) -> str | None:
+        """The column that the model predicts if the first row has it; None: it does not, or it is named already."""
+        if self.answer is None or self.answer in (*self.asked.ignored, self.asked.id_column):
+            return None
+        _, first = next(read_rows(self.files), ("", None))
+        return self.answer if isinstance(first, Mapping) and self.answer in first else None
+
     def request(self) -> ScoreRequest:
         """What the worker is asked for."""
         asked, description = self.asked, self.model.description
@@ -147,7 +161,7 @@ class RowsJob:
             sources=self.files,
             key=self.key.digest,
             id_column=asked.id_column,
-            ignored=tuple(asked.ignored),
+            ignored=(*asked.ignored, *([] if self.answer in (None, asked.id_column) else [self.answer])),
             rows_per_file=asked.rows_per_file,
             file_format=asked.format,
             max_errors=asked.max_errors,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from flows.sweeps.sweep_result import SweepResult
+from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainflow.recorded_run import Run, framed
 
@@ -42,17 +43,41 @@ class Sweep:
         return list(self.result.best)
 
     def run(self, trial: int | None = None) -> Run:
-        """The run of a trial; of the best one unless a number is given."""
-        number = self.result.best[0] if trial is None else trial
+        """The run of a trial; of the best one unless a number is given.
+
+        Raises:
+            ConfigError: there is no best trial, or several of which none is best in every objective.
+        """
+        number = self._best() if trial is None else trial
         return Run(str(self.result.trial(number).notes["run"]), storage=self.result.storage)
 
     def spec_file(self, trial: int | None = None) -> str:
         """The spec of the best trial, for `Spec.load`: with everything else that the sweep's spec has on.
 
         Args:
-            trial: another one of `best`.
+            trial: one of `best`.
+
+        Raises:
+            ConfigError: there is no best trial, several of which none is best in every objective, or not this one.
         """
-        return self.result.best_specs[self.result.best[0] if trial is None else trial]
+        number = self._best() if trial is None else trial
+        if number not in self.result.best_specs:
+            raise ConfigError(
+                "This trial is not among the best, and has no spec.",
+                field="trial",
+                value=number,
+                remedy=f"Choose one of {self.best}.",
+            )
+        return self.result.best_specs[number]
+
+    def _best(self) -> int:
+        if len(self.best) == 1:
+            return self.best[0]
+        raise ConfigError(
+            "No trial is best in every objective: the choice is yours." if self.best else "No trial is complete yet.",
+            field="trial",
+            remedy=f"Name one of {self.best}, the trials that no other beats in everything." if self.best else "",
+        )
 
     def report(self) -> str:
         """Its report, a whole page of HTML that loads nothing; its address is `result.report_url`.

@@ -13,6 +13,7 @@ from rich.text import Text
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
+from flows.cli.spec_choice import choose_spec_file
 from flows.server.api import quiet_environment
 from flows.server.schedule import read_interval
 from trainer_lib.secrets import mask
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def follow(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
     every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
@@ -46,7 +47,7 @@ def follow(
     out = terminal.console(stderr=as_json, quiet=quiet)
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
-        parsed = load_spec(spec, overrides or [], Resolver())
+        parsed = load_spec(*choose_spec_file(spec, overrides), Resolver())
         with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
             done = follow_training(
                 parsed,

@@ -23,6 +23,7 @@ from flows.cli.join import follow as follow_leader
 from flows.cli.join import follower_config
 from flows.cli.options import Bare, Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
+from flows.cli.spec_choice import choose_spec_file
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
@@ -141,7 +142,7 @@ def _root(
 
 
 def run(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
     start: From = None,
@@ -160,7 +161,8 @@ def run(
     Interrupt it, kill it or pull the plug: the same command continues from the last commit.
     """
     quiet_environment()
-    overrides = [*(overrides or []), *([] if limit is None else [f"limit={limit}"])]
+    spec, overrides = choose_spec_file(spec, overrides)
+    overrides = [*overrides, *([] if limit is None else [f"limit={limit}"])]
     parsed = load_spec(spec, overrides, Resolver())
     if (follower := follower_config(parsed)) is not None:
         # It starts no engine and writes no record.
@@ -206,7 +208,7 @@ def _place_words(spec: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def why(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     start: From = None,
     from_run: FromRun = None,
@@ -217,7 +219,7 @@ def why(
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     from flows.plan import Plan
 
-    plan = Plan.of(load_spec(spec, overrides or [], Resolver()), start=start, from_run=from_run)
+    plan = Plan.of(load_spec(*choose_spec_file(spec, overrides), Resolver()), start=start, from_run=from_run)
     plan.require_committed()
     reasons, warnings = list(plan.reasons.values()), [each for found in plan.warnings.values() for each in found]
     if as_json:

@@ -11,7 +11,10 @@ import typer
 
 from flows.cli.completion import complete_override
 
-Spec = Annotated[Path, typer.Argument(help="The pipeline's spec, a YAML or JSON file.", show_default=False)]
+Spec = Annotated[
+    Path | None,
+    typer.Argument(help="The pipeline's spec, a YAML or JSON file; unset: the one in this folder.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

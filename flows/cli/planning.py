@@ -8,6 +8,7 @@ import typer
 
 from flows.cli import plan_text, presentation, terminal
 from flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
+from flows.cli.spec_choice import choose_spec_file
 from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
 
@@ -18,7 +19,7 @@ ProbeOption = Annotated[
 
 
 def plan(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     probe: ProbeOption = False,
     bare: Bare = False,
@@ -29,7 +30,7 @@ def plan(
 
     The exit code is 2 if something cannot work.
     """
-    parsed = load_spec(spec, overrides or [], Resolver())
+    parsed = load_spec(*choose_spec_file(spec, overrides), Resolver())
     from flows.full_plan import plan_in_full
     from flows.plan import Plan
 

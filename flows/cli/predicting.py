@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ from flows.cli.options import Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
+from flows.spec.storage_here import storage_here
 from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
@@ -41,7 +43,12 @@ _MaxErrors = Annotated[
 
 
 def predict(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a stage, a checkpoint, a publication, hf://…")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A run (its id, name or tag, or last), a checkpoint, a publication, hf://…"
+        ),
+    ],
     new_data: _NewData,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of the predictions; unset: predictions/<key> here.")
@@ -74,7 +81,7 @@ def predict(
     from tasks.new_rows import NewRows
 
     asked = NewRows(
-        model=model,
+        model=_find_address(model),
         data=new_data,
         to=to,
         trust=(trust == "any" or trust) if trust else False,
@@ -88,6 +95,20 @@ def predict(
     _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
 
 
+def _find_address(model: str) -> str:
+    """The address of a model; of the id, name or tag of a run, its folder on the storage of this folder.
+
+    Raises:
+        ConfigError: this folder has a storage, and no such run is recorded there.
+    """
+    storage = None if "/" in model or Path(model).exists() else storage_here()
+    if storage is None:
+        return model
+    from flows.past_runs import find_run, run_folder
+
+    return run_folder(storage, find_run(storage, model, field="MODEL").id).url
+
+
 def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> None:
     quiet_environment()
     from tasks.new_rows import RowsJob, predict_new_rows
@@ -97,6 +118,8 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
         configs = job.workers(workers, threads)
+        if (answer := job.find_answer()) is not None:
+            out.print(f"The column '{answer}' is what the model predicts; it is left aside.")
         out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
             source = job.model.registered or shown(job.model.url)

@@ -10,13 +10,14 @@ import typer
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
+from flows.cli.spec_choice import choose_spec_file
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from trainer_lib.errors import NotReproducibleError
 
 
 def prove_resume(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     at: Annotated[
         int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; between two saves if unset.")
@@ -36,7 +37,7 @@ def prove_resume(
     The proof has a storage of its own; it leaves the pipeline's storage, MLflow and hubs alone.
     """
     quiet_environment()
-    parsed = load_spec(spec, overrides or [])
+    parsed = load_spec(*choose_spec_file(spec, overrides))
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from flows.prove_resume import Question, describe_record, prove, write_record
 

@@ -11,6 +11,7 @@ import typer
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.signals import stoppable
+from flows.cli.spec_choice import choose_spec_file
 from flows.server.api import quiet_environment
 from flows.server.schedule import Schedule, read_interval
 from flows.spec.spec import PipelineSpec, load_spec
@@ -31,7 +32,7 @@ RetryCrashed = Annotated[
 
 
 def serve(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     cron: Cron = None,
     interval: Interval = None,
@@ -64,7 +65,7 @@ def serve(
 
 
 def deploy(
-    spec: Spec,
+    spec: Spec = None,
     overrides: Overrides = None,
     pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
     create_pool: Annotated[bool, typer.Option("--create-pool", help="Create the pool if it does not exist.")] = False,
@@ -121,7 +122,7 @@ def watch(
         serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
 
 
-def _read(spec: Path, overrides: list[str] | None) -> PipelineSpec:
+def _read(spec: Path | None, overrides: list[str] | None) -> PipelineSpec:
     """Read the spec, before Prefect is imported."""
     quiet_environment()
-    return load_spec(spec, overrides or [])
+    return load_spec(*choose_spec_file(spec, overrides))

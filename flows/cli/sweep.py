@@ -16,6 +16,7 @@ from flows.cli import presentation, terminal
 from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
 from flows.cli.presentation import shown
 from flows.cli.signals import stoppable
+from flows.cli.spec_choice import choose_spec_file
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.sweeps.sweep_result import reached_text
 from tasks.stage.progress import duration
@@ -29,19 +30,20 @@ _STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
 
 
 def sweep(
-    spec: Spec, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False, debug: Debug = False
+    spec: Spec = None, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False, debug: Debug = False
 ) -> None:
     """Run the trials that the spec's section `sweep` describes, and write out the spec of the best one.
 
     Interrupt it, kill it or pull the plug: the same command goes on, and no trial runs twice.
     """
-    parsed = load_spec(spec, overrides or [], Resolver())
+    spec, overrides = choose_spec_file(spec, overrides)
+    parsed = load_spec(spec, overrides, Resolver())
     from flows.sweeps.sweeping import run_sweep
     from flows.sweeps.trial_specs import sweep_of
 
     settings = sweep_of(parsed)
     out = terminal.console(stderr=as_json)
-    again = shlex.join(["trainflow", "sweep", str(spec), *(overrides or [])])
+    again = shlex.join(["trainflow", "sweep", str(spec), *overrides])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         if not quiet:
             out.print(title(parsed, settings, spec))

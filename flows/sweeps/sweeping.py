@@ -44,7 +44,7 @@ from flows.sweeps.trial_specs import (
 )
 from tasks import tracking
 from tasks.sweep_settings import SWEEP
-from trainer_lib.errors import InfrastructureError, TrainflowError, from_record
+from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, from_record
 from trainer_lib.search.ledger import Ledger, TrialState
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
@@ -128,7 +128,10 @@ class _Sweep:
                 self._has_worked = True
                 self._open_run()
                 self._work()
-            result = self._conclude(time.monotonic() - began)
+            try:
+                result = self._conclude(time.monotonic() - began)
+            except StorageError as error:
+                raise self._failure or error from error
             status = "FINISHED" if result.ok else "FAILED"
         finally:
             if self._run is not None:

@@ -16,7 +16,7 @@ from tasks.stage.manifest import compare_keys
 from tasks.stage.resolver import Resolver
 from tasks.sweep_settings import Range, SweepSettings
 from trainer_lib.errors import ConfigError
-from trainer_lib.search.ledger import Axis, Design
+from trainer_lib.search.study_design import Axis, Design
 from trainer_lib.suggestions import nearest, suggestion
 
 PARENT = "mlflow.parentRunId"

@@ -80,7 +80,7 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path) -> None:
         (["ui", "pipeline.yaml"], "No run has been recorded there yet."),
         (["ui", "pipeline.yaml", "--storage", "elsewhere"], "not both"),
         (["checkpoints", "list", "."], "No committed checkpoint is there."),
-        (["run"], "Missing argument"),
+        (["predict", "lst", "new.csv"], "No run with this id, name or tag"),
         (["rnu"], "No such command"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from mlflow import MlflowClient
 
 import trainflow
+from tests.support import toy
 from tests.support.command import trainflow as command
 from tests.support.sweeps import SLOW_RECIPE, sweep_project
 from trainer_lib.errors import ConfigError
@@ -57,6 +58,52 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
         ("1", "pruned"),
         ("2", "pruned"),
     ]
+
+
+@pytest.mark.timeout(600)
+def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everything(
+    tmp_path: Path, prefect_server: str
+) -> None:
+    recipe = toy.RECIPE.replace("y = self.linear(x.float())", "y = self.linear(x.float()) + self.shift").replace(
+        "self.linear = torch.nn.Linear(1, 1)",
+        'self.linear, self.shift = torch.nn.Linear(1, 1), options["shift"]\n'
+        "            torch.nn.init.zeros_(self.linear.weight)",
+    )
+    recipe += "\n\ndef sizes(p):\n    return float(abs(p.predictions).mean())\n"
+    recipe = recipe.replace("p.label_ids).mean())}", 'p.label_ids).mean()), "size": sizes(p)}')
+    path = sweep_project(tmp_path, recipe=recipe, tracked=True)
+    # A line that learns fits better and says larger numbers; one that is shifted is worse in both.
+    space = "sweep.space={train.args.learning_rate: [1.0e-4, 0.3], train.model.shift: [0, 9]}"
+    several = ("sweep.objective=[test_error, test_size]", "sweep.direction=[minimize, minimize]")
+    words = (space, *several, "sweep.sampler=grid", "sweep.trials=", "train.args.weight_decay=0")
+    told = command("sweep", path, *words)
+    assert told.code == 0, told.err
+    assert "best so far" not in told.out
+    folder = tmp_path / "store" / "sweeps" / "toy-sweep"
+    assert told.out.count("not beaten") == 2
+    assert sorted(each.name for each in folder.glob("best*.yaml")) == ["best-0.yaml", "best-2.yaml"]
+
+    sweep = trainflow.Spec.load(path, *words).sweep(progress=False)
+    table = sweep.trials
+    assert sweep.best == [0, 2]
+    assert table["test_error"][2] < table["test_error"][0]
+    assert table["test_size"][0] < table["test_size"][2]
+    page = sweep.report()
+    assert page.count("Not beaten:") == 2
+    assert "Best compromises" in page
+    client = MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    parent = client.get_run(str(sweep.result.mlflow_run_id))
+    assert parent.data.tags["trainflow.sweep.best_trials"] == "0, 2"
+    assert "trainflow.sweep.best_trial" not in parent.data.tags
+
+    # None of them is promoted by itself; who chooses one runs its spec, and finds the training there.
+    with pytest.raises(ConfigError, match=r"(?s)choice is yours.*\[0, 2\]"):
+        sweep.spec_file()
+    with pytest.raises(ConfigError, match="not among the best"):
+        sweep.spec_file(1)
+    chosen = trainflow.Spec.load(sweep.spec_file(2))
+    assert chosen.why()["hit"][["prepare-data", "train", "evaluate"]].all()
+    assert chosen.run().metrics["value"]["test_error"] == table["test_error"][2]
 
 
 def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path: Path, prefect_server: str) -> None:

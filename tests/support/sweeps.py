@@ -27,11 +27,12 @@ def sweep_project(folder: Path, *, recipe: str = toy.RECIPE, tracked: bool = Fal
     return toy.project(folder, recipe=recipe, spec=spec + SWEEP)
 
 
-def attempts(storage: Path) -> dict[str, list[str]]:
+def attempts(storage: Path | str) -> dict[str, list[str]]:
     """How the attempts of every training ended, by its folder; "" for one without an end."""
+    trained = Store.open(str(storage)).child("stages", "train")
     return {
-        folder.name: [str(end.get("outcome") or "") for _, end in Ledger(Store.open(str(folder))).records()]
-        for folder in sorted((storage / "stages" / "train").iterdir())
+        key: [str(end.get("outcome") or "") for _, end in Ledger(trained.child(key)).records()]
+        for key in trained.children()
     }
 
 

@@ -3,7 +3,7 @@
 An address is one of these::
 
     <storage>/runs/<run>                                       the model of that run
-    <storage>/stages/train/<key>                               the model that this stage trained
+    <storage>/stages/train/<key>, or model below it            the model that this stage trained
     <storage>/stages/train/<key>/checkpoints/checkpoint-<n>    its weights at that optimizer step
     <storage>/hub/<name>, or a revision below it               a publication in a folder; its newest revision
     hf://organisation/name[@revision]                          a publication on the Hugging Face Hub
@@ -153,6 +153,11 @@ def find_model(address: str) -> FoundModel:
     commit = read_commit(store)
     if commit is not None and commit.kind == "stage":
         return _find_in_runs(store, commit)
+    if commit is None and store.url.rstrip("/").endswith("/model"):
+        stage = _above(store, 1)
+        above = read_commit(stage)
+        if above is not None and above.kind == "stage":
+            return _find_in_runs(stage, above)
     if commit is not None and commit.kind == "checkpoint":
         name, stage = store.url.rstrip("/").rpartition("/")[2], _above(store, 2)
         found = _find_in_runs(stage, read_commit(stage))

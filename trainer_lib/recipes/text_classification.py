@@ -124,6 +124,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     else:
         tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
     out.info.update(
+        label=table.label,
         classes=classes,
         texts=names,
         max_length=chosen["max_length"],

@@ -14,16 +14,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.errors import ConfigError, MissingExtraError, StorageError, first_line
 from trainer_lib.locks.file_lock import try_lock
+from trainer_lib.search.study_design import Design, decode_value, distributions, encode_value
 
 DATABASE = "study.db"
 _STUDY = "sweep"
@@ -31,61 +30,6 @@ _IDENTITY, _NOTES = "trainflow:identity", "trainflow:notes"
 _BUSY_S = 60
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One field that is varied.
-
-    Attributes:
-        choices: the values, for a list of them; None: a range of numbers.
-        step: distance of two values; None: any value.
-        is_whole: whether the values of a range are whole numbers.
-    """
-
-    name: str
-    choices: tuple[Any, ...] | None = None
-    low: float = 0.0
-    high: float = 0.0
-    step: float | None = None
-    is_log: bool = False
-    is_whole: bool = False
-
-    def points(self) -> list[Any]:
-        """All values of a list, or of a range with a step."""
-        if self.choices is not None:
-            return list(self.choices)
-        step = self.step or 1
-        values = [self.low + step * number for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
-        return [int(value) if self.is_whole else float(f"{value:.12g}") for value in values]
-
-
-@dataclass(frozen=True)
-class Design:
-    """What a study varies, optimises and ends early.
-
-    Attributes:
-        trials: how many; None: all points of a grid.
-        pruner: "asha", "median" or None; `after`, `factor` and `startup` count evaluations, rungs and trials.
-    """
-
-    axes: tuple[Axis, ...]
-    directions: tuple[str, ...]
-    sampler: str = "tpe"
-    trials: int | None = None
-    seed: int = 0
-    pruner: str | None = None
-    after: int = 1
-    factor: int = 3
-    startup: int = 5
-
-    @property
-    def num_trials(self) -> int:
-        """How many trials there are to be."""
-        if self.sampler != "grid":
-            return self.trials or 1
-        points = math.prod(len(axis.points()) for axis in self.axes)
-        return points if self.trials is None else min(points, self.trials)
 
 
 @dataclass(frozen=True)
@@ -115,8 +59,11 @@ class Claim:
         is_resumed: whether another process began it.
     """
 
-    def __init__(self, study: Any, trial: Any, values: Mapping[str, Any], lock: Any, *, is_resumed: bool) -> None:
+    def __init__(
+        self, file: Path, study: Any, trial: Any, values: Mapping[str, Any], lock: Any, *, is_resumed: bool
+    ) -> None:
         self.number = int(trial.number)
+        self._file = file
         self.values = dict(values)
         self.is_resumed = is_resumed
         self._study = study
@@ -130,35 +77,41 @@ class Claim:
 
     def report(self, step: int, value: float) -> bool:
         """Write down what an evaluation at an optimizer step reached; whether the trial is to end here."""
-        steps = sorted({*self._trial.user_attrs.get("steps", ()), step})
-        # Counted in evaluations: trials with other batches have other steps.
-        if steps != self._trial.user_attrs.get("steps"):
-            self._trial.set_user_attr("steps", steps)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a training that was resumed reports some evaluations again
-            self._trial.report(value, steps.index(step) + 1)
-        return bool(self._trial.should_prune())
+        with _reached(self._file):
+            steps = sorted({*self._trial.user_attrs.get("steps", ()), step})
+            # Counted in evaluations: trials with other batches have other steps.
+            if steps != self._trial.user_attrs.get("steps"):
+                self._trial.set_user_attr("steps", steps)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a training that was resumed reports some evaluations again
+                self._trial.report(value, steps.index(step) + 1)
+            return bool(self._trial.should_prune())
 
     def note(self, **notes: Any) -> None:
         """Write down more about the trial; None values are left out."""
-        known = self._trial.user_attrs.get(_NOTES, {})
-        self._trial.set_user_attr(_NOTES, {**known, **{key: each for key, each in notes.items() if each is not None}})
+        with _reached(self._file):
+            known = self._trial.user_attrs.get(_NOTES, {})
+            new = {key: each for key, each in notes.items() if each is not None}
+            self._trial.set_user_attr(_NOTES, {**known, **new})
 
     def complete(self, objective: Sequence[float]) -> None:
         """The trial has reached its end."""
-        self._study.tell(self.number, list(objective))
+        with _reached(self._file):
+            self._study.tell(self.number, list(objective))
 
     def prune(self) -> None:
         """The trial was ended early."""
         from optuna.trial import TrialState as States
 
-        self._study.tell(self.number, state=States.PRUNED)
+        with _reached(self._file):
+            self._study.tell(self.number, state=States.PRUNED)
 
     def fail(self) -> None:
         """The trial cannot reach its end, however often it is tried."""
         from optuna.trial import TrialState as States
 
-        self._study.tell(self.number, state=States.FAIL)
+        with _reached(self._file):
+            self._study.tell(self.number, state=States.FAIL)
 
     def release(self) -> None:
         """Give the lock back: a trial that has not ended can be claimed again."""
@@ -199,21 +152,30 @@ class Ledger:
         return ledger
 
     @property
+    def file(self) -> Path:
+        """The file of the study."""
+        return self.folder / DATABASE
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What the study is of, as `identify` wrote it; empty for a new one."""
-        return dict(self._study.user_attrs.get(_IDENTITY, {}))
+        with _reached(self.file):
+            return dict(self._study.user_attrs.get(_IDENTITY, {}))
 
     def identify(self, identity: Mapping[str, Any]) -> None:
         """Write down what the study is of."""
-        self._study.set_user_attr(_IDENTITY, dict(identity))
+        with _reached(self.file):
+            self._study.set_user_attr(_IDENTITY, dict(identity))
 
     def read_note(self, name: str) -> Any:
         """What `write_note` wrote; None before."""
-        return self._study.user_attrs.get(f"trainflow:{name}")
+        with _reached(self.file):
+            return self._study.user_attrs.get(f"trainflow:{name}")
 
     def write_note(self, name: str, value: Any) -> None:
         """Write something down with the study."""
-        self._study.set_user_attr(f"trainflow:{name}", value)
+        with _reached(self.file):
+            self._study.set_user_attr(f"trainflow:{name}", value)
 
     def start_again(self) -> None:
         """Forget the study: none of its trials came to an end."""
@@ -223,7 +185,8 @@ class Ledger:
 
     def trials(self) -> list[TrialState]:
         """Every trial, by its number."""
-        return [self._state(trial) for trial in self._study.get_trials(deepcopy=False)]
+        with _reached(self.file):
+            return [self._state(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> list[int]:
         """The numbers of the best trial, or of all that no other beats in every objective; none before one ended."""
@@ -239,13 +202,13 @@ class Ledger:
 
     def claim(self) -> Claim | None:
         """The next trial: one that was interrupted, else a new one; None when there is nothing to claim."""
-        with self._locked():
+        with _reached(self.file), self._locked():
             trials = self._study.get_trials(deepcopy=False)
             running = [trial for trial in trials if trial.state.name == "RUNNING"]
             for trial in running:
                 if (lock := self._take(trial.number)) is not None:
                     again = self._optuna.trial.Trial(self._study, trial._trial_id)
-                    return Claim(self._study, again, self._suggest(again), lock, is_resumed=True)
+                    return Claim(self.file, self._study, again, self._suggest(again), lock, is_resumed=True)
             if not any(trial.state.name == "WAITING" for trial in trials):
                 if len(trials) >= self.design.num_trials:
                     return None
@@ -254,11 +217,12 @@ class Ledger:
             lock = self._take(new.number)
             if lock is None:  # another process has just claimed it as an interrupted one; it cannot: we hold the lock
                 return None
-            return Claim(self._study, new, self._suggest(new), lock, is_resumed=False)
+            return Claim(self.file, self._study, new, self._suggest(new), lock, is_resumed=False)
 
     def is_done(self) -> bool:
         """Whether every trial has ended."""
-        trials = self._study.get_trials(deepcopy=False)
+        with _reached(self.file):
+            trials = self._study.get_trials(deepcopy=False)
         return len(trials) >= self.design.num_trials and all(trial.state.is_finished() for trial in trials)
 
     def close(self) -> None:
@@ -317,40 +281,26 @@ class Ledger:
         if self.design.sampler == "grid":
             points = itertools.product(*(axis.points() for axis in self.design.axes))
             chosen = next(itertools.islice(points, index, None))
-            return {axis.name: _encode(axis, value) for axis, value in zip(self.design.axes, chosen, strict=True)}
+            return {axis.name: encode_value(axis, value) for axis, value in zip(self.design.axes, chosen, strict=True)}
         samplers, seed = self._optuna.samplers, self.design.seed + index
         sampler = samplers.RandomSampler(seed) if self.design.sampler == "random" else samplers.TPESampler(seed=seed)
         draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)
         for trial in trials:
             draft.add_trial(trial)
-        return dict(draft.ask(self._distributions()).params)
+        return dict(draft.ask(distributions(self.design.axes)).params)
 
     def _suggest(self, trial: Any) -> dict[str, Any]:
         """The values of a trial, which were written with it; Optuna notes them when they are asked for."""
         found = {}
-        for axis, (name, distribution) in zip(self.design.axes, self._distributions().items(), strict=True):
-            found[axis.name] = _decode(axis, trial._suggest(name, distribution))
-        return found
-
-    def _distributions(self) -> dict[str, Any]:
-        kinds = self._optuna.distributions
-        found: dict[str, Any] = {}
-        for axis in self.design.axes:
-            if axis.choices is not None:
-                found[axis.name] = kinds.CategoricalDistribution([_encode(axis, value) for value in axis.choices])
-            elif axis.is_whole:
-                found[axis.name] = kinds.IntDistribution(
-                    int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
-                )
-            else:
-                found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
+        for axis, (name, distribution) in zip(self.design.axes, distributions(self.design.axes).items(), strict=True):
+            found[axis.name] = decode_value(axis, trial._suggest(name, distribution))
         return found
 
     def _state(self, trial: Any) -> TrialState:
         names = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned"}
         by_name = {axis.name: axis for axis in self.design.axes}
         params = trial.params or trial.system_attrs.get("fixed_params", {})
-        values = {name: _decode(by_name[name], value) for name, value in params.items() if name in by_name}
+        values = {name: decode_value(by_name[name], value) for name, value in params.items() if name in by_name}
         has_ended = trial.state.name == "COMPLETE"
         return TrialState(
             trial.number,
@@ -362,19 +312,25 @@ class Ledger:
         )
 
 
-def _encode(axis: Axis, value: Any) -> Any:
-    """A value as Optuna keeps it: lists and mappings as JSON text."""
-    return value if axis.choices is None or _is_plain(axis) else json.dumps(value, sort_keys=True)
+@contextlib.contextmanager
+def _reached(file: Path) -> Iterator[None]:
+    """Name a database that is gone, locked or full inside of the block as such."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
 
-
-def _decode(axis: Axis, value: Any) -> Any:
-    if axis.choices is None and axis.step is not None and not axis.is_whole:
-        return float(f"{value:.12g}")  # 0.3, and not the sum 0.30000000000000004
-    return value if axis.choices is None or _is_plain(axis) else json.loads(value)
-
-
-def _is_plain(axis: Axis) -> bool:
-    return all(isinstance(each, bool | int | float | str | None) for each in axis.choices or ())
+    try:
+        if not file.exists():  # sqlite writes into a file that was removed, without a word
+            raise FileNotFoundError(f"{file} is gone")
+        yield
+    except (OSError, SQLAlchemyError, StorageInternalError) as error:
+        cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+        raise StorageError(
+            f"The sweep's ledger cannot be read or written: {first_line(getattr(cause, 'orig', None) or cause)}.",
+            field="sweep",
+            value=str(file),
+            remedy="Bring the file or its disk back, and give the same command again: no training that is committed is "
+            "repeated, not even where the file is lost for good.",
+        ) from error
 
 
 def _optuna() -> Any:

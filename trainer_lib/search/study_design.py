@@ -1,0 +1,97 @@
+"""What the study of a sweep varies, and how its values are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One field that is varied.
+
+    Attributes:
+        choices: the values, for a list of them; None: a range of numbers.
+        step: distance of two values; None: any value.
+        is_whole: whether the values of a range are whole numbers.
+    """
+
+    name: str
+    choices: tuple[Any, ...] | None = None
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    is_log: bool = False
+    is_whole: bool = False
+
+    def points(self) -> list[Any]:
+        """All values of a list, or of a range with a step."""
+        if self.choices is not None:
+            return list(self.choices)
+        step = self.step or 1
+        values = [self.low + step * number for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
+        return [int(value) if self.is_whole else float(f"{value:.12g}") for value in values]
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a study varies, optimises and ends early.
+
+    Attributes:
+        trials: how many; None: all points of a grid.
+        pruner: "asha", "median" or None; `after`, `factor` and `startup` count evaluations, rungs and trials.
+    """
+
+    axes: tuple[Axis, ...]
+    directions: tuple[str, ...]
+    sampler: str = "tpe"
+    trials: int | None = None
+    seed: int = 0
+    pruner: str | None = None
+    after: int = 1
+    factor: int = 3
+    startup: int = 5
+
+    @property
+    def num_trials(self) -> int:
+        """How many trials there are to be."""
+        if self.sampler != "grid":
+            return self.trials or 1
+        points = math.prod(len(axis.points()) for axis in self.axes)
+        return points if self.trials is None else min(points, self.trials)
+
+
+def distributions(axes: Sequence[Axis]) -> dict[str, Any]:
+    """Optuna's distribution of each field."""
+    from optuna import distributions as kinds
+
+    found: dict[str, Any] = {}
+    for axis in axes:
+        if axis.choices is not None:
+            found[axis.name] = kinds.CategoricalDistribution([encode_value(axis, value) for value in axis.choices])
+        elif axis.is_whole:
+            found[axis.name] = kinds.IntDistribution(
+                int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
+            )
+        else:
+            found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
+    return found
+
+
+def encode_value(axis: Axis, value: Any) -> Any:
+    """A value as Optuna keeps it: lists and mappings as JSON text."""
+    return value if axis.choices is None or _is_plain(axis) else json.dumps(value, sort_keys=True)
+
+
+def decode_value(axis: Axis, value: Any) -> Any:
+    """The value that Optuna keeps as the field has it."""
+    if axis.choices is None and axis.step is not None and not axis.is_whole:
+        return float(f"{value:.12g}")  # 0.3, and not the sum 0.30000000000000004
+    return value if axis.choices is None or _is_plain(axis) else json.loads(value)
+
+
+def _is_plain(axis: Axis) -> bool:
+    return all(isinstance(each, bool | int | float | str | None) for each in axis.choices or ())
