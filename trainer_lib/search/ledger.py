@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from trainer_lib.errors import ConfigError, MissingExtraError, StorageError, first_line
 from trainer_lib.locks.file_lock import try_lock
-from trainer_lib.search.study_design import Design, decode_value, distributions, encode_value
+from trainer_lib.search.study_design import Axis, Design, decode_value, encode_value
 
 DATABASE = "study.db"
 _STUDY = "sweep"
@@ -287,12 +287,12 @@ class Ledger:
         draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)
         for trial in trials:
             draft.add_trial(trial)
-        return dict(draft.ask(distributions(self.design.axes)).params)
+        return dict(draft.ask(_distributions(self.design.axes)).params)
 
     def _suggest(self, trial: Any) -> dict[str, Any]:
         """The values of a trial, which were written with it; Optuna notes them when they are asked for."""
         found = {}
-        for axis, (name, distribution) in zip(self.design.axes, distributions(self.design.axes).items(), strict=True):
+        for axis, (name, distribution) in zip(self.design.axes, _distributions(self.design.axes).items(), strict=True):
             found[axis.name] = decode_value(axis, trial._suggest(name, distribution))
         return found
 
@@ -310,6 +310,23 @@ class Ledger:
             dict(trial.intermediate_values),
             dict(trial.user_attrs.get(_NOTES, {})),
         )
+
+
+def _distributions(axes: Sequence[Axis]) -> dict[str, Any]:
+    """Optuna's distribution of each field."""
+    from optuna import distributions as kinds
+
+    found: dict[str, Any] = {}
+    for axis in axes:
+        if axis.choices is not None:
+            found[axis.name] = kinds.CategoricalDistribution([encode_value(axis, value) for value in axis.choices])
+        elif axis.is_whole:
+            found[axis.name] = kinds.IntDistribution(
+                int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
+            )
+        else:
+            found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
+    return found
 
 
 @contextlib.contextmanager

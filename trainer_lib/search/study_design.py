@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,23 +61,6 @@ class Design:
             return self.trials or 1
         points = math.prod(len(axis.points()) for axis in self.axes)
         return points if self.trials is None else min(points, self.trials)
-
-
-def distributions(axes: Sequence[Axis]) -> dict[str, Any]:
-    """Optuna's distribution of each field."""
-    from optuna import distributions as kinds
-
-    found: dict[str, Any] = {}
-    for axis in axes:
-        if axis.choices is not None:
-            found[axis.name] = kinds.CategoricalDistribution([encode_value(axis, value) for value in axis.choices])
-        elif axis.is_whole:
-            found[axis.name] = kinds.IntDistribution(
-                int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
-            )
-        else:
-            found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
-    return found
 
 
 def encode_value(axis: Axis, value: Any) -> Any:
