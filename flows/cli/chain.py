@@ -14,7 +14,7 @@ from rich.text import Text
 from flows.cli import terminal
 from flows.cli.options import Bare, Debug, Json, Quiet, print_json
 from flows.cli.presentation import printable, shown
-from flows.cli.run_choice import choose
+from flows.cli.run_choice import choose, use_registry_here
 from flows.server.api import quiet_environment
 from flows.sizes import describe_bytes
 from tasks.configs import TrackingConfig
@@ -121,6 +121,7 @@ def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, Tr
     """
     from flows.lineage_chain import find_chain
 
+    use_registry_here(address, command="lineage")
     home: str | None = None
     config = TrackingConfig()
     is_word = not ("/" in address or Path(address).exists())

@@ -161,8 +161,7 @@ def run(
     Interrupt it, kill it or pull the plug: the same command continues from the last commit.
     """
     quiet_environment()
-    spec, overrides = choose_spec_file(spec, overrides)
-    overrides = [*overrides, *([] if limit is None else [f"limit={limit}"])]
+    spec, overrides = choose_spec_file(spec, [*(overrides or []), *([] if limit is None else [f"limit={limit}"])])
     parsed = load_spec(spec, overrides, Resolver())
     if (follower := follower_config(parsed)) is not None:
         # It starts no engine and writes no record.

@@ -13,6 +13,7 @@ from rich.text import Text
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
+from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.storage_here import storage_here
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from tasks.stage.manifest import StageManifest
 
 _SHOWN = "predict"
+_Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A run (its id, name or tag, or last), a checkpoint, a publication, hf://…"),
+]
 _NewData = Annotated[
     list[str],
     typer.Argument(metavar="NEW_DATA", help="Files, folders or patterns: CSV, JSON lines, Parquet, Arrow; any URL."),
@@ -43,12 +48,7 @@ _MaxErrors = Annotated[
 
 
 def predict(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A run (its id, name or tag, or last), a checkpoint, a publication, hf://…"
-        ),
-    ],
+    model: _Model,
     new_data: _NewData,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of the predictions; unset: predictions/<key> here.")
@@ -101,6 +101,7 @@ def _find_address(model: str) -> str:
     Raises:
         ConfigError: this folder has a storage, and no such run is recorded there.
     """
+    use_registry_here(model, command="predict")
     storage = None if "/" in model or Path(model).exists() else storage_here()
     if storage is None:
         return model

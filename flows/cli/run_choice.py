@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 from flows.cli.ui import find_storage
 from flows.past_runs import PastRun, find_run
 from tasks.configs import TrackingConfig
+from tasks.tracking import tracking_uri
 from trainer_lib.errors import ConfigError
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
@@ -58,6 +61,15 @@ def choose(words: Sequence[str] | None, storage: str | None, *, command: str) ->
     spec = Path(specs[0]) if specs else None
     tracking, place = find_storage(spec, overrides, storage, command=command)
     return Chosen(place.url, tracking, tuple(word for word in given if word not in specs and word not in overrides))
+
+
+def use_registry_here(address: str, *, command: str) -> None:
+    """For a model in MLflow where no server is named: this process and its workers ask that of this folder's runs."""
+    if not address.startswith("models:/") or os.environ.get("MLFLOW_TRACKING_URI"):
+        return
+    with contextlib.suppress(ConfigError):  # this folder has no runs: the model is refused where it is looked for
+        config, place = find_storage(None, [], None, command=command)
+        os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(config, place)
 
 
 def choose_place(words: Sequence[str] | None, storage: str | None, *, command: str) -> Chosen:

@@ -43,6 +43,10 @@ _SHORT_ID = 8
 _MOST_METRICS = 3
 _DIGEST = 12
 
+_Sweep = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
+]
+
 
 def runs(
     place: Place = None,
@@ -58,9 +62,7 @@ def runs(
         list[str] | None,
         typer.Option(metavar="CONDITION", help='Runs with such a metric: "test_accuracy>=0.9"; repeatable.'),
     ] = None,
-    sweep: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
-    ] = None,
+    sweep: _Sweep = None,
     sort: Annotated[
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
@@ -95,7 +97,7 @@ def runs(
         return
     shown_ones, trials = (listed, {}) if sweep or state or filters else _grouped(listed)
     lines = _run_lines(shown_ones, tags, filters, sort, chosen.storage, len(found), trials)
-    terminal.show(lines[1:] if bare else lines)  # the heading, or the sentence that there is none
+    terminal.show(lines[1 if bare else 0 :])
 
 
 def show(
