@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police, script_runs, slurm_cluster, xla
+from tests.support import browser, clients, memory_group, police, script_runs, slurm_cluster, xla
 from tests.support.once import shared_folder
 
 pytest_plugins = (
@@ -177,7 +177,7 @@ def _has_namespaces() -> bool:
 
 _NEEDS: dict[str, Callable[[], bool]] = {
     "clients": clients.are_installed,
-    "browser": lambda: any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))),
+    "browser": lambda: any(map(shutil.which, browser.BROWSERS)),
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
     "keras": lambda: importlib.util.find_spec("keras") is not None,

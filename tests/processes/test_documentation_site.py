@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import gather
+from tests.support.browser import browsing, served
 from tests.support.repository import ROOT
 
 # What a browser fetches by itself; a link that a reader may follow is not.
@@ -61,6 +62,26 @@ def test_nothing_is_fetched_from_another_server(site: Path) -> None:
     assert len(files) > 60
     fetched = {(path.name, *found) for path in files for found in FETCHED.findall(path.read_text(encoding="utf-8"))}
     assert fetched == set()
+
+
+@pytest.mark.needs("browser")
+def test_a_browser_searches_turns_dark_and_asks_no_other_server(site: Path, tmp_path: Path) -> None:
+    with served(site) as address, browsing(tmp_path / "profile") as page:
+        page.open(f"{address}/howto/predict/", dark=True)  # what a reader's system prefers
+        page.wait_for("document.body.dataset.mdColorScheme === 'slate'")
+        page.evaluate("document.querySelector('label[for^=__palette]:not([hidden])').click()")
+        page.wait_for("document.body.dataset.mdColorScheme === 'default'")
+
+        page.open(f"{address}/?q=rendezvous")
+        found = page.wait_for("document.querySelector('.md-search-result__item a')?.pathname")
+        assert found in ("/howto/machines/", "/distributed/")
+
+        for place in ("", "howto/predict/", "reference/commands/"):
+            page.open(f"{address}/{place}", width=390)
+            assert page.evaluate("document.documentElement.scrollWidth") == 390, f"{place} is wider than a phone"
+        assert page.evaluate("document.querySelector('h1').innerText").startswith("Commands")
+        asked = [url for url in page.asked if not url.startswith((address, "data:"))]
+        assert asked == []
 
 
 def test_the_search_for_foreign_addresses_finds_them() -> None:
