@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID, is_list_of_texts
+from trainer_lib.data.whole_columns import convert_together
 from trainer_lib.errors import DataError
 from trainer_lib.suggestions import nearest
 
@@ -20,7 +21,7 @@ class GivenRows(Sequence[dict[str, Any]]):
         rows: mappings from columns to values; lists stand for arrays. Columns that no row has (labels) are left out.
         columns: column -> type, as a description of the model has them.
         names: the columns that every row has; None: found from the rows.
-        places: where each row is from, for errors; empty: rows are numbered.
+        place: says where a row is from, by its number, for errors.
 
     Raises:
         DataError: a row lacks a column that others have, has an unknown one, or a value of another type or shape.
@@ -34,31 +35,44 @@ class GivenRows(Sequence[dict[str, Any]]):
         columns: Mapping[str, str],
         *,
         names: Sequence[str] | None = None,
-        places: Sequence[str] = (),
+        place: Callable[[int], str] = "Row {}".format,
     ) -> None:
         known = known_columns(columns)
         given = list(rows)
-        where = places or [f"Row {number}" for number in range(len(given))]
-        found = _find_columns(given, known, where)
+        are_alike = names is not None and _have_exactly(given, names)
+        found = list(names or ()) if are_alike else _find_columns(given, known, place)
         self.column_names = found if names is None else list(names)
-        for place, row in zip(where, given, strict=True) if names is not None else ():
+        for number, row in enumerate(given) if names is not None and not are_alike else ():
             for name in row:
                 if name not in self.column_names:
-                    raise refuse_row(place, name, "the rows before this one do not have the column")
-        self._rows = [
-            {name: _convert(row, name, known[name], place) for name in self.column_names}
-            for place, row in zip(where, given, strict=True)
-        ]
+                    raise refuse_row(place(number), name, "the rows before this one do not have the column")
+        self._length = len(given)
+        self._columns: dict[str, Sequence[Any] | np.ndarray] = {}
+        # All at once: an array for each value costs more than reading it from its file.
+        for name in self.column_names if are_alike or _have_exactly(given, self.column_names) else ():
+            if (values := convert_together([row[name] for row in given], known[name])) is not None:
+                self._columns[name] = values
+        # One by one, row after row: the first bad one is named.
+        if left := [name for name in self.column_names if name not in self._columns]:
+            ones = [[_convert(row, name, known[name], place(at)) for name in left] for at, row in enumerate(given)]
+            self._columns.update(zip(left, zip(*ones, strict=True), strict=True))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._length
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._rows[index]
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(self._length)))
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows."""
         # Copies, as a prepared split gives them: a user's transform may change the sample.
-        if isinstance(found, list):
-            return [_copied(row) for row in found]
-        return _copied(found)
+        columns = [
+            values[indices] if isinstance(values, np.ndarray) else [_copied(values[index]) for index in indices]
+            for values in (self._columns[name] for name in self.column_names)
+        ]
+        return [dict(zip(self.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def known_columns(columns: Mapping[str, str]) -> dict[str, Column]:
@@ -66,22 +80,28 @@ def known_columns(columns: Mapping[str, str]) -> dict[str, Column]:
     return {name: Column.parse(kind) for name, kind in columns.items() if name != ROW_ID}
 
 
-def _find_columns(rows: Sequence[Any], known: Mapping[str, Column], where: Sequence[str]) -> list[str]:
+def _have_exactly(rows: Sequence[Any], names: Sequence[str]) -> bool:
+    """Whether every row has these columns and no other one."""
+    wanted = set(names)
+    return bool(rows) and all(type(row) is dict and row.keys() == wanted for row in rows)
+
+
+def _find_columns(rows: Sequence[Any], known: Mapping[str, Column], place: Callable[[int], str]) -> list[str]:
     """The known columns that the rows have, in their prepared order."""
     if not rows:
         raise DataError("There are no rows.", field="rows", remedy="Give at least one.")
     found: set[str] = set()
-    for place, row in zip(where, rows, strict=True):
+    for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise refuse_row(place, None, f"it is a {type(row).__name__}, not a mapping from columns to values")
+            raise refuse_row(place(number), None, f"it is a {type(row).__name__}, not a mapping from columns to values")
         for name in row:
             if name != ROW_ID and name not in known:
                 near = nearest(str(name), known)
                 hint = f"the nearest is '{near}'" if near else f"the columns are {', '.join(known)}"
-                raise refuse_row(place, str(name), f"the model was trained without this column; {hint}")
+                raise refuse_row(place(number), str(name), f"the model was trained without this column; {hint}")
         found.update(name for name in row if name != ROW_ID)
     if not found:
-        raise refuse_row(where[0], None, f"it has none of the columns {', '.join(known)}")
+        raise refuse_row(place(0), None, f"it has none of the columns {', '.join(known)}")
     return [name for name in known if name in found]
 
 
@@ -113,7 +133,7 @@ def _convert_numbers(value: Any, name: str, column: Column, place: str) -> Any:
     try:
         array = np.asarray(value)
         converted = array.astype(wanted, casting="unsafe")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise refuse_row(place, name, f"the value is not {column} ({error})") from error
     # 3.7 for a class, and "4" for a number, were meant as something else.
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind in "biu"):
@@ -123,8 +143,8 @@ def _convert_numbers(value: Any, name: str, column: Column, place: str) -> Any:
     return converted
 
 
-def _copied(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.copy() if isinstance(value, np.ndarray | list) else value for name, value in row.items()}
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray | list) else value
 
 
 def refuse_row(place: str, column: str | None, what: str) -> DataError:

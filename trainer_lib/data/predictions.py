@@ -129,12 +129,23 @@ def to_parquet(table: pa.Table) -> bytes:
 def _build_array(name: str, values: Values, of: str) -> pa.Array:
     if name == ROW_ID:
         raise _refuse(name, "the name is reserved for the row's own id", of)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" and values.size and values.ndim <= 2:
+        return _wrap_array(values)
     # The first value stands for all: a column has one kind of value.
     nested = any(np.ndim(value) > 1 for value in values[:1])
     try:
         return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise _refuse(name, str(error), of) from error
+
+
+def _wrap_array(values: np.ndarray) -> pa.Array:
+    """Numbers ``[rows]`` or ``[rows, n]`` as the array that Arrow makes of a list of them, but much faster."""
+    flat = pa.array(values.reshape(-1))
+    if values.ndim == 1:
+        return flat
+    ends = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), flat)
 
 
 def _refuse(name: str, what: str, of: str) -> DataError:

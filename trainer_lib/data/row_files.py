@@ -1,48 +1,41 @@
-"""Reads new rows from files of several formats, in order and in bounded memory: `RowReader`.
-
-    name.csv, .tsv, .jsonl (also packed: .gz)    row after row; a line is read when it is needed
-    name.parquet, .arrow                         a batch of rows at a time
+"""Reads new rows from files of several formats (`row_formats`) as one sequence: `RowReader`.
 
 Each row knows its file, its number in that file from 0 on and, in a text, its line: errors name them.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import refuse_row
-from trainer_lib.data.row_sources import PACKED, RowFile, format_of
+from trainer_lib.data.row_formats import OpenFile, Raw, name_place
+from trainer_lib.data.row_sources import RowFile
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError
-from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
 
-MAX_LINE_BYTES = 256 << 20
-_BATCH_ROWS = 1024
-_BUFFER_BYTES = 1 << 20
-_UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, gzip.BadGzipFile, EOFError, zlib.error, OSError)
+_IDS = (int, str)
+_AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 
 
 class Row(NamedTuple):
-    """One row: its id, where it is from, and the values of the model's columns."""
+    """One row: its id, the values of the model's columns, and where it is from."""
 
     id: int | str
-    place: str
     values: Mapping[str, Any]
+    file: RowFile
+    number: int
+    line: int | None
+
+    @property
+    def place(self) -> str:
+        """Where it is from, for errors."""
+        return name_place(self.file, self.number, self.line)
 
 
 class BadRow(NamedTuple):
@@ -51,13 +44,6 @@ class BadRow(NamedTuple):
     id: int | str | None
     place: str
     error: DataError
-
-
-class _Found(NamedTuple):
-    """One row as its file has it; `parse` gives its columns."""
-
-    line: int | None
-    parse: Callable[[], Any]
 
 
 class RowReader:
@@ -84,13 +70,17 @@ class RowReader:
     ) -> None:
         self.position = 0
         self._columns = columns
+        self._arrays = [name for name, column in columns.items() if column.kind == "array"]
         self._ignored = frozenset(ignored)
-        self._id_column = id_column
-        self._is_id_known = id_column is not None
+        self._id_column: str | None = None
+        self._is_id_known = False
+        self._left_out = self._ignored | {ROW_ID}
+        if id_column is not None:
+            self.assume_id_column(id_column)
         self._total_bytes = max(1, sum(file.size for file in files))
         self._done_bytes = 0
         self._waiting = list(reversed(files))
-        self._current: _OpenFile | None = None
+        self._current: OpenFile | None = None
 
     def close(self) -> None:
         """Close the file that is read."""
@@ -105,6 +95,8 @@ class RowReader:
     def assume_id_column(self, name: str | None) -> None:
         """Take the ids from where an earlier run took them: its rows are skipped."""
         self._id_column, self._is_id_known = name, True
+        # An id may be a feature as well, where the model was trained with it.
+        self._left_out = self._ignored | {ROW_ID} | ({name} - self._columns.keys() if name is not None else set())
 
     @property
     def share(self) -> float:
@@ -144,69 +136,82 @@ class RowReader:
         """
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
-            for place, found in opened.rows(wanted - self.position):
-                row = self._read_any(place, found)
+            first, found = opened.rows(min(_AT_ONCE, wanted - self.position))
+            for number, raw in enumerate(found, start=first):
+                row = self._read_any(opened, number, raw)
                 self.position += 1
                 yield row
 
-    def _open(self) -> _OpenFile | None:
-        """The file that the next row is in; None at the end."""
-        while self._current is None or self._current.is_at_end():
+    def _open(self) -> OpenFile | None:
+        """The file that the next row may be in; None at the end."""
+        while self._current is None or self._current.is_at_end:
             if self._current is not None:
                 self._done_bytes += self._current.file.size
                 self._current.close()
                 self._current = None
             if not self._waiting:
                 return None
-            self._current = _OpenFile(self._waiting.pop())
+            self._current = OpenFile(self._waiting.pop())
         return self._current
 
-    def _read_any(self, place: str, found: _Found) -> Row | BadRow:
+    def _read_any(self, opened: OpenFile, number: int, raw: Raw) -> Row | BadRow:
+        line, content = raw
         values: Any = None
         try:
-            values = _parsed(place, found)
-            return self._read(place, values)
+            try:
+                values = opened.parse(content)
+            except ValueError as error:
+                raise refuse_row(name_place(opened.file, number, line), None, str(error)) from error
+            return self._read(opened, number, line, values)
         except DataError as error:
-            return BadRow(self._id_of(values), place, error)
+            return BadRow(self._id_of(values), name_place(opened.file, number, line), error)
 
     def _id_of(self, values: Any) -> int | str | None:
         if self._id_column is None:
             return self.position if self._is_id_known else None
         found = values.get(self._id_column) if isinstance(values, Mapping) else None
-        return found if isinstance(found, int | str) and not isinstance(found, bool) else None
+        return found if type(found) in _IDS else None
 
-    def _read(self, place: str, values: Any) -> Row:
-        if not isinstance(values, Mapping):
-            raise refuse_row(place, None, f"it is a {type(values).__name__}, not a mapping from columns to values")
+    def _read(self, opened: OpenFile, number: int, line: int | None, values: Any) -> Row:
+        if not isinstance(values, dict):
+            what = f"it is a {type(values).__name__}, not a mapping from columns to values"
+            raise refuse_row(name_place(opened.file, number, line), None, what)
         if not self._is_id_known:
             self.assume_id_column(next((name for name in (ROW_ID, "id") if name in values), None))
-        row_id: Any = self.position
-        name = self._id_column
-        if name is not None:
-            if name not in values:
-                near = nearest(name, values)
-                hint = f"; the nearest is '{near}'" if near else f"; its columns are {', '.join(values)}"
-                raise refuse_row(place, name, f"the column of the row's id is missing{hint}")
-            row_id = values[name]
-            if isinstance(row_id, bool) or not isinstance(row_id, int | str):
-                raise refuse_row(place, name, f"a row's id is an integer or a text, not {type(row_id).__name__}")
-        # An id may be a feature as well, where the model was trained with it.
-        left_out = self._ignored if name is None or name in self._columns else self._ignored | {name}
-        mine = {key: value for key, value in values.items() if key not in left_out and key != ROW_ID}
-        return Row(row_id, place, {key: self._convert(place, key, value) for key, value in mine.items()})
+        row_id = self.position if self._id_column is None else self._find_id(opened, number, line, values)
+        if opened.has_texts:
+            self._parse_texts(name_place(opened.file, number, line), values)
+        # Last: the id of a bad row is looked for in its values.
+        for name in self._left_out:
+            values.pop(name, None)
+        for name in self._arrays:
+            if isinstance(value := values.get(name), list):
+                values[name] = _in_shape(value, self._columns[name].shape)
+        return Row(row_id, values, opened.file, number, line)
 
-    def _convert(self, place: str, name: str, value: Any) -> Any:
-        column = self._columns.get(name)
-        if column is None:
-            return value  # refused later, with the nearest name
-        if isinstance(value, _Text):
-            value = parse_text(place, name, str(value), column)
-        if column.kind == "array" and isinstance(value, list):
-            array = np.asarray(value)
-            # Tables of files have no shapes, so they hold the elements in a row.
-            if array.ndim == 1 and array.size == int(np.prod(column.shape)):
-                return array.reshape(column.shape)
-        return value
+    def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:
+        name = str(self._id_column)
+        found = values.get(name)
+        if type(found) in _IDS:
+            return found  # type: ignore[no-any-return]
+        place = name_place(opened.file, number, line)
+        if name in values:
+            raise refuse_row(place, name, f"a row's id is an integer or a text, not {type(found).__name__}")
+        near = nearest(name, values)
+        hint = f"; the nearest is '{near}'" if near else f"; its columns are {', '.join(values)}"
+        raise refuse_row(place, name, f"the column of the row's id is missing{hint}")
+
+    def _parse_texts(self, place: str, values: dict[str, Any]) -> None:
+        for name, text in values.items():
+            # Another column is refused later, with the nearest name.
+            if name not in self._left_out and (column := self._columns.get(name)) is not None:
+                values[name] = parse_text(place, name, text, column)
+
+
+def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
+    """The elements in a column's shape, if they lie in a row: tables of files have no shapes."""
+    array = np.asarray(value)
+    return array.reshape(shape) if array.ndim == 1 and array.size == int(np.prod(shape)) else value
 
 
 def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
@@ -216,179 +221,15 @@ def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
         DataError: a row or a file cannot be read; the error names it.
     """
     for file in files:
-        opened = _OpenFile(file)
+        opened = OpenFile(file)
         try:
-            while not opened.is_at_end():
-                for place, found in opened.rows(_BATCH_ROWS):
-                    yield place, _parsed(place, found)
+            while not opened.is_at_end:
+                first, rows = opened.rows(_AT_ONCE)
+                for number, (line, raw) in enumerate(rows, start=first):
+                    place = name_place(file, number, line)
+                    try:
+                        yield place, opened.parse(raw)
+                    except ValueError as error:
+                        raise refuse_row(place, None, str(error)) from error
         finally:
             opened.close()
-
-
-def _parsed(place: str, found: _Found) -> Any:
-    try:
-        return found.parse()
-    except ValueError as error:
-        raise refuse_row(place, None, str(error)) from error
-
-
-class _OpenFile:
-    """One file while it is read."""
-
-    def __init__(self, file: RowFile) -> None:
-        self.file = file
-        self._number = 0
-        self._next: _Found | None = None
-        self._stream = Store.open(file.url, field="NEW_DATA").open_read(file.path)
-        packed = file.path.lower().endswith(PACKED)
-        reader = _READERS[str(format_of(file.path))]
-        self._rows = reader(gzip.GzipFile(fileobj=self._stream) if packed else self._stream, file)
-        try:
-            self._look()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def read_bytes(self) -> int:
-        """How much of the file is read, in bytes."""
-        # A reader that has come to the end may have closed it.
-        return self.file.size if self._stream.closed else min(self.file.size, self._stream.tell())
-
-    def is_at_end(self) -> bool:
-        """Whether every row was read."""
-        return self._next is None
-
-    def skip(self, rows: int) -> int:
-        """Leave out rows; return how many, fewer at the end."""
-        before = self._number
-        while self._next is not None and self._number - before < rows:
-            self._number += 1
-            self._look()
-        return self._number - before
-
-    def rows(self, most: int) -> Iterator[tuple[str, _Found]]:
-        """The next rows with their places, at most so many."""
-        for _ in range(most):
-            if (found := self._next) is None:
-                return
-            line = "" if found.line is None else f" (line {found.line})"
-            place = f"{self.file.address}, row {self._number}{line}"
-            self._number += 1
-            self._look()
-            yield place, found
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
-
-    def _look(self) -> None:
-        with _readable(f"{self.file.address}, row {self._number}"):
-            self._next = next(self._rows, None)
-
-
-@contextmanager
-def _readable(place: str) -> Iterator[None]:
-    try:
-        yield
-    except _UNREADABLE as error:
-        raise DataError(
-            f"The file cannot be read at this place: {error}.",
-            field="NEW_DATA",
-            value=place,
-            remedy="Repair it, or write it again.",
-        ) from error
-
-
-# -- formats ----------------------------------------------------------------------------------------------------------
-
-
-class _Text(str):
-    """A value of a file that has texts only."""
-
-    __slots__ = ()
-
-
-def _read_csv(stream: Any, file: RowFile) -> Iterator[_Found]:
-    delimiter = "\t" if format_of(file.path) == "tsv" else ","
-    text = io.TextIOWrapper(io.BufferedReader(stream, _BUFFER_BYTES), "utf-8-sig", newline="")
-    csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    header = next(reader, [])
-    if twice := {name for name in header if header.count(name) > 1}:
-        raise refuse_row(f"{file.address}, line 1", min(twice), "the column is there twice")
-
-    def parse(values: list[str]) -> dict[str, Any]:
-        if len(values) != len(header):
-            raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
-        return {name: _Text(value) for name, value in zip(header, values, strict=True)}
-
-    for values in reader:
-        if values:  # a line may be empty
-            yield _Found(reader.line_num, lambda values=values: parse(values))  # type: ignore[misc]
-
-
-def _read_json_lines(stream: Any, file: RowFile) -> Iterator[_Found]:
-    number, buffered = 0, io.BufferedReader(stream, _BUFFER_BYTES)
-
-    def parse(line: bytes) -> Any:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"the line is not JSON ({error})") from error
-
-    while line := buffered.readline(MAX_LINE_BYTES):
-        number += 1
-        if len(line) == MAX_LINE_BYTES:
-            raise EOFError(f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if line.strip():
-            yield _Found(number, lambda line=line: parse(line))  # type: ignore[misc]
-
-
-def _read_parquet(stream: Any, file: RowFile) -> Iterator[_Found]:
-    for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
-        yield from _of_batch(batch)
-
-
-def _read_arrow(stream: Any, file: RowFile) -> Iterator[_Found]:
-    is_file = stream.read(6) == b"ARROW1"
-    stream.seek(0)
-    if not is_file:
-        for batch in pa.ipc.open_stream(stream):
-            yield from _of_batch(batch)
-        return
-    opened = pa.ipc.open_file(stream)
-    for number in range(opened.num_record_batches):
-        yield from _of_batch(opened.get_batch(number))
-
-
-def _of_batch(batch: pa.RecordBatch) -> Iterator[_Found]:
-    # In small pieces: rows of Python objects take more memory than their table.
-    for start in range(0, batch.num_rows, _BATCH_ROWS):
-        piece = _Piece(batch.slice(start, _BATCH_ROWS))
-        for number in range(piece.table.num_rows):
-            yield _Found(None, partial(piece.row, number))
-
-
-class _Piece:
-    """Rows of a table, made Python objects when the first of them is asked for: rows that are left out never are."""
-
-    def __init__(self, table: pa.RecordBatch) -> None:
-        self.table = table
-        self._rows: list[dict[str, Any]] | None = None
-
-    def row(self, number: int) -> dict[str, Any]:
-        """One row, by its number."""
-        if self._rows is None:
-            self._rows = self.table.to_pylist()
-        return self._rows[number]
-
-
-_READERS: dict[str, Callable[[Any, RowFile], Iterator[_Found]]] = {
-    "csv": _read_csv,
-    "tsv": _read_csv,
-    "json lines": _read_json_lines,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
-}

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
 import pyarrow as pa
 
 from trainer_lib.data.columns import ROW_ID
@@ -90,14 +89,5 @@ def _build_with_errors(ids: pa.Array, columns: Mapping[str, Values], errors: Seq
 
 
 def _to_json_lines(table: pa.Table) -> bytes:
-    lines = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) for row in table.to_pylist())
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for what JSON has no number for: NaN and the infinities."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # null stands for what JSON has no number for: NaN and the infinities.
+    return b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in table.to_pylist())

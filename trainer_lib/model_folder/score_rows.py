@@ -6,9 +6,12 @@ own. So a run that was killed and continued, and one by several workers, write t
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from trainer_lib.data.given_rows import GivenRows, known_columns
@@ -44,7 +47,8 @@ def run(work: Work[ScoreRequest]) -> ScoreResult:
         )
     scoring = _Scoring(work, loaded)
     try:
-        return scoring.run()
+        with _without_old_objects():
+            return scoring.run()
     finally:
         scoring.close()
 
@@ -70,6 +74,7 @@ class _Scoring:
         self._writer = RowPredictionWriter(Store.open(request.output, field="--to"), request.key, request.file_format)
         self._reader = self._open()
         self._form = self._find_form()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="trainflow-rows")
         self._reported = 0.0
         self._predicted = self._num_bad = 0
 
@@ -86,6 +91,7 @@ class _Scoring:
 
     def close(self) -> None:
         """Close the file that is read."""
+        self._ahead.shutdown()
         self._reader.close()
 
     def _open(self) -> RowReader:
@@ -143,12 +149,11 @@ class _Scoring:
         errors: list[str | None] = []
         spool = PredictionSpool(None)
         try:
-            while rows := list(self._reader.take_all(min(self._size * BATCHES_AT_ONCE, most - len(ids)))):
-                found = self._predict(rows, spool)
+            for rows, share in self._chunks(most):
+                errors += self._predict(rows, spool)
                 ids += [row.id if self._has_type(row.id) else None for row in rows]
-                errors += found
                 self._predicted += len(rows)
-                self._report()
+                self._report(share)
             if not ids:
                 return False
             num_bad = sum(error is not None for error in errors)
@@ -169,6 +174,25 @@ class _Scoring:
         finally:
             spool.close()
 
+    def _chunks(self, most: int) -> Iterator[tuple[list[Row | BadRow], float]]:
+        """Yield the next rows, at most so many, some batches at a time, with the part of the files that is read.
+
+        The next ones are read in a thread while these are predicted.
+        """
+        size = min(self._size * BATCHES_AT_ONCE, most)
+
+        def read(rows: int) -> tuple[list[Row | BadRow], float]:
+            return list(self._reader.take_all(rows)), self._reader.share
+
+        waiting = self._ahead.submit(read, size)
+        try:
+            while (chunk := waiting.result())[0]:
+                most -= len(chunk[0])
+                waiting = self._ahead.submit(read, min(size, most))
+                yield chunk
+        finally:
+            wait([waiting])  # nobody else uses the reader meanwhile
+
     # -- one chunk of rows --------------------------------------------------------------------------------------------
 
     @property
@@ -184,8 +208,9 @@ class _Scoring:
         Raises:
             DataError: a row is bad, and more than `max_errors` are.
         """
+        kind = str if self._form.has_text_ids else int
         problems: list[Exception | None] = [
-            row.error if isinstance(row, BadRow) else self._check_id(row) for row in rows
+            None if type(row) is Row and type(row.id) is kind else self._find_own_problem(row) for row in rows
         ]
         good = [number for number, problem in enumerate(problems) if problem is None]
         if not self._allows_bad:
@@ -236,7 +261,7 @@ class _Scoring:
             [row.values for row in rows],
             self._loaded.description.columns,
             names=names,
-            places=[row.place for row in rows],
+            place=lambda number: str(rows[number].place),
         )
 
     def _find_problem(self, row: Any, names: list[str] | None) -> DataError | None:
@@ -273,7 +298,10 @@ class _Scoring:
             remedy="Give rows with the columns of the prepared data; labels may be left out.",
         )
 
-    def _check_id(self, row: Row) -> DataError | None:
+    def _find_own_problem(self, row: Row | BadRow) -> DataError | None:
+        """What is wrong with a row whatever the model; None: nothing."""
+        if isinstance(row, BadRow):
+            return row.error
         if self._has_type(row.id):
             return None
         return DataError(
@@ -284,13 +312,14 @@ class _Scoring:
             remedy="Give every row an id of one type; those of a CSV file are texts.",
         )
 
-    def _report(self) -> None:
+    def _report(self, share: float) -> None:
         now = time.monotonic()
         if now - self._reported < QUIET_S:
             return
         self._reported = now
-        share = int(self._reader.share * _SHARES)
-        self._events.emit("progress", step=share, max_steps=_SHARES, rows=self._predicted, row=self._reader.position)
+        self._events.emit(
+            "progress", step=int(share * _SHARES), max_steps=_SHARES, rows=self._predicted, row=self._reader.position
+        )
 
 
 def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError:
@@ -301,6 +330,19 @@ def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError
         value=place,
         remedy="Mend the rows, or raise the limit.",
     )
+
+
+@contextlib.contextmanager
+def _without_old_objects() -> Iterator[None]:
+    """Have Python's collector leave out what is there: rows are many objects, and it would look at torch's each time."""
+    frozen = gc.get_freeze_count() == 0
+    if frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.unfreeze()
 
 
 def _is_of_row(error: Exception) -> bool:

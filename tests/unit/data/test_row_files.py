@@ -169,3 +169,22 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
             find_row_files([str(address)])
     with pytest.raises(ConfigError, match="given twice"):
         find_row_files([str(tmp_path / "good.csv"), str(tmp_path / "*.csv")])
+
+
+def test_what_python_calls_json_is_read_whatever_reads_it(tmp_path: Path) -> None:
+    lines = [
+        '{"x": [NaN, -Infinity, 1e400]}',
+        '{"text": "\\ud83d"}',
+        ' {"n": 1, "n": 2} ',
+        '{"n": 18446744073709551615}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(["", *lines, ""]))
+    rows = [row.values for row in _reader(tmp_path / "a.jsonl").take(9)]
+    assert str(rows) == str([json.loads(line) for line in lines])
+
+
+def test_the_id_of_a_row_whose_text_is_bad_is_known(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,n\na,1\nb,many\n")
+    good, bad = _reader(tmp_path / "a.csv").take_all(9)
+    assert (good.id, bad.id) == ("a", "b")
+    assert bad.place.endswith("a.csv, row 1 (line 3)")
