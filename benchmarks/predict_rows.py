@@ -122,7 +122,9 @@ def write_rows(folder: Path, rows: int) -> None:
 def speed(folder: Path, runs: int) -> dict[str, Any]:
     """Alternate the loop by hand and one worker in this process."""
     here = [LaunchConfig(kind="in_process", processes=1)]
-    hand, quick, ours = [], [], []
+    hand: list[float] = []
+    quick: list[float] = []
+    ours: list[float] = []
     for number in range(-1, runs):
         for taken, loads in ((hand, json.loads), (quick, orjson.loads)):
             with tempfile.TemporaryDirectory() as target:

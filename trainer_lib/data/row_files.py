@@ -191,9 +191,10 @@ class RowReader:
 
     def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:
         name = str(self._id_column)
-        found = values.get(name)
+        found: Any = values.get(name)
         if type(found) in _IDS:
-            return found  # type: ignore[no-any-return]
+            row_id: int | str = found
+            return row_id
         place = name_place(opened.file, number, line)
         if name in values:
             raise refuse_row(place, name, f"a row's id is an integer or a text, not {type(found).__name__}")

@@ -31,7 +31,7 @@ def test_an_array_is_written_as_the_list_of_its_rows(dtype: str, shape: tuple[in
 
 def test_a_line_is_json_with_null_for_what_json_has_no_number_for(tmp_path: Path) -> None:
     writer = RowPredictionWriter(Store.open(str(tmp_path)), "key", "jsonl")
-    columns = {"v": np.array([[0.1, np.nan], [np.inf, -0.0]]), "word": ["é\n", "\u2028"]}
+    columns: dict[str, Any] = {"v": np.array([[0.1, np.nan], [np.inf, -0.0]]), "word": ["é\n", "\u2028"]}
     entry = writer.write(0, ["a", None], columns, {}, text_ids=True)
     lines = (tmp_path / entry.path).read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [
