@@ -334,7 +334,7 @@ def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError
 
 @contextlib.contextmanager
 def _without_old_objects() -> Iterator[None]:
-    """Have Python's collector leave out what is there: rows are many objects, and it would look at torch's each time."""
+    """Have Python's collector leave out what is there: rows are many, and it would look at torch each time."""
     frozen = gc.get_freeze_count() == 0
     if frozen:
         gc.freeze()
