@@ -283,6 +283,9 @@ class EvaluateConfig(StageSettings):
         description="Columns of the prepared rows: each metric is also measured on the rows of each value, and named "
         "<metric>/<column>/<value>.",
     )
+    rows_per_range: int = setting(
+        affects="result", default=10_000, ge=1, description="Rows of a range, where the recipe has metric_sums."
+    )
     args: Options = setting(
         affects="result",
         default_factory=dict,

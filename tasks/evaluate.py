@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from tasks.configs import EvaluateConfig, LaunchSettings
@@ -11,8 +12,12 @@ from tasks.stage.inference import run_inference
 from tasks.stage.keys import evaluate_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput
+from tasks.stage.stage_code import code_of
 from tasks.stage.task import stage_task
-from tasks.stage.worker import launch_request
+from tasks.stage.worker import launch_request, launch_shared
+from trainer_lib.data.part_records import RECORDS
+from trainer_lib.data.row_parts import SUMS, sum_parts
+from trainer_lib.launch.pool import apart
 from trainer_lib.requests import EvaluateRequest
 
 
@@ -46,13 +51,39 @@ def evaluate(
             confidence=config.confidence,
             metrics=tuple(config.metrics),
             slices=tuple(config.slices),
+            rows_per_range=config.rows_per_range,
         ),
-        carry_out=_measure,
+        carry_out=partial(_measure, config),
     )
 
 
 def _measure(
-    request: EvaluateRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+    config: EvaluateConfig,
+    request: EvaluateRequest,
+    settings: LaunchSettings,
+    context: StageContext,
+    attempt: StageAttempt,
 ) -> StageOutput:
+    """Have one group of processes do it all or, where metrics merge, workers that take ranges of the rows."""
+    for name in request.splits if code_of(config, context).defines("metric_sums") else ():
+        if (split := request.data.splits.get(name)) is not None:  # else the worker names it
+            sum_parts(attempt.store, name, rows=split.rows, rows_per_range=request.rows_per_range).forget_damaged()
+    if _is_shared(config, request, settings, context):
+        launch_shared(replace(request, step="ranges"), settings, context, attempt)
+        request, settings = replace(request, step="finish"), replace(settings, processes=1)
     result = launch_request(request, settings, context, attempt)
+    for folder in (SUMS, f"{RECORDS}/{SUMS}"):
+        attempt.store.delete_tree(folder)
     return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts())
+
+
+def _is_shared(
+    config: EvaluateConfig, request: EvaluateRequest, settings: LaunchSettings, context: StageContext
+) -> bool:
+    """Whether several workers measure ranges of their own: metrics merge, and the model is whole in each process."""
+    code = code_of(config, context)
+    needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
+    args = context.resolver.arguments(request.args)
+    if not code.defines("metric_sums") or code.defines("Trainer") or needs_all_rows or args.fsdp or args.deepspeed:
+        return False
+    return len(apart(context.resolver.launch(settings, use_cpu=request.use_cpu))) > 1

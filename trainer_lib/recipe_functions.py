@@ -17,6 +17,8 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "build_model": ("options", "data"),
     "collate": ("rows",),
     "compute_metrics": ("p",),
+    "metric_sums": ("p",),
+    "metrics_from_sums": ("sums",),
     "preprocess_logits_for_metrics": ("logits", "labels"),
     "compute_loss_func": ("outputs", "labels"),
     "callbacks": ("options",),
@@ -26,7 +28,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 """Function -> what it is called with, by position. Some may take one more, by the name in `LAST`."""
 INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
 """Required function -> the one that a recipe may define instead."""
-LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data", "compute_metrics": "data"}
+LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data", "compute_metrics": "data", "metric_sums": "data"}
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:

@@ -239,11 +239,7 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateRequest(ModelRequest[Estimate], verb="estimate", result=Estimate):
-    """Work out what training would take, on fake tensors.
-
-    Attributes:
-        processes: those that the training would have.
-    """
+    """Work out what training by so many processes would take, on fake tensors."""
 
     uses_devices: ClassVar[bool] = False
 
@@ -267,7 +263,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model exported at `model_url` on each split; intervals of a confidence come from resamples."""
+    """Measure the model exported at `model_url` on each split; `step` is one of `worker.evaluate_ranges`."""
 
     model_url: str
     splits: tuple[str, ...]
@@ -275,6 +271,8 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     confidence: float | None = None
     metrics: tuple[str, ...] = ()
     slices: tuple[str, ...] = ()
+    rows_per_range: int = 10_000
+    step: str = "all"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PREPARE = ("prepare", "list_sources", "prepare_shard")
 MODEL = ("build_model", "collate", "compute_loss_func", "callbacks", "Trainer")
-METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
+METRICS = ("compute_metrics", "metric_sums", "metrics_from_sums", "preprocess_logits_for_metrics")
 EVALUATE = (*MODEL, *METRICS, "after_evaluate")
 PREDICT = (*MODEL, "preprocess_logits_for_metrics", "prediction_columns")
 
@@ -71,7 +71,7 @@ def evaluations_matter_to(code: Code) -> bool:
 
 def reach_of_predict(code: Code) -> Reach:
     """What predict's functions reach; a Trainer of the recipe may call `compute_metrics` as well."""
-    return code.reach((*PREDICT, "compute_metrics") if _sees_metrics(code) else PREDICT)
+    return code.reach((*PREDICT, *METRICS) if _sees_metrics(code) else PREDICT)
 
 
 def metrics_digest(code: Code) -> str | None:

@@ -1,4 +1,4 @@
-"""Where predictions lie, and which of them are finished. Imports neither torch nor pyarrow."""
+"""Where predictions and the sums of metrics lie, and which of them are finished. Imports neither torch nor pyarrow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from trainer_lib.data.parts import NumberedParts
 from trainer_lib.storage import Store
 
 FOLDER = "predictions"
+SUMS = "sums"
 ERROR = "error"
 """Column with what is wrong with a row, where bad rows are allowed."""
 
@@ -19,6 +20,13 @@ def split_parts(store: Store, split: str, *, rows: int, rows_per_file: int) -> N
     """The files with a split's predictions below a stage's folder; each holds a fixed range of the rows."""
     return NumberedParts(
         store, f"{FOLDER}/{split}", "parquet", lambda part: {"rows": list(row_range(part, rows, rows_per_file))}
+    )
+
+
+def sum_parts(store: Store, split: str, *, rows: int, rows_per_range: int) -> NumberedParts:
+    """The files with what each range of a split's rows adds to the sums of its metrics, while it is evaluated."""
+    return NumberedParts(
+        store, f"{SUMS}/{split}", "json", lambda part: {"rows": list(row_range(part, rows, rows_per_range))}
     )
 
 

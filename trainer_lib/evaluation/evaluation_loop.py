@@ -69,6 +69,9 @@ class EvaluationLoop:
         loss_only: compute the loss alone; predictions and metrics are not kept.
         ignore_keys: keys of the model's output that are left out of the predictions.
         keeps_predictions: with `batch_eval_metrics`, keep the predictions as well.
+
+    Attributes:
+        counted: after `run`, the sum of the losses, the target items and the samples of all ranks.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class EvaluationLoop:
         self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
+        self.counted: tuple[float, int, int] = (0.0, 0, 0)
         self._samples = 0
         self._batch_metrics = None if loss_only else create_batch_metrics(hooks)
         self._spools = not loss_only and (keeps_predictions or self._batch_metrics is None)
@@ -178,6 +182,7 @@ class EvaluationLoop:
         # Summed on rank 0 and broadcast, so that every rank has the same digits.
         counted = comm.gather_json([total, self._items, self._samples]) or []
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
+        self.counted = (loss_sum, items, samples)
         if samples == 0:
             raise DataError(
                 "There is nothing to evaluate.", field="eval_dataset", remedy="Give data that is not empty."

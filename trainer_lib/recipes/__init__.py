@@ -6,6 +6,8 @@ Only the first two functions are required::
     build_model(options, data) -> torch.nn.Module
     collate(rows) -> {name: Tensor}                  or collate(rows, data)
     compute_metrics(p: EvalPrediction) -> {name: float}      or compute_metrics(p, data)
+    metric_sums(p) -> {name: number or array}        or metric_sums(p, data); with
+    metrics_from_sums(sums) -> {name: float}         instead of compute_metrics: metrics that merge
     preprocess_logits_for_metrics(logits, labels)
     compute_loss_func(outputs, labels, num_items_in_batch)
     callbacks(options) -> [TrainerCallback]
@@ -38,6 +40,7 @@ import numpy as np
 
 from trainer_lib import recipe_functions
 from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.recipe_failures import OURS, user_error
 from trainer_lib.recipes.data_info import DataInfo, PrepareOutput
 
@@ -58,6 +61,8 @@ OPTIONAL = (
     "prepare_shard",
     "collate",
     "compute_metrics",
+    "metric_sums",
+    "metrics_from_sums",
     "preprocess_logits_for_metrics",
     "compute_loss_func",
     "callbacks",
@@ -101,6 +106,7 @@ class Recipe:
         self.preprocess_logits_for_metrics = self._optional("preprocess_logits_for_metrics")
         self.compute_loss_func = self._optional("compute_loss_func")
         self.after_evaluate = self._optional("after_evaluate")
+        self._sums = self._find_sums()
 
     @property
     def is_sharded(self) -> bool:
@@ -118,6 +124,24 @@ class Recipe:
                 remedy="Remove the one that is not used.",
             )
         return own == ["prepare_shard"] if own or self.fallback is None else self.fallback.is_sharded
+
+    def _find_sums(self) -> list[Callable[..., Any]]:
+        """The functions of metrics that merge; none where the file that measures has `compute_metrics`.
+
+        Raises:
+            ConfigError: it has half of them, or metrics twice.
+        """
+        names = ("metric_sums", "metrics_from_sums")
+        if self.fallback is not None and not any(hasattr(self._module, name) for name in ("compute_metrics", *names)):
+            return self.fallback._find_sums()
+        given = [name for name in names if getattr(self._module, name, None) is not None]
+        if len(given) == 1:
+            what, remedy = f"The recipe has only {given[0]}() of the two", f"Define {names[0]} and {names[1]}."
+        elif given and getattr(self._module, "compute_metrics", None) is not None:
+            what, remedy = "The recipe defines both metric_sums() and compute_metrics()", "Remove one of them."
+        else:
+            return [Hook(self, name, getattr(self._module, name)) for name in given]
+        raise ConfigError(f"{what}.", field="recipe", value=str(self.path), remedy=remedy)
 
     def prepare(self, options: Mapping[str, Any], out: PrepareOutput) -> dict[str, Iterable[Mapping[str, Any]]]:
         """The rows of every split. Errors while rows are generated are raised as ours, too.
@@ -181,7 +205,19 @@ class Recipe:
 
     def compute_metrics_with(self, data: DataInfo) -> Callable[..., Any] | None:
         """The function `compute_metrics` as a Trainer calls it; `data` for one that takes it. None without."""
-        return _given_data(self.compute_metrics, data)
+        return self.merged_metrics_with(data) or _given_data(self.compute_metrics, data)
+
+    @property
+    def has_merging_metrics(self) -> bool:
+        """Whether the metrics are made of sums over rows."""
+        return bool(self._sums)
+
+    def merged_metrics_with(self, data: DataInfo) -> MergedMetrics | None:
+        """The functions `metric_sums` and `metrics_from_sums`; None where the recipe's metrics do not merge."""
+        if not self._sums:
+            return None
+        sums, finish = self._sums
+        return MergedMetrics(_given_data(sums, data) or sums, finish)
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""

@@ -113,7 +113,9 @@ class Evaluator:
                 loop = EvaluationLoop(
                     self, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps_predictions
                 )
-                return loop.run(unwrap_prepared(loader), prefix)
+                output = loop.run(unwrap_prepared(loader), prefix)
+                self.counted = loop.counted
+                return output
         finally:
             if restore is not None:
                 restore()

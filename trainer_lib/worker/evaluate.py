@@ -25,6 +25,7 @@ from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
+from trainer_lib.worker.evaluate_ranges import RangeEvaluation, measures_in_ranges
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.session import Work
 from trainer_lib.worker.train import HISTORY
@@ -45,10 +46,20 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     splits = {name: ArrowSplit(prepared, name) for name in request.splits}
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
-    trainer = build_trainer(work, args, model, [events_callback(work, args)])
+    merged = work.recipe.merged_metrics_with(data) if measures_in_ranges(work) else None
+    if request.step == "ranges" and merged is None:
+        return EvaluateResult((), {})  # one worker measures all of it in the last step
+    trainer = build_trainer(work, args, model, [] if merged is not None else [events_callback(work, args)])
     metrics: dict[str, dict[str, float]] = {}
     measured: list[FileEntry] = []
-    for name, split in splits.items():
+    if merged is not None:
+        ranges = RangeEvaluation(work, store, trainer, merged)
+        if request.step != "finish":
+            ranges.measure(splits)
+        if request.step == "ranges":
+            return EvaluateResult((), {})
+        metrics = {name: ranges.metrics(name, len(split)) for name, split in splits.items()}
+    for name, split in splits.items() if merged is None else ():
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
         recipes_own = trainer.compute_metrics
         function = _with_metrics_by_name(recipes_own, request, args)
