@@ -328,6 +328,9 @@ class PredictConfig(StageSettings):
         affects="result", default="test", min_length=1, description="Name of the split to predict; it needs no labels."
     )
     rows_per_file: int = setting(affects="result", default=10_000, ge=1, description="Rows per Parquet file.")
+    sort_by: str | None = setting(
+        affects="result", default=None, description="Column by whose length rows share batches, the longest first."
+    )
     args: Options = setting(
         affects="result",
         default_factory=dict,

@@ -67,6 +67,7 @@ class NewRows:
         format: "parquet" or "jsonl".
         rows_per_file: rows per file.
         batch_size: rows of a forward pass; None: as while training.
+        sort_by: column by whose length rows share batches; None: as they come.
         max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
     """
 
@@ -79,6 +80,7 @@ class NewRows:
     format: str = "parquet"
     rows_per_file: int = 10_000
     batch_size: int | None = None
+    sort_by: str | None = None
     max_errors: int = 0
 
 
@@ -125,6 +127,7 @@ class RowsJob:
             "rows_per_file": asked.rows_per_file,
             "batch_size": asked.batch_size,
             # Not the limit: with a greater one, finished parts are the same.
+            **({"sort_by": asked.sort_by} if asked.sort_by is not None else {}),
             **({"errors": "column"} if asked.max_errors else {}),
             "versions": versions(),
         }
@@ -166,6 +169,7 @@ class RowsJob:
             file_format=asked.format,
             max_errors=asked.max_errors,
             batch_size=asked.batch_size,
+            sort_by=asked.sort_by,
             is_on_cpu=self.is_on_cpu,
         )
 

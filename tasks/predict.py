@@ -42,7 +42,7 @@ def predict(
         context,
         data,
         model,
-        request=partial(PredictRequest, split=config.split, rows_per_file=config.rows_per_file),
+        request=partial(PredictRequest, split=config.split, rows_per_file=config.rows_per_file, sort_by=config.sort_by),
         carry_out=_predict_parts,
     )
 

@@ -291,6 +291,7 @@ class PredictRequest(ModelRequest[PredictResult], verb="predict", result=Predict
     model_url: str
     split: str
     rows_per_file: int = 10_000
+    sort_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +299,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     """Predict new rows with a trained model, in files of a fixed number of rows.
 
     Attributes:
-        model: the model's address.
-        digest: SHA-256 of the model.
+        model, digest: the model's address and its SHA-256.
         code: SHA-256 of its code, which is trusted.
         sources: the files with the rows, in their order.
         key: digest of all that decides the predictions.
@@ -309,6 +309,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
         file_format: "parquet" or "jsonl".
         max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
         batch_size: rows of a forward pass; None: as while training.
+        sort_by: column by whose length rows share batches; None: as they come.
         is_on_cpu: the model was trained on the CPU although there are devices.
     """
 
@@ -327,6 +328,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     file_format: str = "parquet"
     max_errors: int = 0
     batch_size: int | None = None
+    sort_by: str | None = None
     is_on_cpu: bool = False
 
     @property

@@ -66,6 +66,10 @@ def predict(
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rows of a forward pass; unset: as while training.")
     ] = None,
+    sort_by: Annotated[
+        str | None,
+        typer.Option(metavar="COLUMN", help="Rows share batches by the length of this column; their order stays."),
+    ] = None,
     workers: _Workers = 1,
     threads: _Threads = None,
     max_errors: _MaxErrors = 0,
@@ -90,6 +94,7 @@ def predict(
         format=file_format,
         rows_per_file=rows_per_file,
         batch_size=batch_size,
+        sort_by=sort_by,
         max_errors=max_errors,
     )
     _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)

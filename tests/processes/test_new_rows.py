@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import threading
@@ -81,6 +82,65 @@ def test_rows_are_predicted_with_their_ids_and_once(model: str, data: Path, tmp_
     assert _predict(asked)[1] is False
     assert _files(tmp_path / "out") == before
     assert part.with_name("part-00000.parquet").stat().st_mtime_ns == kept
+
+
+BY_LENGTH = """
+def collate(rows):
+    import torch
+
+    width = max(len(row["x"]) for row in rows)
+    x = torch.stack([torch.nn.functional.pad(torch.as_tensor(row["x"]), (0, width - len(row["x"]))) for row in rows])
+    return {"x": x}
+
+
+def build_model(options, data):
+    import torch
+
+    class Sums(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 1)
+
+        def forward(self, x):
+            if x.shape[0] > 1 and (x == 13).any():
+                raise ValueError("not in a batch")
+            return {"sum": x.sum(1), "width": torch.full((len(x),), x.shape[1])}
+
+    return Sums()
+
+
+def prediction_columns(p, data):
+    return {"sum": p[0], "width": p[1]}
+"""
+
+
+@pytest.mark.parametrize("max_errors", [0, 2])
+def test_rows_by_length_share_batches_and_keep_their_order(max_errors: int, tmp_path: Path) -> None:
+    publish_line(tmp_path / "model", recipe=BY_LENGTH)
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = [{"x": [draw.randrange(9) for _ in range(draw.randrange(1, 40))]} for _ in range(500)]
+    if max_errors:
+        rows[7], rows[300]["x"][0] = {"x": ["a"]}, 13  # a bad row, and one that its batch fails on
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for name, sort_by in (("as they come", None), ("by length", "x")):
+        asked = NewRows(
+            model=str(tmp_path / "model"),
+            data=[str(tmp_path / "new.jsonl")],
+            to=str(tmp_path / name),
+            rows_per_file=200,
+            sort_by=sort_by,
+            max_errors=max_errors,
+        )
+        _predict(asked)
+        found[name] = pq.read_table(tmp_path / name / "predictions").to_pydict()
+    widths = {name: sum(filter(None, table.pop("width"))) for name, table in found.items()}
+    assert found["as they come"] == found["by length"]
+    expected = [None if row["x"] == ["a"] else sum(row["x"]) for row in rows]
+    assert found["by length"]["sum"] == expected
+    assert widths["by length"] < 0.75 * widths["as they come"]
+    with pytest.raises(DataError, match=r"The rows have no column 'xs'; the nearest is 'x'"):
+        _predict(replace(asked, to=str(tmp_path / "c"), sort_by="xs"))
 
 
 def test_json_lines_hold_the_same_numbers(model: str, data: Path, tmp_path: Path) -> None:

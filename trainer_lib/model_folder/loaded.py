@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from torch import nn
 
 from trainer_lib import recipes
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.data.by_length import in_order
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
+from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.launch.run_dir import MARK
@@ -105,9 +108,14 @@ class LoadedModel:
         finally:
             args.per_device_eval_batch_size = usual
 
-    def columns_of(self, spool: PredictionSpool) -> dict[str, Sequence[Any]]:
-        """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, a value for each row."""
-        return self._work.recipe.prediction_columns(single_output(spool.tree()), self._data)
+    def columns_of(self, spool: PredictionSpool, order: Sequence[int] | None = None) -> dict[str, Sequence[Any]]:
+        """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, a value for each row.
+
+        Args:
+            order: the places of the rows that the outputs are of; None: they are in the rows' order.
+        """
+        tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
+        return self._work.recipe.prediction_columns(single_output(tree), self._data)
 
 
 def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
+from trainer_lib.data.by_length import longest_first, require_column
 from trainer_lib.data.given_rows import GivenRows, known_columns
 from trainer_lib.data.row_files import BadRow, Row, RowReader
 from trainer_lib.data.row_predictions import RowPredictionWriter
@@ -120,6 +121,8 @@ class _Scoring:
         if not good or names is None:
             errors = [row.error for row in head if isinstance(row, BadRow)]
             raise errors[0] if errors else DataError("The first rows cannot be read.", field="NEW_DATA")
+        if (column := self._request.sort_by) is not None:
+            require_column(names, column, field="--sort-by")
         return _Form(names, reader.id_column, isinstance(good[0].id, str))
 
     def _find_names(self, rows: list[Row]) -> list[str] | None:
@@ -145,12 +148,15 @@ class _Scoring:
     def _write(self, part: int, shared: SharedParts) -> bool:
         """Predict the rows of a part; False when no row is left."""
         most = self._request.rows_per_file
+        order: list[int] = []  # the places of the rows whose outputs are in the spool
         ids: list[int | str | None] = []
         errors: list[str | None] = []
         spool = PredictionSpool(None)
         try:
             for rows, share in self._chunks(most):
-                errors += self._predict(rows, spool)
+                found, places = self._predict(rows, spool)
+                order += [len(errors) + place for place in places]
+                errors += found
                 ids += [row.id if self._has_type(row.id) else None for row in rows]
                 self._predicted += len(rows)
                 self._report(share)
@@ -160,7 +166,8 @@ class _Scoring:
             notes = {"rows": len(ids), "id_column": self._form.id_column, "errors": num_bad}
             if num_bad:
                 notes["first_error"] = next(error for error in errors if error is not None)
-            columns = self._loaded.columns_of(spool) if num_bad < len(ids) else {}
+            mixed = order if self._request.sort_by is not None else None
+            columns = self._loaded.columns_of(spool, mixed) if num_bad < len(ids) else {}
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                 self._writer.write(
                     part,
@@ -202,8 +209,11 @@ class _Scoring:
     def _has_type(self, row_id: int | str | None) -> bool:
         return row_id is None or isinstance(row_id, str) is self._form.has_text_ids
 
-    def _predict(self, rows: Sequence[Row | BadRow], spool: PredictionSpool) -> list[str | None]:
-        """Append the outputs of the good rows to the spool; return what is wrong with each row, None: nothing.
+    def _predict(self, rows: Sequence[Row | BadRow], spool: PredictionSpool) -> tuple[list[str | None], list[int]]:
+        """Append the outputs of the good rows to the spool.
+
+        Returns:
+            What is wrong with each row, None: nothing; and the places of the good ones in the order of the outputs.
 
         Raises:
             DataError: a row is bad, and more than `max_errors` are.
@@ -223,9 +233,13 @@ class _Scoring:
                 for number in good:
                     problems[number] = self._find_problem(rows[number], self._form.names)
                 good = [number for number in good if problems[number] is None]
+        if (column := self._request.sort_by) is not None:
+            values = [rows[number].values.get(column) for number in good]  # type: ignore[union-attr]
+            good = [good[place] for place in longest_first(values)]
         self._forward([rows[number] for number in good], good, problems, spool)
         self._count_bad(rows, problems)
-        return [None if problem is None else _describe(problem) for problem in problems]
+        found = [None if problem is None else _describe(problem) for problem in problems]
+        return found, [number for number in good if problems[number] is None]
 
     def _forward(
         self, rows: Sequence[Any], numbers: list[int], problems: list[Exception | None], spool: PredictionSpool

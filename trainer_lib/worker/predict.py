@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from trainer_lib import distributed
+from trainer_lib.data.by_length import Reordered, in_order, longest_first, require_column
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter
+from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.locks.shared_parts import SharedParts
@@ -31,6 +35,8 @@ def run(work: Work[PredictRequest]) -> PredictResult:
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [])
+    if request.sort_by is not None:
+        require_column(split.column_names, request.sort_by, field="predict.sort_by")
     writer = PredictionWriter(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
     parts = rows = 0
     with SharedParts(store, writer.files, total=writer.num_parts) as shared:
@@ -56,20 +62,36 @@ def _write(
 ) -> None:
     """Predict a part; `before` rows were predicted here already. Memory holds its outputs, large ones on disk."""
     start, stop = writer.row_range(part)
+    column, order = work.request.sort_by, None
+    if column is not None:
+        order = longest_first([split[row][column] for row in range(start, stop)])
     spool = PredictionSpool(None)
     reported = 0.0
     try:
-        for rows, outputs in stream_predictions(trainer, split, start=start, stop=stop):
+        for rows, outputs in _stream(trainer, split, start, stop, order):
             spool.append(outputs)
             if time.monotonic() - reported >= QUIET_S:
                 reported = time.monotonic()
                 row = int(rows[-1]) + 1
                 work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=before + row - start)
-        columns = work.recipe.prediction_columns(single_output(spool.tree()), data)
+        tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
+        columns = work.recipe.prediction_columns(single_output(tree), data)
         if shared.is_ours(part):  # else another worker took it for lost, and writes the same
             writer.write(part, split.row_ids(start, stop), columns)
     finally:
         spool.close()
+
+
+def _stream(
+    trainer: Any, split: ArrowSplit, start: int, stop: int, order: list[int] | None
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """What `stream_predictions` yields for these rows; with an order, positions only tell how many are done."""
+    if order is None:
+        yield from stream_predictions(trainer, split, start=start, stop=stop)
+        return
+    sorted_rows = Reordered(split, [start + place for place in order])
+    for rows, outputs in stream_predictions(trainer, sorted_rows, start=0, stop=stop - start):
+        yield rows + start, outputs
 
 
 def single_output(outputs: Any) -> Any:
