@@ -36,6 +36,10 @@ _Trust = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
 ]
+_SortBy = Annotated[
+    str | None,
+    typer.Option(metavar="COLUMN", help="Rows share batches by the length of this column; their order stays."),
+]
 _Workers = Annotated[
     int, typer.Option(min=1, metavar="N", help="Processes that share the files; on GPUs each has one.")
 ]
@@ -66,10 +70,7 @@ def predict(
     batch_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Rows of a forward pass; unset: as while training.")
     ] = None,
-    sort_by: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help="Rows share batches by the length of this column; their order stays."),
-    ] = None,
+    sort_by: _SortBy = None,
     workers: _Workers = 1,
     threads: _Threads = None,
     max_errors: _MaxErrors = 0,

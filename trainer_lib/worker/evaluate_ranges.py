@@ -7,7 +7,7 @@
     finish    make metrics of all ranges
 
 Ranges are pulled through exclusive claims (`locks.shared_parts`), so that of a worker that is lost is measured by
-another one. The sums are added in the order of the ranges, whoever made them.
+another one. The sums are added in the order of the ranges.
 """
 
 from __future__ import annotations
