@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flows.new_project.starter_data import FILES
 from tests.support.chaos import Pipeline, kill_in_turn
 from tests.support.repository import ROOT
+from trainer_lib.yaml_text import dump_yaml
 
 SPEC = ROOT / "examples" / "language_model" / "library.yaml"
 SMALL = (
@@ -80,6 +84,7 @@ QUICK = {
     ),
 }
 """Example -> the metric of its gate, a new row, and what makes it small."""
+NEW_RECIPES = tuple(each for each in QUICK if not each.startswith("token"))
 
 
 @pytest.mark.timeout(300)
@@ -92,15 +97,21 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
     split, _, name = gate.partition("_")
     assert json.loads(metrics.read_text())[split][name] > 0
     [published] = (tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors")
-    # A process of its own predicts a new row with the published model.
+    assert {"prediction", "embedding"} & set(_predict(published.parent, new, tmp_path))
+
+
+def _predict(published: Path, new: dict[str, Any], where: Path) -> dict[str, Any]:
+    """What a process of its own predicts for a new row with a published model."""
     program = (
-        "import json, sys; from trainer_lib import load_model; "
-        "print(json.dumps(list(load_model(sys.argv[1], trust_code=True).predict([json.loads(sys.argv[2])]))))"
+        "import json, sys; import numpy; from trainer_lib import load_model; "
+        "found = load_model(sys.argv[1], trust_code=True).predict([json.loads(sys.argv[2])]); "
+        "print(json.dumps({name: numpy.asarray(each[0]).tolist() for name, each in found.items()}))"
     )
-    command = [sys.executable, "-c", program, str(published.parent), json.dumps(new)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program, str(published), json.dumps(new)]
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {"prediction", "embedding"} & set(json.loads(done.stdout.splitlines()[-1]))
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 @pytest.mark.timeout(300)
@@ -160,6 +171,64 @@ FORECASTS = (
 @pytest.mark.timeout(300)
 def test_forecasts_by_name_survive_kills(tmp_path: Path) -> None:
     _survives(ROOT / "examples" / "forecasting" / "elnino.yaml", FORECASTS, "mase_below_seasonal", tmp_path)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("example", NEW_RECIPES)
+def test_texts_by_name_survive_kills(tmp_path: Path, example: str) -> None:
+    gate, _, small = QUICK[example]
+    off = ("predict.enabled=false", "publish.enabled=false", "train.args.save_steps=5")
+    margin = gate.removeprefix("test_").removesuffix("_low")
+    _survives(ROOT / "examples" / example, (*_NO_MIDDLE, *small, *off), margin, tmp_path)
+
+
+_PARTS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+ADAPTED: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "text-classification": ("lines.csv", {"text": "line", "label": "module"}, {"line": "import sys as system"}),
+    "token-classification": ("lines.jsonl", {}, {"words": ["def", "main", "(", ")", ":"]}),
+}
+"""Recipe -> its data, the options that name its columns, and a new row."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_of_a_classifier_are_trained_saved_published_and_loaded(tmp_path: Path, name: str) -> None:
+    file, options, new = ADAPTED[name]
+    made = FILES[name][1]()
+    assert isinstance(made, str)
+    (tmp_path / file).write_text(made)
+    spec: dict[str, Any] = {
+        "name": "adapted",
+        "recipe": name,
+        "storage": str(tmp_path / "first"),
+        "prepare": {"sources": [file], "options": {**options, "vocabulary": 800, "max_length": 32}},
+        "train": {"model": {"config": _PARTS}, "args": {"max_steps": 20, "learning_rate": 1e-2}},
+        "evaluate": {"splits": ["test"]},
+        "predict": {"enabled": False},
+        "publish": {"enabled": False},
+    }
+    pipeline = tmp_path / "pipeline.yaml"
+    pipeline.write_text(dump_yaml(spec))
+    first = Pipeline(str(pipeline), tmp_path / "first", (), tmp_path / "first.log")
+    assert first.finish() == 0, first.log.read_text()
+    # What was trained is the base of adapters, as `save_pretrained` writes it.
+    base = tmp_path / "base"
+    [tokenizer] = (tmp_path / "first").glob("stages/prepare-data/*/assets/tokenizer")
+    shutil.copytree(tokenizer, base)
+    [trained] = (tmp_path / "first").glob("stages/train/*/model")
+    for each in trained.iterdir():
+        if each.is_file():
+            shutil.copy(each, base)
+    spec["prepare"]["options"]["folder"] = spec["train"]["model"]["folder"] = str(base)
+    del spec["train"]["model"]["config"], spec["prepare"]["options"]["vocabulary"]
+    spec["train"]["model"]["lora"] = {"r": 4}
+    spec["publish"] = {}
+    pipeline.write_text(dump_yaml(spec))
+    second = Pipeline(str(pipeline), tmp_path / "second", (), tmp_path / "second.log")
+    assert second.finish() == 0, second.log.read_text()
+    [published] = (tmp_path / "second").glob("hub/*/revisions/*/adapter_model.safetensors")
+    assert not (published.parent / "model.safetensors").exists(), "the base is where it was"
+    assert _predict(published.parent, new, tmp_path)["prediction"]
 
 
 def _survives(spec: Path, small: tuple[str, ...], margin: str, folder: Path) -> None:
