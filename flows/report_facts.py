@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import psutil
 
+from flows.charts import number_text
+from flows.outcome_tables import read_outcomes
 from flows.plan import Plan
 from flows.results import PipelineResult
 from tasks.stage.goodput import Goodput
@@ -21,6 +23,7 @@ from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.yaml_text import dump_yaml
 
+_HARDEST = 10  # rows of the report; MLflow has more
 Rows = list[tuple[str, str]]
 
 
@@ -38,6 +41,15 @@ class AttemptRow:
 
 
 @dataclass(frozen=True)
+class HardestRows:
+    """The rows of a split that the model gets most wrong, in words."""
+
+    split: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
 class ReportFacts:
     """Sections of the report, each left out where it is empty.
 
@@ -47,6 +59,7 @@ class ReportFacts:
         spec: the resolved spec as YAML.
         attempts: those of the stages that this command ran or found.
         goodput: where the time of training went.
+        hardest: of each evaluated split the rows that the model gets most wrong.
     """
 
     settings: Rows
@@ -54,6 +67,7 @@ class ReportFacts:
     spec: str
     attempts: list[AttemptRow]
     goodput: Rows
+    hardest: list[HardestRows] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -69,6 +83,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         spec=mask(dump_yaml(plan.spec.to_record())),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
+        hardest=list(_hardest(found)),
     )
 
 
@@ -82,6 +97,16 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
     elif rows and facts is not None:
         rows.append(("MFU", "not known: the peak of this device is not in the table"))
     return rows
+
+
+def _hardest(found: Mapping[str, StageManifest]) -> Iterator[HardestRows]:
+    evaluation, data = found.get("evaluate"), found.get("prepare-data")
+    if evaluation is None or data is None:
+        return
+    for outcome in read_outcomes(evaluation, getattr(data.facts, "info", {})):
+        columns, rows = outcome.hardest()
+        if rows:
+            yield HardestRows(outcome.split, columns, [[number_text(each) for each in row] for row in rows[:_HARDEST]])
 
 
 def _manifests(result: PipelineResult) -> dict[str, StageManifest]:

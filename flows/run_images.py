@@ -8,15 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flows.charts import LOSS, draw_confusion, draw_images, draw_reliability, draw_residuals
+from flows.outcome_tables import Outcome, read_outcomes
 from flows.results import slice_tables
 from flows.spec.spec import PipelineSpec
 from tasks.stage.manifest import StageManifest
 from tasks.sweep_settings import TRIAL
 from tasks.tracking import TrackedRun
 from trainer_lib.errors import TrainflowError
-from trainer_lib.verb_results import OUTCOMES
 
-_OUTCOME_BYTES = 16 << 20
 _TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page finds tables
 _log = logging.getLogger(__name__)
 
@@ -46,17 +45,11 @@ def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, 
         info: what the recipe noted about the data; names of the classes are in `classes`.
     """
     tables = []
-    for entry in evaluation.files:
-        split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
-        if not entry.path.startswith(f"{OUTCOMES}/"):
-            continue
+    for outcome in read_outcomes(evaluation, info):
         try:
-            found = json.loads(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
-            names = _class_names(info, len(found.get("matrix") or ()))
-            tables += _log_outcome(run, split, found, names)
+            tables += _log_outcome(run, outcome)
         except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
-            _log.warning("The outcomes of %s are not drawn: %s", split, error)
-            continue
+            _log.warning("The outcomes of %s are not drawn: %s", outcome.split, error)
     for split, metrics in evaluation.metrics.items():
         for column, rows in slice_tables(metrics).items() if isinstance(metrics, Mapping) else ():
             tables.append(_log_table(run, f"slices-{split}-{column}", [column, *rows.columns], rows.cells))
@@ -64,13 +57,12 @@ def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, 
         run.set_tags({_TABLES: json.dumps([{"path": path, "type": "table"} for path in tables])})
 
 
-def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
     """Log the pictures and tables of a split; return the paths of the tables."""
-    hardest = found.get("hardest") or ()
-    if found["kind"] == "classes":
+    found, split, names = outcome.found, outcome.split, outcome.classes
+    if outcome.is_classes:
         if found.get("reliability"):
             run.log_file(draw_reliability(found["reliability"]), f"plots/reliability-{split}.png")
-        hardest = [[row, names[label], names[guess], loss] for row, label, guess, loss in hardest]
         run.log_file(draw_confusion(found["matrix"], names), f"plots/confusion-{split}.png")
         rows = [[row, names[label], names[guess], label == guess] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "right"]
@@ -79,20 +71,11 @@ def _log_outcome(run: TrackedRun, split: str, found: Mapping[str, Any], names: S
         rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "residual"]
     tables = [_log_table(run, split, columns, rows)]
-    if hardest:
-        loss = "nats" if found["kind"] == "classes" else "absolute_error"
-        tables.append(_log_table(run, f"hardest-{split}", ["row_id", "label", "prediction", loss], hardest))
-    return tables
+    columns, hardest = outcome.hardest()
+    return [*tables, _log_table(run, f"hardest-{split}", columns, hardest)] if hardest else tables
 
 
 def _log_table(run: TrackedRun, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     path = f"samples/{name}.json"
     run.log_file(json.dumps({"columns": list(columns), "data": [list(row) for row in rows]}), path)
     return path
-
-
-def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:
-    given = info.get("classes")
-    if isinstance(given, list) and len(given) == classes:
-        return [str(name) for name in given]
-    return [str(number) for number in range(classes)]

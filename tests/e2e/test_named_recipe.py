@@ -69,7 +69,6 @@ QUICK = {
             "train.args.learning_rate=1.0e-2",
             "train.args.max_steps=200",
             'evaluate.require={test_chrf_over_lead_low: "> 0"}',
-            "predict.enabled=false",
         ),
     ),
     "embeddings/entities.yaml": (

@@ -13,6 +13,7 @@ import pytest
 from flows.charts import MAX_POINTS, draw_charts
 from flows.plan_record import Comparison
 from flows.report import render_report
+from flows.report_facts import HardestRows, ReportFacts
 from tests.support.repository import ROOT
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -151,6 +152,13 @@ def test_slices_are_tables_of_their_own() -> None:
     words = Page(render_report(result)).words
     assert "test by sex sex rows accuracy roc_auc a 30 0.9 0.7 b/c 20 0.8" in words
     assert "accuracy/sex" not in words
+
+
+def test_the_hardest_rows_are_a_table() -> None:
+    rows = HardestRows("test", ["row_id", "label", "prediction", "nats"], [["7", "<b>yes", "no", "4.02"]])
+    page = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], [rows])))
+    assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
+    assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

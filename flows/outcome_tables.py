@@ -1,0 +1,68 @@
+"""What an evaluation keeps of the rows of a split, read back for pictures and tables: the outcomes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.stage.manifest import StageManifest
+from trainer_lib.errors import TrainflowError
+from trainer_lib.verb_results import OUTCOMES
+
+_OUTCOME_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcomes of one split.
+
+    Attributes:
+        split: its name.
+        found: as `trainer_lib.evaluation.outcomes` gives them.
+        classes: names of the classes; empty for numbers.
+    """
+
+    split: str
+    found: Mapping[str, Any]
+    classes: Sequence[str]
+
+    @property
+    def is_classes(self) -> bool:
+        """Whether the labels are classes."""
+        return self.found["kind"] == "classes"
+
+    def hardest(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""
+        rows = [list(each) for each in self.found.get("hardest") or ()]
+        if self.is_classes:
+            rows = [[row, self.classes[label], self.classes[guess], loss] for row, label, guess, loss in rows]
+        return ["row_id", "label", "prediction", "nats" if self.is_classes else "absolute_error"], rows
+
+
+def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterator[Outcome]:
+    """The outcomes of each split that the evaluation has kept some of; one that cannot be read is passed over.
+
+    Args:
+        info: what the recipe noted about the data; names of the classes are in `classes`.
+    """
+    for entry in evaluation.files:
+        if not entry.path.startswith(f"{OUTCOMES}/"):
+            continue
+        split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
+        try:
+            found = json.loads(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
+            classes = len(found.get("matrix") or ())
+            yield Outcome(split, found, _class_names(info, classes) if classes else [])
+        except (TrainflowError, ValueError, AttributeError) as error:
+            _log.warning("The outcomes of %s cannot be read: %s", split, error)
+
+
+def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:
+    given = info.get("classes")
+    if isinstance(given, list) and len(given) == classes:
+        return [str(name) for name in given]
+    return [str(number) for number in range(classes)]
