@@ -72,7 +72,7 @@ _FACTS = {
         "by": "random",
         "model": _RANDOM_T5,
         "rate": "3.0e-3",
-        "margin": "rouge_l_over_lead",
+        "margin": "chrf_over_lead",
         "trivial": "the first words of what is read",
         "about": "Names the parts that a character consists of.",
         "column": "target",
