@@ -33,7 +33,7 @@ class Outcome:
     @property
     def is_classes(self) -> bool:
         """Whether the labels are classes."""
-        return self.found["kind"] == "classes"
+        return bool(self.found["kind"] == "classes")
 
     def hardest(self) -> tuple[list[str], list[list[Any]]]:
         """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""

@@ -38,7 +38,7 @@ SMALL = (
 
 
 _NO_MIDDLE = ("train.args.eval_strategy=no", "train.eval_split=null", "evaluate.splits=[test]")
-QUICK = {
+QUICK: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "token_classification/parts.yaml": (
         "test_accuracy_over_usual_low",
         {"words": ["def", "main", "(", ")", ":"]},
