@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.command import running
 from tests.support.engine_launch import Launch
 from tests.support.launched import request
 from tests.support.ray_cluster import VARIABLES, RayCluster
@@ -59,6 +62,35 @@ def test_two_machines_train_what_two_processes_train(
     assert tiny.weights(asked.output) == uninterrupted_weights
     assert any(event["message"].startswith("runs on ") for event in started.reported("wait"))
     assert list((tmp_path / "train" / "attempts").iterdir()) == []
+
+
+def test_a_model_is_sharded_over_two_machines(
+    tmp_path: Path, prepared_data: PreparedData, shared_cluster: RayCluster
+) -> None:
+    sharded = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "ray"), **sharded)
+    result = ray_launch(shared_cluster, asked, nodes=2).join(200)
+    here = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "here"), **sharded)
+    tiny.run(here, kind="torchrun", processes=2)
+    assert (result.world_size, result.global_step) == (2, 36)
+    assert tiny.weights(asked.output) == tiny.weights(here.output)
+    # Each machine has written its rows.
+    shards = (tmp_path / "ray" / "checkpoints" / "checkpoint-36" / "shards").iterdir()
+    assert sorted(path.name for path in shards) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+
+
+@pytest.mark.timeout(700)
+def test_all_stages_of_digits_run_on_the_cluster(tmp_path: Path, shared_cluster: RayCluster) -> None:
+    shutil.copytree(ROOT / "examples" / "digits", tmp_path / "digits")
+    launch = {"engine": "ray", "address": shared_cluster.address, "nodes": 2, "processes": 1, "grace_s": 20}
+    words = [f"train.launch.{name}={value}" for name, value in launch.items()]
+    words += [f"storage={tmp_path}/store", "tracking.enabled=false", "train.args.num_train_epochs=3"]
+    home = {"PREFECT_HOME": str(tmp_path / "prefect")}
+    with running("run", "pipeline.yaml", *words, cwd=tmp_path / "digits", log=tmp_path / "log", env=home) as command:
+        assert command.process.wait(600) == 0, command.output
+        assert command.output.count("runs on ") >= 3, command.output  # train, evaluate and predict
+    [metrics] = (tmp_path / "store").glob("stages/evaluate/*/metrics.json")
+    assert json.loads(metrics.read_text())["test"]["accuracy"] > 0.8
 
 
 def test_workers_have_the_threads_of_the_machine_and_not_those_that_ray_sets(
