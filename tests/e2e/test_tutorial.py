@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.repository import ROOT
+from tests.support.pages import blocks
 
-PAGE = ROOT / "docs" / "tutorial.md"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "@@ command "
 
 
@@ -34,11 +32,11 @@ class Step:
 
 def _steps() -> list[Step]:
     steps = []
-    for language, text in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
-        if language == "python":
-            steps.append(Step(f"python - <<'END'\n{text}END", []))
-        elif language == "console":
-            for line in text.splitlines():
+    for block in blocks("tutorial.md"):
+        if block.language == "python":
+            steps.append(Step(f"python - <<'END'\n{block.text}END", []))
+        elif block.language == "console":
+            for line in block.text.splitlines():
                 if line.startswith("$ "):
                     steps.append(Step(line[2:], []))
                 else:
@@ -47,8 +45,7 @@ def _steps() -> list[Step]:
 
 
 def test_only_the_installation_is_left_out() -> None:
-    blocks = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert [text for language, text in blocks if language not in ("console", "python")] == [
+    assert [block.text for block in blocks("tutorial.md") if block.language not in ("console", "python")] == [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt ".[torch]"\n'
     ]
     assert len(_steps()) > 10

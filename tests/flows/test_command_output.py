@@ -54,7 +54,7 @@ CASES = {
     "watch": Case("new toy/toy --every never", code=2),
     "follow": Case("pipeline.yaml --once"),
     "join": Case("here", code=2),
-    "predict": Case("last new.csv --to {free}"),
+    "predict": Case("last new.jsonl --to {free}"),
     "models": Case("", result=True),
     "promote": Case("toy 2", code=2),
     "rollback": Case("toy", code=2),
@@ -75,7 +75,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = spec.replace("train:", "train:\n  eval_split: test")
     toy.project(folder, spec=spec + REGISTERED)
     (folder / "sweep.yaml").write_text(spec + SWEEP.replace("trials: 4", "trials: 2"))
-    (folder / "new.csv").write_text("x\n0.5\n-0.25\n")
+    (folder / "new.jsonl").write_text('{"x": [0.5]}\n{"x": [-0.25]}\n')
     done = trainflow("run", "pipeline.yaml", "--quiet", cwd=folder)
     assert (done.code, done.out, done.err) == (0, "", "")
     return folder
