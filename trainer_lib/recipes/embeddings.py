@@ -111,7 +111,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         belongs to a query, among the different ones of the split; in `place` the row's number in the split; `row_id`.
 
     Raises:
-        DataError: a split has one text only, so that there is nothing to tell it from.
+        ConfigError: a split has one text only, so that there is nothing to tell it from.
     """
     table = TextsToFind(options, out.sources, classes=False)
     chosen = table.options
