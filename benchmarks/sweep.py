@@ -43,7 +43,7 @@ SIZES = {"smallest": (3, 1, 6, 0.05), "medium": (8, 3, 20, 0.1), "full": (20, 5,
 # size: trials and steps of a training with which throughput is measured: it is to outlast what a trial costs beside it
 LONGER = {"smallest": (3, 6), "medium": (4, 60), "full": (8, 300)}
 LIBRARY = Path(__file__).parent.parent / "examples" / "stdlib_lm" / "quick.yaml"
-LIBRARY_TRIALS = {"medium": 4, "full": 9}
+LIBRARY_TRIALS = {"medium": 4, "full": 7}
 # The first decision comes after 30 of 120 steps: before, the learning rate rises, and tells nothing of the end.
 LIBRARY_ARGS = {"eval_steps": 15, "save_steps": 15}
 LIBRARY_PRUNER = "{kind: asha, after: 2}"
