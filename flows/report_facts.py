@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from flows.charts import number_text
-from flows.outcome_tables import read_outcomes
+from flows.outcome_tables import Outcome, read_outcomes
 from flows.plan import Plan
 from flows.results import PipelineResult
 from tasks.stage.goodput import Goodput
@@ -24,6 +24,7 @@ from trainer_lib.secrets import mask
 from trainer_lib.yaml_text import dump_yaml
 
 _HARDEST = 10  # rows of the report; MLflow has more
+_CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
 Rows = list[tuple[str, str]]
 
 
@@ -50,6 +51,23 @@ class HardestRows:
 
 
 @dataclass(frozen=True)
+class Confusion:
+    """The confusion matrix of a split: each true class with its cells, as counts and as percent of their row."""
+
+    split: str
+    classes: Sequence[str]
+    rows: list[tuple[str, list[tuple[int, int]]]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How often a split's predictions are right, by how sure the model is: confidence, accuracy and rows, in words."""
+
+    split: str
+    bins: list[list[str]]
+
+
+@dataclass(frozen=True)
 class ReportFacts:
     """Sections of the report, each left out where it is empty.
 
@@ -60,6 +78,8 @@ class ReportFacts:
         attempts: those of the stages that this command ran or found.
         goodput: where the time of training went.
         hardest: of each evaluated split the rows that the model gets most wrong.
+        confusions: of each evaluated split with few classes.
+        calibrations: of each evaluated split with classes.
     """
 
     settings: Rows
@@ -68,6 +88,8 @@ class ReportFacts:
     attempts: list[AttemptRow]
     goodput: Rows
     hardest: list[HardestRows] = field(default_factory=list)
+    confusions: list[Confusion] = field(default_factory=list)
+    calibrations: list[Calibration] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -77,13 +99,15 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
     found = _manifests(result)
     ledgers = _ledgers(plan, found)
     training = found.get("train")
+    outcomes = _outcomes(found)
     return ReportFacts(
         settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
         machine=_machine(training),
         spec=mask(dump_yaml(plan.spec.to_record())),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
-        hardest=list(_hardest(found)),
+        hardest=list(_hardest(outcomes)),
+        **tables_of_classes(outcomes),
     )
 
 
@@ -99,14 +123,40 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
     return rows
 
 
-def _hardest(found: Mapping[str, StageManifest]) -> Iterator[HardestRows]:
+def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
     evaluation, data = found.get("evaluate"), found.get("prepare-data")
     if evaluation is None or data is None:
-        return
-    for outcome in read_outcomes(evaluation, getattr(data.facts, "info", {})):
+        return []
+    return list(read_outcomes(evaluation, getattr(data.facts, "info", {})))
+
+
+def _hardest(outcomes: Iterable[Outcome]) -> Iterator[HardestRows]:
+    for outcome in outcomes:
         columns, rows = outcome.hardest()
         if rows:
             yield HardestRows(outcome.split, columns, [[number_text(each) for each in row] for row in rows[:_HARDEST]])
+
+
+def tables_of_classes(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """`ReportFacts.confusions` and `ReportFacts.calibrations` of the splits that have classes."""
+    found = [each for each in outcomes if each.is_classes]
+    return {
+        "confusions": [_confusion(each) for each in found if len(each.classes) <= _CLASSES],
+        "calibrations": [_calibration(each) for each in found if each.found.get("reliability")],
+    }
+
+
+def _confusion(outcome: Outcome) -> Confusion:
+    rows = []
+    for name, counts in zip(outcome.classes, outcome.found["matrix"], strict=True):
+        total = max(1, sum(counts))
+        rows.append((name, [(count, round(100 * count / total)) for count in counts]))
+    return Confusion(outcome.split, outcome.classes, rows)
+
+
+def _calibration(outcome: Outcome) -> Calibration:
+    bins = outcome.found["reliability"]
+    return Calibration(outcome.split, [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in bins])
 
 
 def _manifests(result: PipelineResult) -> dict[str, StageManifest]:

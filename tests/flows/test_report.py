@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from flows.charts import MAX_POINTS, draw_charts
+from flows.outcome_tables import Outcome
 from flows.plan_record import Comparison
 from flows.report import render_report
-from flows.report_facts import HardestRows, ReportFacts
+from flows.report_facts import HardestRows, ReportFacts, tables_of_classes
 from tests.support.repository import ROOT
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -159,6 +160,18 @@ def test_the_hardest_rows_are_a_table() -> None:
     page = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], [rows])))
     assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
+
+
+def test_confusion_and_calibration_are_tables_of_each_split() -> None:
+    found = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
+    outcomes = [Outcome("test", found, ["<b>no", "yes"]), Outcome("price", {"kind": "numbers"}, [])]
+    facts = ReportFacts([], [], "", [], [], **tables_of_classes(outcomes))
+    page = Page(render_report(_result(), facts=facts))
+    assert "test <b>no yes <b>no 3 1 yes 0 2" in page.words
+    assert "confidence accuracy rows 0.55 0.50 2 0.97 1.00 4" in page.words
+    assert "price" not in page.words
+    many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(each) for each in range(21)])
+    assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
