@@ -124,7 +124,11 @@ def main() -> None:
     """Measure, print, and save on request."""
     chosen = arguments(__doc__, tuple(SIZES))
     if find_spec("ray") is None:
-        raise SystemExit(str(MissingExtraError("This benchmark needs the package ray.", field="engine", extra="ray")))
+        missing = MissingExtraError("This benchmark needs the package ray.", field="engine", extra="ray")
+        if chosen.size != "smallest":
+            raise SystemExit(str(missing))
+        print(f"Not measured. {missing}")  # continuous integration runs every benchmark, and has no Ray
+        return
     rounds, steps = SIZES[chosen.size]
     os.environ.update({**VARIABLES, "PYTHONPATH": str(ROOT), SWITCH: "0"})
     result: dict[str, Any] = {way: {"start_s": [], "step_s": [], "loss_s": []} for way in ("torchrun", "ray")}
