@@ -23,10 +23,6 @@ _FOREIGN = (
     "JOB_COMPLETION_",
     *schedulers.PREFIXES,
 )
-# How OpenMP's threads wait for each other. By default they spin, for a core that the waiting command's own process, or
-# anybody else, may have at that moment: a training of 7 s was seen to take 110 s beside three busy processes, and 14 s
-# with threads that sleep.
-_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -39,8 +35,6 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     }
     environment = {**kept, **config.env, **env, **selection_variables(config.devices, config.device_order)}
     environment |= thread_variables(threads_of(config, environment))
-    if not environment.keys() & _WAITING:
-        environment["OMP_WAIT_POLICY"] = "PASSIVE"
     environment["PYTHONSAFEPATH"] = "1"  # or a folder of the working directory could shadow an installed module
     # torch's C++ code would warn on every rank of every run about the search for unused parameters.
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
