@@ -50,7 +50,7 @@ def prove_resume(
     if as_json:
         same = record["verdict"] == "equal"
         code = 0 if same else NotReproducibleError.exit_code
-        print_json({"ok": same, "exit_code": code, **record})
+        print_json({"ok": same, "exit_code": code, "proof": record})  # whole, so that its seal holds
         raise typer.Exit(code)
     if not quiet or record["verdict"] != "equal":
         terminal.show(describe_record(record))

@@ -35,7 +35,9 @@ def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path) -> None:
     spec = toy.project(tmp_path, recipe=FORGETFUL)
     done = trainflow("prove-resume", spec, "--steps", "4", "--at", "2", "--json", "--keep", tmp_path / "kept")
     assert done.code == 20, done.err
-    found = json.loads(done.out)
+    answer = json.loads(done.out)
+    assert (answer["ok"], answer["exit_code"]) == (False, 20)
+    found = answer["proof"]
     assert found["verdict"] == "different" and found["repeatable"] and seal_holds(found)
     first = found["first_difference"]
     assert (first["step"], first["what"]) == (3, "loss") and first["whole"] != first["resumed"]
