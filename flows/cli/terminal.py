@@ -267,7 +267,7 @@ class _Warnings(logging.Handler):
         # A display that fails must not end the work that logs.
         with contextlib.suppress(Exception):
             label = getattr(record, "label", record.levelname.lower())
-            # A note is told as progress is: not by a quiet command.
+            # A quiet command shows neither notes nor progress.
             tell = self._display.say if label == "note" else self._display.warn
             tell(mask(f"{label}: {record.getMessage()}"))
 

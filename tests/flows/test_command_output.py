@@ -24,7 +24,7 @@ class Case:
 
     Attributes:
         words: its arguments; {free}: the name of a folder that is not there.
-        code: its exit code: 0, or that of a refusal, which is told in the same form.
+        code: its exit code: 0, or that of a refusal, which has the same form.
         result: whether it prints its result with `--quiet`.
     """
 

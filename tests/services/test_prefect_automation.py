@@ -1,4 +1,4 @@
-"""The automation of Prefect that docs/operations.md shows, on a server of Prefect: a crashed run is told."""
+"""The automation of Prefect that docs/operations.md shows, on a server of Prefect: it reports a crashed run."""
 
 from __future__ import annotations
 

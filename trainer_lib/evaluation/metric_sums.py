@@ -36,7 +36,7 @@ def read_sums(given: Any) -> Sums:
 
 
 def add_sums(total: Sums | None, more: Sums) -> Sums:
-    """The sums of the rows of both; None: there are no rows yet.
+    """The sums of the rows of both; None stands for no rows so far.
 
     Raises:
         ConfigError: their names or shapes differ.

@@ -198,7 +198,7 @@ class _Scoring:
                 waiting = self._ahead.submit(read, min(size, most))
                 yield chunk
         finally:
-            wait([waiting])  # nobody else uses the reader meanwhile
+            wait([waiting])  # until then the other thread uses the reader
 
     # -- one chunk of rows --------------------------------------------------------------------------------------------
 

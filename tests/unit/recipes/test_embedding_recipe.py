@@ -11,29 +11,19 @@ import pytest
 import torch
 
 from flows.new_project.starter_data import entity_names
-from trainer_lib import Trainer, TrainingArguments
+from tests.support.named_recipes import Prepared, prepare_file, trainer_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.recipe_names import recipe_file
-from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.retrieval import find_ranks, measure_ranks
-from trainer_lib.storage import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+BATCHES: dict[str, Any] = {"per_device_train_batch_size": 32, "learning_rate": 5e-3}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 GIVEN = {"query": "entity", "positive": "character"}
-Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
 
 
 def prepare(where: Path, content: str, /, **options: Any) -> Prepared:
-    (where / "names.csv").write_text(content)
-    recipe = load(recipe_file("embeddings"), where)
-    out = PrepareOutput(Store.open(where / "out"), [str(where / "names.csv")])
-    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare({**GIVEN, **options}, out).items()}
-    files = [vars(entry) for entry in out.files()]
-    rows = {name: {"rows": len(each)} for name, each in splits.items()}
-    data = {"url": str(where / "out"), "info": out.checked_info(), "splits": rows, "files": files}
-    return recipe, splits, DataInfo(data)
+    return prepare_file("embeddings", where / "names.csv", content, {**GIVEN, **options})
 
 
 def refused(where: Path, content: str, /, **options: Any) -> TrainflowError:
@@ -50,34 +40,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(tmp_path_factory.mktemp("prepared"), entity_names(), **options)
 
 
-def trainer_of(
-    recipe: Recipe, data: DataInfo, model: Any, folder: Path, rows: list[Any], steps: int, **more: Any
-) -> Any:
-    given: dict[str, Any] = {"per_device_train_batch_size": 32, "learning_rate": 5e-3, **more}
-    return recipe.trainer_class(Trainer)(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            remove_unused_columns=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            **given,
-        ),
-        data_collator=recipe.collate_with(data),
-        train_dataset=rows,
-        compute_metrics=recipe.compute_metrics_with(data),
-    )
-
-
 def test_a_model_that_begins_at_random_beats_the_tokens_in_common_and_embeds_new_rows(
     prepared: Prepared, tmp_path: Path
 ) -> None:
     recipe, splits, data = prepared
     torch.manual_seed(0)
-    trainer = trainer_of(recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 60)
+    trainer = trainer_of(
+        recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 60, **BATCHES
+    )
     trainer.train()
     remembered = trainer.compute_metrics = Remembered(trainer.compute_metrics)
     measured = trainer.evaluate(eval_dataset=splits["test"])
@@ -108,7 +78,7 @@ def test_the_overlap_is_that_of_tokens_whatever_the_batches(prepared: Prepared, 
     rows[7] = {**rows[7], "character": rows[3]["character"], "labels": rows[3]["labels"]}  # one text, two queries
     found = []
     for size in (3, 40):
-        trainer = trainer_of(recipe, data, model, tmp_path, rows, 1, per_device_eval_batch_size=size)
+        trainer = trainer_of(recipe, data, model, tmp_path, rows, 1, per_device_eval_batch_size=size, **BATCHES)
         found.append(trainer.evaluate(eval_dataset=rows))
         assert trainer._candidates is None
     for name in ("eval_mrr", "eval_overlap_mrr", "eval_candidates"):
@@ -174,7 +144,7 @@ def test_models_come_from_folders_with_adapters_and_choices(prepared: Prepared, 
     adapted: Any = recipe.build_model({"folder": tmp_path / "model", "lora": {"r": 4}}, data)
     assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
     for model in (second, adapted):
-        trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 1)
+        trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 1, **BATCHES)
         trainer.train()
         assert 0 < trainer.evaluate(eval_dataset={"a": splits["test"][:5]})["eval_a_mrr"] <= 1
     with pytest.raises(ConfigError, match="not one of the choices"):

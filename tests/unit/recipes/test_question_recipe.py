@@ -12,28 +12,19 @@ import pytest
 import torch
 
 from flows.new_project.starter_data import code_questions
-from trainer_lib import Trainer, TrainingArguments
+from tests.support.named_recipes import Prepared, prepare_file, trainer_of
+from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipe_names import recipe_file
-from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.answer_scores import find_nearest_sentence, find_usual_answers, measure_answers, score_answer
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
-from trainer_lib.storage import Store
 
+BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 3e-3}
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
 CONTEXT = "  Ada wrote the first program. Bob read it in 1843, twice."
 
 
 def prepare(where: Path, content: str, /, *, file: str = "questions.jsonl", **options: Any) -> Prepared:
-    (where / file).write_text(content)
-    recipe = load(recipe_file("question-answering"), where)
-    out = PrepareOutput(Store.open(where / "out"), [str(where / file)])
-    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare(options, out).items()}
-    files = [vars(entry) for entry in out.files()]
-    rows = {name: {"rows": len(each)} for name, each in splits.items()}
-    data = {"url": str(where / "out"), "info": out.checked_info(), "splits": rows, "files": files}
-    return recipe, splits, DataInfo(data)
+    return prepare_file("question-answering", where / file, content, options)
 
 
 def refused(where: Path, content: str, /, **options: Any) -> TrainflowError:
@@ -56,27 +47,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     text = "".join(json.dumps(row) + "\n" for row in rows if len(row["context"]) < 300)
     options: dict[str, Any] = {"max_length": 64, "stride": 16, "vocabulary": 800}
     return prepare(where, text, split={"test": 0.3, "validation": 0}, **options)
-
-
-def trainer_of(recipe: Recipe, data: DataInfo, model: Any, folder: Path, rows: list[Any], steps: int) -> Trainer:
-    found: Trainer = recipe.trainer_class(Trainer)(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=8,
-            learning_rate=3e-3,
-            remove_unused_columns=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        data_collator=recipe.collate_with(data),
-        train_dataset=rows,
-        compute_metrics=recipe.compute_metrics_with(data),
-    )
-    return found
 
 
 def test_answers_of_every_form_are_the_same_rows(tmp_path: Path) -> None:
@@ -133,7 +103,9 @@ def test_a_model_that_begins_at_random_beats_the_usual_answers_and_takes_new_row
 ) -> None:
     recipe, splits, data = prepared
     torch.manual_seed(0)
-    trainer = trainer_of(recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 60)
+    trainer = trainer_of(
+        recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 60, **BATCHES
+    )
     trainer.train()
     measured = trainer.evaluate(eval_dataset=splits["test"])
     # The usual answers, by hand.

@@ -11,31 +11,21 @@ import pytest
 import torch
 
 from flows.new_project.starter_data import character_names
-from trainer_lib import Trainer, TrainingArguments
+from tests.support.named_recipes import Prepared, prepare_file, trainer_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipe_names import recipe_file
-from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.text_scores import score_text
 from trainer_lib.recipes.text_tensors import encode_texts
-from trainer_lib.storage import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+BATCHES: dict[str, Any] = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "learning_rate": 1e-2}
 TINY = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
 BART = {"model_type": "bart", "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 GIVEN = {"text": "name", "target": "parts"}
-Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
 
 
 def prepare(where: Path, content: str, /, **options: Any) -> Prepared:
-    (where / "names.csv").write_text(content)
-    recipe = load(recipe_file("sequence-to-sequence"), where)
-    out = PrepareOutput(Store.open(where / "out"), [str(where / "names.csv")])
-    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare({**GIVEN, **options}, out).items()}
-    files = [vars(entry) for entry in out.files()]
-    rows = {name: {"rows": len(each)} for name, each in splits.items()}
-    data = {"url": str(where / "out"), "info": out.checked_info(), "splits": rows, "files": files}
-    return recipe, splits, DataInfo(data)
+    return prepare_file("sequence-to-sequence", where / "names.csv", content, {**GIVEN, **options})
 
 
 def refused(where: Path, content: str, /, **options: Any) -> TrainflowError:
@@ -53,32 +43,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(tmp_path_factory.mktemp("prepared"), lines, **options)
 
 
-def trainer_of(recipe: Recipe, data: DataInfo, model: Any, folder: Path, rows: list[Any], steps: int) -> Trainer:
-    found: Trainer = recipe.trainer_class(Trainer)(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=16,
-            per_device_eval_batch_size=16,
-            learning_rate=1e-2,
-            remove_unused_columns=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        data_collator=recipe.collate_with(data),
-        train_dataset=rows,
-        compute_metrics=recipe.compute_metrics_with(data),
-    )
-    return found
-
-
 def test_texts_are_generated_in_evaluation_and_for_new_rows(prepared: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = prepared
     torch.manual_seed(0)
-    trainer = trainer_of(recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 30)
+    trainer = trainer_of(
+        recipe, data, recipe.build_model({"config": TINY}, data), tmp_path, splits["train"], 30, **BATCHES
+    )
     trainer.train()
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     assert not losses or losses[-1] < 6
@@ -143,14 +113,14 @@ def test_models_come_from_configurations_and_folders_with_beams_or_adapters(prep
         second: Any = recipe.build_model({"folder": folder, "beams": 2}, data)
         assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
         assert (second.generation_config.num_beams, second.generation_config.max_new_tokens) == (2, 24)
-        trainer = trainer_of(recipe, data, second, tmp_path / "run", splits["train"], 1)
+        trainer = trainer_of(recipe, data, second, tmp_path / "run", splits["train"], 1, **BATCHES)
         trainer.train()
         assert 0 <= trainer.evaluate(eval_dataset=splits["test"][:4])["eval_chrf"] <= 1
     with pytest.raises(ConfigError, match="Adapters are for a model that has been trained"):
         recipe.build_model({"lora": {"r": 4}}, data)
     adapted: Any = recipe.build_model({"folder": tmp_path / "t5", "lora": {"r": 4}}, data)
     assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
-    trainer = trainer_of(recipe, data, adapted, tmp_path / "run", splits["train"], 1)
+    trainer = trainer_of(recipe, data, adapted, tmp_path / "run", splits["train"], 1, **BATCHES)
     trainer.train()
     assert 0 <= trainer.evaluate(eval_dataset=splits["test"][:4])["eval_chrf"] <= 1
 
