@@ -22,6 +22,8 @@ _SERIES = [f"#a1000{number + 1}" for number in range(COLORS)]
 _NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|num_.*)$")
 _MARKED_POINTS = 40  # fewer have markers
 _CELLS_WITH_NUMBERS = 20  # classes of a confusion matrix
+_SVG_SIZE = (6.4, 3.4)  # inches
+_LETTER = (6.6, 12.5)  # points of one at most: matplotlib's letters have 10 points
 _drawing = threading.Lock()  # matplotlib's settings are global
 
 Series = list[tuple[float, float]]
@@ -193,6 +195,14 @@ def _curves(curves: Mapping[str, Series]) -> Callable[[Any], None]:
     return draw
 
 
+def load_matplotlib() -> None:
+    """Import what drawing takes, which is most of the time that the first picture takes."""
+    with _drawing:
+        import matplotlib.backends.backend_agg
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
+
+
 def _draw_png(draw: Callable[[Any], None], size: tuple[float, float] = (7.2, 3.8)) -> bytes:
     with _drawing:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -212,7 +222,7 @@ def _draw_svg(title: str, curves: Mapping[str, Series]) -> Chart:
         from matplotlib.figure import Figure
 
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.family": "sans-serif"}):
-            figure = Figure(figsize=(6.4, 3.4), layout="tight")
+            figure = Figure(figsize=_SVG_SIZE)
             figure.patch.set_visible(False)
             axes = figure.add_subplot()
             axes.patch.set_visible(False)
@@ -223,6 +233,7 @@ def _draw_svg(title: str, curves: Mapping[str, Series]) -> Chart:
             for side, spine in axes.spines.items():
                 spine.set_visible(side in {"left", "bottom"})
                 spine.set_color(_LINE)
+            _set_margins(figure, axes)
             buffer = io.StringIO()
             # Matplotlib would write the date, and equal curves would be different files.
             no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -233,6 +244,20 @@ def _draw_svg(title: str, curves: Mapping[str, Series]) -> Chart:
     gaps = sum(not math.isfinite(value) for points in curves.values() for _, value in points)
     note = f"{gaps} value{'s are' if gaps > 1 else ' is'} not finite (gaps in the curve)" if gaps else ""
     return Chart(title, _page_svg(buffer.getvalue(), title), legend, note)
+
+
+def _set_margins(figure: Any, axes: Any) -> None:
+    """Leave room for the labels, by their letters: matplotlib would draw everything once more to measure them."""
+    formatter = axes.yaxis.get_major_formatter()
+    letters = max((len(label) for label in formatter.format_ticks(axes.get_yticks())), default=0)
+    width, height = (72 * side for side in _SVG_SIZE)
+    above = _LETTER[1] * (1.5 if formatter.get_offset() else 0.5)
+    figure.subplots_adjust(
+        left=(letters * _LETTER[0] + 12) / width,
+        right=1 - 2 * _LETTER[0] / width,
+        bottom=3.2 * _LETTER[1] / height,
+        top=1 - above / height,
+    )
 
 
 def _page_svg(svg: str, title: str) -> Markup:

@@ -33,6 +33,7 @@ from tasks.stage.refresh import current_key
 from tasks.stage.stage_code import code_of
 from trainer_lib.errors import ConfigError
 from trainer_lib.path_options import is_path
+from trainer_lib.yaml_text import dump_yaml
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -183,6 +184,11 @@ class Plan:
             start = find_first_missing(past, [stage.name for stage in enabled])
         stages = {stage.name: _plan_stage(stage, spec, context) for stage in enabled}
         return cls(spec, context, stages, only, start, past)
+
+    @cached_property
+    def spec_text(self) -> str:
+        """The whole spec as YAML."""
+        return dump_yaml(self.spec.to_record())
 
     @cached_property
     def pipeline_key(self) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-FLOW = "pipeline"
+FLOW, SWEEP_FLOW = "pipeline", "sweep"
 _PREFIX = "trainflow."
 _TAG = "trainflow-process="
 # A run that is retried has the labels of its last process until the new one has written its own.
@@ -281,7 +281,7 @@ def _dead(run: FlowRun, holder: Holder) -> DeadRun:
 def _open_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 
-    flow = FlowFilter.model_validate({"name": {"any_": [FLOW]}})
+    flow = FlowFilter.model_validate({"name": {"any_": [FLOW, SWEEP_FLOW]}})
     unfinished = FlowRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
     offset = 0
     while page := client.read_flow_runs(flow_filter=flow, flow_run_filter=unfinished, limit=_PAGE, offset=offset):

@@ -22,9 +22,10 @@ from urllib.parse import quote, urlsplit
 import jinja2
 
 from flows.charts import draw_charts, number_text
-from flows.results import slice_tables
 from flows.sizes import describe_bytes, describe_seconds
+from trainer_lib.hub.metric_tables import slice_tables, whole_metrics
 from trainer_lib.secrets import mask
+from trainer_lib.trackers.names import with_intervals
 
 if TYPE_CHECKING:
     from flows.report_facts import ReportFacts
@@ -98,12 +99,23 @@ def _metric_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         nested = {split: values for split, values in metrics.items() if isinstance(values, Mapping)}
         flat = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         columns = ({"": flat} if flat else {}) | nested
-        every = dict.fromkeys(name for values in columns.values() for name in values)
-        names = [name for name in every if name.count("/") < 2]  # slices have tables of their own
-        if names:
-            rows = [(name, [number_text(values.get(name)) for values in columns.values()]) for name in names]
+        texts = [_metric_texts(values) for values in columns.values()]  # slices have tables of their own
+        if names := list(dict.fromkeys(name for each in texts for name in each)):
+            rows = [(name, [each.get(name, "") for each in texts]) for name in names]
             tables.append({"stage": stage["stage"], "columns": list(columns), "rows": rows})
     return tables
+
+
+def _metric_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics of all rows as texts, each with its interval."""
+    whole = whole_metrics(metrics)
+    numbers = {name: value for name, value in whole.items() if isinstance(value, int | float)}
+    intervals = with_intervals(numbers)
+    shown = {name: value for name, value in whole.items() if name not in numbers or name in intervals}
+    return {
+        name: intervals[name] if intervals.get(name, "").endswith(")") else number_text(value)
+        for name, value in shown.items()
+    }
 
 
 def _slice_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,18 +10,18 @@ from datetime import datetime
 from typing import Any
 
 import psutil
+from markupsafe import Markup
 
 from flows.charts import number_text
-from flows.outcome_tables import Outcome, read_outcomes
 from flows.plan import Plan
 from flows.results import PipelineResult
 from tasks.stage.goodput import Goodput
 from tasks.stage.manifest import StageManifest, stage_store
+from tasks.stage.outcome_tables import Outcome, read_outcomes
 from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
-from trainer_lib.yaml_text import dump_yaml
 
 _HARDEST = 10  # rows of the report; MLflow has more
 _CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
@@ -65,6 +65,16 @@ class Calibration:
 
     split: str
     bins: list[list[str]]
+    drawing: Markup = field(default_factory=Markup)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How far a split's predictions of numbers are off: a drawing and a sentence."""
+
+    split: str
+    drawing: Markup
+    note: str
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class ReportFacts:
         hardest: of each evaluated split the rows that the model gets most wrong.
         confusions: of each evaluated split with few classes.
         calibrations: of each evaluated split with classes.
+        residuals: of each evaluated split with numbers.
     """
 
     settings: Rows
@@ -90,6 +101,7 @@ class ReportFacts:
     hardest: list[HardestRows] = field(default_factory=list)
     confusions: list[Confusion] = field(default_factory=list)
     calibrations: list[Calibration] = field(default_factory=list)
+    residuals: list[Residuals] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -103,11 +115,12 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
     return ReportFacts(
         settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
         machine=_machine(training),
-        spec=mask(dump_yaml(plan.spec.to_record())),
+        spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
         hardest=list(_hardest(outcomes)),
         **tables_of_classes(outcomes),
+        residuals=list(draw_residuals(outcomes)),
     )
 
 
@@ -155,8 +168,19 @@ def _confusion(outcome: Outcome) -> Confusion:
 
 
 def _calibration(outcome: Outcome) -> Calibration:
-    bins = outcome.found["reliability"]
-    return Calibration(outcome.split, [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in bins])
+    bins = [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in outcome.found["reliability"]]
+    return Calibration(outcome.split, bins, _drawing(outcome, "reliability"))
+
+
+def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Residuals]:
+    """`ReportFacts.residuals` of the splits that have numbers."""
+    for outcome in outcomes:
+        if not outcome.is_classes and (drawing := _drawing(outcome, "residuals")):
+            yield Residuals(outcome.split, drawing, outcome.describe_residuals())
+
+
+def _drawing(outcome: Outcome, name: str) -> Markup:
+    return Markup(outcome.drawings().get(name, ""))  # noqa: S704 - texts of users in it are escaped
 
 
 def _manifests(result: PipelineResult) -> dict[str, StageManifest]:

@@ -79,35 +79,6 @@ class PipelineResult:
         return {**plain, "stages": [asdict(outcome) for outcome in self.stages], "error": error}
 
 
-@dataclass(frozen=True)
-class SliceTable:
-    """The metrics of the slices by one column.
-
-    Attributes:
-        columns: names of the metrics; the number of rows comes first.
-        cells: the value of the column, and its metrics in the order of `columns`; None for one that a slice has not.
-    """
-
-    columns: list[str]
-    cells: list[list[Any]]
-
-
-def slice_tables(metrics: Mapping[str, Any]) -> dict[str, SliceTable]:
-    """The metrics ``<metric>/<column>/<value>`` of one split as a table for each column."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, measured in metrics.items():
-        metric, _, rest = name.partition("/")
-        column, _, value = rest.partition("/")
-        if value:
-            found.setdefault(column, {}).setdefault(value, {})[metric] = measured
-    tables = {}
-    for column, slices in found.items():
-        names = dict.fromkeys(["rows", *sorted({metric for each in slices.values() for metric in each})])
-        cells = [[value, *(slices[value].get(name) for name in names)] for value in sorted(slices)]
-        tables[column] = SliceTable(list(names), cells)
-    return tables
-
-
 def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     """How each stage ended, as a run's record has it.
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flows.charts import LOSS, draw_confusion, draw_images, draw_reliability, draw_residuals
-from flows.outcome_tables import Outcome, read_outcomes
-from flows.results import slice_tables
 from flows.spec.spec import PipelineSpec
 from tasks.stage.manifest import StageManifest
+from tasks.stage.outcome_tables import Outcome, read_outcomes
 from tasks.sweep_settings import TRIAL
 from tasks.tracking import TrackedRun
 from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.metric_tables import slice_tables
 
 _TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page finds tables
 _log = logging.getLogger(__name__)
@@ -25,9 +25,13 @@ def draw_pictures(spec: PipelineSpec, history: Sequence[Mapping[str, Any]], *, i
 
     A trial of a sweep has none: drawing takes as long as a short training, and the sweep's report has all curves.
     """
-    if TRIAL in spec.tracking.tags:
+    if _is_trial(spec):
         return {}
     return draw_images(history, None if is_tracked else LOSS)
+
+
+def _is_trial(spec: PipelineSpec) -> bool:
+    return TRIAL in spec.tracking.tags
 
 
 def log_pictures(run: TrackedRun, pictures: Mapping[str, bytes]) -> None:
@@ -36,10 +40,11 @@ def log_pictures(run: TrackedRun, pictures: Mapping[str, bytes]) -> None:
         run.log_file(image, f"plots/{name}.png")
 
 
-def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
+def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
     """Log a confusion matrix and the calibration, or the residuals, of each evaluated split, and tables.
 
-    The tables are of samples, of the rows that the model gets most wrong, and of the metrics of slices.
+    The tables are of samples, of the rows that the model gets most wrong, and of the metrics of slices. A trial of a
+    sweep has only tables: drawing takes as long as a short training.
 
     Args:
         info: what the recipe noted about the data; names of the classes are in `classes`.
@@ -47,6 +52,8 @@ def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, 
     tables = []
     for outcome in read_outcomes(evaluation, info):
         try:
+            if not _is_trial(spec):
+                _log_pictures_of(run, outcome)
             tables += _log_outcome(run, outcome)
         except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
             _log.warning("The outcomes of %s are not drawn: %s", outcome.split, error)
@@ -57,17 +64,23 @@ def log_outcomes(run: TrackedRun, evaluation: StageManifest, info: Mapping[str, 
         run.set_tags({_TABLES: json.dumps([{"path": path, "type": "table"} for path in tables])})
 
 
+def _log_pictures_of(run: TrackedRun, outcome: Outcome) -> None:
+    found, split = outcome.found, outcome.split
+    if not outcome.is_classes:
+        run.log_file(draw_residuals(found["measured"], found["predicted"]), f"plots/residuals-{split}.png")
+        return
+    if found.get("reliability"):
+        run.log_file(draw_reliability(found["reliability"]), f"plots/reliability-{split}.png")
+    run.log_file(draw_confusion(found["matrix"], outcome.classes), f"plots/confusion-{split}.png")
+
+
 def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
-    """Log the pictures and tables of a split; return the paths of the tables."""
+    """Log the tables of a split, and return their paths."""
     found, split, names = outcome.found, outcome.split, outcome.classes
     if outcome.is_classes:
-        if found.get("reliability"):
-            run.log_file(draw_reliability(found["reliability"]), f"plots/reliability-{split}.png")
-        run.log_file(draw_confusion(found["matrix"], names), f"plots/confusion-{split}.png")
         rows = [[row, names[label], names[guess], label == guess] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "right"]
     else:
-        run.log_file(draw_residuals(found["measured"], found["predicted"]), f"plots/residuals-{split}.png")
         rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "residual"]
     tables = [_log_table(run, split, columns, rows)]

@@ -22,7 +22,6 @@ from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import with_intervals
 from trainer_lib.trackers.params import flatten_params
-from trainer_lib.yaml_text import dump_yaml
 
 NOTE = "mlflow.note.content"
 FAILED_STAGE = "trainflow.failed_stage"
@@ -56,7 +55,7 @@ def settings_files(plan: Plan) -> dict[str, str]:
         name: flatten_params(stage.arguments.to_dict()) for name, stage in plan.stages.items() if stage.arguments
     }
     return {
-        SPEC_FILE: mask(dump_yaml(plan.spec.to_record())),
+        SPEC_FILE: mask(plan.spec_text),
         ARGUMENTS_FILE: json.dumps(arguments, indent=2),
     }
 

@@ -19,46 +19,30 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from flows.ending import expected_ending
+from flows.model_tracking import ModelTracking, registered_as, write_or_warn
 from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import REPORT, render_report
 from flows.report_facts import collect_facts
 from flows.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
-from flows.run_images import draw_pictures, log_outcomes, log_pictures
+from flows.run_images import draw_pictures, log_pictures
 from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.run_tracking import RunTracking
 from flows.stages import all_stages
 from flows.training_history import read_training_history
 from tasks import tracking
-from tasks.configs import RegisterConfig
-from tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, TrainFacts
-from tasks.stage.gates import judge
-from tasks.stage.logged_models import (
-    LoggedModel,
-    describe_exported,
-    link_evaluation,
-    log_models,
-    log_outputs,
-    register_model,
-)
 from tasks.stage.manifest import StageManifest
-from tasks.stage.model_flavor import describe_flavor
-from tasks.stage.portable_model import write_description
 from tasks.stage.retry import now
-from trainer_lib.errors import CodeError, Interrupted, Preempted, Pruned, StorageError, TrainflowError
-from trainer_lib.model_folder.description import FILE as MODEL_FILE
+from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
-from trainer_lib.trackers.model_record import Flavor
-from trainer_lib.yaml_text import dump_yaml
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +63,7 @@ def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
     # A finished run that was not recorded in MLflow then gets its MLflow run now.
     is_tracked = record.get("mlflow_run_id") or tracking.is_known(Store.open(spec.storage), record.get("tracked_run"))
     registers = spec.register.name is not None and "evaluate" in plan.stages and plan.is_wanted("evaluate")
-    return bool(is_tracked) and (not registers or record.get("registered") == _registered_as(spec.register))
+    return bool(is_tracked) and (not registers or record.get("registered") == registered_as(spec.register))
 
 
 class RunRecord:
@@ -106,12 +90,9 @@ class RunRecord:
         self._sources: dict[str, str] = {}
         self._tracking: RunTracking | None = None
         self._is_unchanged = False
-        self._registered: str | None = None
         self._is_reported = False
         self._leftovers: tracking.Background | None = None
-        self._data: StageManifest[PrepareFacts] | None = None
-        self._exported: LoggedModel | None = None
-        self._flavor: Flavor | None = None
+        self._model: ModelTracking | None = None
         self.pictures: dict[str, bytes] = {}
 
     @property
@@ -124,6 +105,7 @@ class RunRecord:
         self._record = read_record(self.folder)
         try:
             self._open_tracking()
+            self._model = ModelTracking(self.plan, self.folder, self.tracked, keeps_description=self._is_unchanged)
         except BaseException:
             # Python calls no `__exit__` after an `__enter__` that raised.
             self._finish_tracking("FAILED", stages=0)
@@ -153,10 +135,12 @@ class RunRecord:
     def _close(self, status: str, *, stages: int) -> None:
         """Write the record and the report, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
-            self._write("plan", self._write_actual)
-            self._write("report", self._write_report)
+            write_or_warn("plan", self._write_actual)
+            write_or_warn("report", self._write_report)
+            if self._model is not None:
+                self._model.close()
             if self._tracking is not None:
-                self._write("description", self._tracking.describe_end)
+                write_or_warn("description", self._tracking.describe_end)
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
                 self._tracking.end(status)
                 if self._tracking.is_discarded():
@@ -164,19 +148,11 @@ class RunRecord:
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             is_over = self.tracked is None and self._record.get("status") != "RUNNING"
             if not is_over or not self.folder.exists(RUN_FILE):
-                self._write("record", lambda: self._write_record(status))
+                write_or_warn("record", lambda: self._write_record(status))
         finally:
             self._finish_tracking(status, stages=stages)
         # After the MLflow run has got its id.
-        self._write("lineage", self._write_lineage)
-
-    @staticmethod
-    def _write(what: str, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except Exception as unwritten:  # how the run ended must not depend on it
-            _log.warning("The run's %s could not be written: %s", what, unwritten)
-            _log.debug("The %s", what, exc_info=True)
+        write_or_warn("lineage", self._write_lineage)
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
 
@@ -286,6 +262,8 @@ class RunRecord:
 
     def note_begin(self, stage: str, key: str) -> None:
         """Record the folder that a stage is about to look into, so that nothing in it is cleaned up from now on."""
+        if self._model is not None:
+            self._model.note_begin(stage)
         if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):
             return
         self._worked_in[stage] = key
@@ -297,16 +275,8 @@ class RunRecord:
     def note_stage(self, manifest: StageManifest) -> None:
         """Record that a stage's result is committed: of a run that dies later, this is what is known."""
         self._stages[manifest.stage] = manifest.key
-        self._describe_model(manifest)
-        if isinstance(manifest.facts, EvaluateFacts) and self.tracked is not None and self._exported is not None:
-            link_evaluation(self.tracked, self._exported, manifest)
-            log_outcomes(self.tracked, manifest, {} if self._data is None else self._data.facts.info)
-            is_whole = self._flavor is not None or self.plan.context.flavor is None
-            if is_whole and judge(self.plan.spec.evaluate, manifest).passed:
-                register_model(self.tracked, self._exported, manifest, self.plan.spec.register, self._flavor)
-                self._registered = _registered_as(self.plan.spec.register)
-        if isinstance(manifest.facts, PredictFacts) and self.tracked is not None and self._exported is not None:
-            self._write("predicted columns", partial(log_outputs, self.tracked, self._exported, manifest))
+        if self._model is not None:
+            self._model.note_stage(manifest)
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
@@ -314,25 +284,6 @@ class RunRecord:
             self._save({**self._record, "stages": {**self._record.get("stages", {}), manifest.stage: manifest.key}})
         except StorageError as unwritten:  # the result is committed all the same
             _log.warning("The run's record could not be written: %s", unwritten)
-
-    def _describe_model(self, manifest: StageManifest) -> None:
-        """Once data and model are there, describe the model, so that `load_model` finds all of it from this folder."""
-        if isinstance(manifest.facts, PrepareFacts):
-            self._data = manifest
-        if not isinstance(manifest.facts, TrainFacts) or self._data is None:
-            return
-        try:
-            if self._is_unchanged and self.folder.exists(MODEL_FILE):
-                return
-            config, context = self.plan.spec.publish_config(), self.plan.context
-            trained = write_description(config, context, self._data, manifest, self.folder)
-            self._exported = describe_exported(trained, self._data, manifest)
-            if self.tracked is not None:
-                log_models(self.tracked, trained, self._data, manifest)
-            if context.flavor is not None:
-                self._flavor = describe_flavor(trained.description, self._data, manifest)
-        except (StorageError, CodeError) as unwritten:  # the model is committed all the same
-            _log.warning("The model could not be described: %s", unwritten)
 
     def _write_record(self, status: str) -> None:
         failed = [outcome.stage for outcome in self.result.stages if outcome.status == "failed"]
@@ -352,7 +303,7 @@ class RunRecord:
                 "mlflow_run_id": self.result.mlflow_run_id,
                 "tracking_uri": self.result.tracking_uri,
                 "run_url": self.result.run_url,
-                "registered": self._registered or self._record.get("registered"),
+                "registered": (self._model and self._model.registered) or self._record.get("registered"),
                 "run_name": self.result.run_name,
                 "started": self._started,
                 "as_of": as_of.isoformat() if as_of is not None else self._started,
@@ -382,7 +333,7 @@ class RunRecord:
         spec, resolver = self.plan.spec, self.plan.context.resolver
         # It has the digests of the files that are written now.
         self.folder.delete(LINEAGE_FILE)
-        self.folder.write_bytes(SPEC_FILE, dump_yaml(spec.to_record()).encode())
+        self.folder.write_bytes(SPEC_FILE, self.plan.spec_text.encode())
         keys = {name: json.loads(key.to_json()) for name, key in self.plan.early_keys.items()}
         self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
         arguments = {name: each.arguments.to_dict() for name, each in self.plan.stages.items() if each.arguments}
@@ -393,8 +344,3 @@ class RunRecord:
                 content = path.read_bytes()
                 self.folder.write_bytes(f"source/{name}", content)
                 self._sources[name] = hashlib.sha256(content).hexdigest()
-
-
-def _registered_as(config: RegisterConfig) -> str | None:
-    """The name of the registered model, with the flavor that it has: what a run has done for the registry."""
-    return config.name if config.name is None or config.flavor is None else f"{config.name} ({config.flavor})"

@@ -37,7 +37,7 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
             results are committed.
     """
     _warn(plan)
-    _expect_launches(plan)
+    expect_launches(plan)
     run = _StageRun(plan, record, stop)
     for group in plan.groups():
         if any(plan.is_wanted(name) and plan.stages[name].stage.gated for name in group):
@@ -80,14 +80,15 @@ def _warn(plan: Plan) -> None:
             progress.publish({"event": "warning", "stage": name, "message": sentence})
 
 
-def _expect_launches(plan: Plan) -> None:
-    """Let the processes from which workers are forked load torch while the first stage begins."""
+def expect_launches(plan: Plan) -> None:
+    """Start the processes from which the workers of this plan are forked, so that they load torch meanwhile."""
     names = [name for name, reason in plan.reasons.items() if plan.is_wanted(name) and not reason.hit]
-    launches = [plan.stages[name].launch for name in {*names, *plan.context.force} if plan.is_wanted(name)]
+    wanted = [plan.stages[name] for name in {*names, *plan.context.force} if plan.is_wanted(name)]
+    launches = {each.stage.name: each.launch for each in wanted if each.launch is not None}
     if launches:
         from trainer_lib.launch import warm  # an unchanged run launches nothing
 
-        warm.expect(launch for launch in launches if launch is not None)
+        warm.expect(launches)
 
 
 class _StageRun:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from flows.ending import expected_ending
 from flows.plan import Plan
 from flows.results import PipelineResult
 from flows.run_notes import describe_end, describe_experiment, describe_start, settings_files, tracked_params
@@ -74,6 +75,7 @@ class RunTracking:
             tags={**spec.tracking.tags, **_origin(wanted, storage)},
             project=Path(spec.root or "."),
             experiment_note=describe_experiment(spec),
+            leaves_local=expected_ending().delivers_later,
         )
         if run is None:
             return None

@@ -12,7 +12,7 @@ from flows.past_runs import read_record, run_folder
 from flows.plan import Plan
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_record import RunRecord, has_nothing_to_do
-from flows.run_stages import keep_stages
+from flows.run_stages import expect_launches, keep_stages
 from flows.spec.spec import PipelineSpec
 from tasks.stage.gates import judge
 
@@ -22,7 +22,7 @@ def result_if_unchanged(
 ) -> PipelineResult | None:
     """Return the result of a run that is complete already; None if anything is left to do, or may be.
 
-    What waits for MLflow is delivered.
+    What waits for MLflow is delivered. Where workers will be needed, the process that loads torch for them is started.
 
     Args:
         force: stages to run again; with any, something is left to do.
@@ -39,6 +39,7 @@ def result_if_unchanged(
     folder = run_folder(spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
     # A sign belongs to a process at work on the run, or to one that died: Prefect may not know yet that it ended.
     if not has_nothing_to_do(plan, read_record(folder)) or read_signs(folder):
+        expect_launches(plan)  # the import of torch takes longer than the start of the engine
         return None
     evaluated = plan.reasons["evaluate"].manifest if "evaluate" in plan.reasons else None
     if evaluated is not None and not judge(spec.evaluate, evaluated).passed:

@@ -12,72 +12,23 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from tasks.keyed_settings import Affects as Affects
+from tasks.keyed_settings import KeyedSettings as KeyedSettings
+from tasks.keyed_settings import Settings as Settings
+from tasks.keyed_settings import refuse_unknown
+from tasks.keyed_settings import setting as setting
 from tasks.recipe_path import RecipePath
 from tasks.requirements import read_metric_name, read_requirement
+from tasks.runner_settings import RunnerSettings, read_runner
 from trainer_lib.durations import describe
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
 from trainer_lib.preemption import Preemption
-from trainer_lib.suggestions import nearest
 
 Options = dict[str, Any]
-
-
-Affects = Literal["result", "selection", "nothing"]
-"""What a setting can change: the stage's result, only which weights evaluations choose, or nothing that is kept.
-
-The content keys hold the settings that affect the result (`tasks.stage.keys`), and no other.
-"""
-
-
-@dataclass(frozen=True)
-class _AffectsMark:
-    """The declaration of a field, kept in its metadata; it is not part of the JSON schema."""
-
-    what: Affects
-
-
-def setting(*, affects: Affects, **field: Any) -> Any:
-    """Declare a setting of a stage: a pydantic `Field`, with what it can change."""
-    info = Field(**field)
-    # Not `json_schema_extra`: Prefect's form, which is drawn from the schema, would show it.
-    info.metadata.append(_AffectsMark(affects))
-    return info
-
-
-def _refuse_unknown(data: Any, known: list[str]) -> Any:
-    """The data as they are.
-
-    Raises:
-        PydanticCustomError: a key is unknown; the error names the nearest known one.
-    """
-    if not isinstance(data, dict):
-        return data
-    for key in data:
-        if key in known:
-            continue
-        near = nearest(str(key), known)
-        hint = f"Did you mean '{near}'?" if near else f"Known here: {', '.join(known)}."
-        raise PydanticCustomError(
-            "unknown_key", "unknown key '{key}'. {hint}", {"key": str(key), "nearest": near, "hint": hint}
-        )
-    return data
-
-
-class Settings(BaseModel):
-    """Base of every settings class: frozen, and unknown keys are refused with the nearest name."""
-
-    # Frozen: a key is computed from these settings, which must not change afterwards.
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-    # Before pydantic's own check, whose message names no nearest key.
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_settings(cls, data: Any) -> Any:
-        return _refuse_unknown(data, list(cls.model_fields))
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", validate_default=True))
@@ -99,10 +50,11 @@ class LaunchSettings(LaunchConfig):
 def _read_launch(value: Any) -> Any:
     if isinstance(value, str):  # a launcher's name alone
         return {"kind": value}
-    return _refuse_unknown(value, [each.name for each in fields(LaunchConfig)])
+    return refuse_unknown(value, [each.name for each in fields(LaunchConfig)])
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
+Runner = Annotated[RunnerSettings, BeforeValidator(read_runner)]
 
 
 @dataclass(frozen=True)
@@ -119,20 +71,6 @@ class MaxAge:
 
     def __str__(self) -> str:
         return f"{describe(self.age)} ({self.setting})"
-
-
-class KeyedSettings(Settings):
-    """Settings of a stage, each of which declares what it can change."""
-
-    @classmethod
-    def affects(cls) -> dict[str, Affects]:
-        """What each setting can change, by name."""
-        return {
-            name: mark.what
-            for name, field in cls.model_fields.items()
-            for mark in field.metadata
-            if isinstance(mark, _AffectsMark)
-        }
 
 
 class StageSettings(KeyedSettings):
@@ -173,6 +111,12 @@ class PrepareConfig(StageSettings):
         affects="nothing",
         default=LaunchSettings(processes=1),
         description="How the processes are started; several share the sources of a recipe with prepare_shard.",
+    )
+    runner: Runner | None = setting(
+        affects="nothing",
+        default=None,
+        description="A cluster of Dask or Ray whose machines share the sources of a recipe with prepare_shard; unset: "
+        "this machine.",
     )
 
 
@@ -368,6 +312,9 @@ class PublishConfig(StageSettings):
     tags: list[str] = setting(affects="result", default_factory=list, description="Tags of the model card.")
     base_model: str | None = setting(
         affects="result", default=None, description="Model this one was made from, as a Hub name."
+    )
+    hardest_rows: int = setting(
+        affects="result", default=0, ge=0, description="Rows that the model gets most wrong, with labels, in the card."
     )
     args: Options = setting(
         affects="result",

@@ -65,25 +65,37 @@ def _measure(
     attempt: StageAttempt,
 ) -> StageOutput:
     """Have one group of processes do it all or, where metrics merge, workers that take ranges of the rows."""
-    for name in request.splits if code_of(config, context).defines("metric_sums") else ():
+    for name in request.splits if _may_merge(config, context) else ():
         if (split := request.data.splits.get(name)) is not None:  # else the worker names it
             sum_parts(attempt.store, name, rows=split.rows, rows_per_range=request.rows_per_range).forget_damaged()
     if _is_shared(config, request, settings, context):
-        launch_shared(replace(request, step="ranges"), settings, context, attempt)
-        request, settings = replace(request, step="finish"), replace(settings, processes=1)
+        answers = launch_shared(replace(request, step="ranges"), settings, context, attempt)
+        reasons = [answer.needs_all_rows for answer in answers if answer.needs_all_rows is not None]
+        if reasons:
+            message = f"One group of processes evaluates all rows, because {reasons[0]}."
+            attempt.progress.event({"event": "warning", "message": message})
+        else:
+            request, settings = replace(request, step="finish"), replace(settings, processes=1)
     result = launch_request(request, settings, context, attempt)
     for folder in (SUMS, f"{RECORDS}/{SUMS}"):
         attempt.store.delete_tree(folder)
-    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts())
+    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts(config.confidence))
 
 
 def _is_shared(
     config: EvaluateConfig, request: EvaluateRequest, settings: LaunchSettings, context: StageContext
 ) -> bool:
     """Whether several workers measure ranges of their own: metrics merge, and the model is whole in each process."""
-    code = code_of(config, context)
     needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
     args = context.resolver.arguments(request.args)
-    if not code.defines("metric_sums") or code.defines("Trainer") or needs_all_rows or args.fsdp or args.deepspeed:
+    has_trainer = code_of(config, context).defines("Trainer")
+    if not _may_merge(config, context) or has_trainer or needs_all_rows or args.fsdp or args.deepspeed:
         return False
     return len(apart(context.resolver.launch(settings, use_cpu=request.use_cpu))) > 1
+
+
+def _may_merge(config: EvaluateConfig, context: StageContext) -> bool:
+    """Whether the recipe has sums, or an object in place of a function, which a worker looks at."""
+    code = code_of(config, context)
+    is_object = code.defines("compute_metrics") and not code.functions("compute_metrics")
+    return code.defines("metric_sums") or is_object

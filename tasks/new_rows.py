@@ -15,7 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,13 @@ from tasks.stage.keys import StageKey, stage_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
 from tasks.stage.sources import fingerprints
 from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
+from trainer_lib.data.given_rows import known_columns
 from trainer_lib.data.part_records import RECORDS
 from trainer_lib.data.parts import NumberedParts
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
+from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.gpu_selection import list_visible, num_cores
@@ -37,6 +39,7 @@ from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
 from trainer_lib.requests import ScoreRequest
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.suggestions import suggestion
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
@@ -64,6 +67,7 @@ class NewRows:
         trust: SHA-256 of the model's code that was read; True: trust whatever code it has.
         id_column: column with the ids of the rows; None: `row_id` or `id`, else they are numbered.
         ignored: columns that are not for the model.
+        constants: column -> the text of its value, which every row gets.
         format: "parquet" or "jsonl".
         rows_per_file: rows per file.
         batch_size: rows of a forward pass; None: as while training.
@@ -77,6 +81,7 @@ class NewRows:
     trust: bool | str = False
     id_column: str | None = None
     ignored: Sequence[str] = ()
+    constants: Mapping[str, str] = field(default_factory=dict)
     format: str = "parquet"
     rows_per_file: int = 10_000
     batch_size: int | None = None
@@ -113,6 +118,7 @@ class RowsJob:
             )
         model = find_model(asked.model)
         require_trust(model, asked.trust)
+        _require_columns(asked.constants, model)
         files = tuple(find_row_files(asked.data))
         to = None if asked.to is None else Store.open(asked.to, field="--to")
         # Remembered beside the predictions: a run that continues does not read all rows for their digest again.
@@ -127,6 +133,7 @@ class RowsJob:
             "rows_per_file": asked.rows_per_file,
             "batch_size": asked.batch_size,
             # Not the limit: with a greater one, finished parts are the same.
+            **({"constants": dict(asked.constants)} if asked.constants else {}),
             **({"sort_by": asked.sort_by} if asked.sort_by is not None else {}),
             **({"errors": "column"} if asked.max_errors else {}),
             "versions": versions(),
@@ -165,6 +172,7 @@ class RowsJob:
             key=self.key.digest,
             id_column=asked.id_column,
             ignored=(*asked.ignored, *([] if self.answer in (None, asked.id_column) else [self.answer])),
+            constants=dict(asked.constants),
             rows_per_file=asked.rows_per_file,
             file_format=asked.format,
             max_errors=asked.max_errors,
@@ -344,3 +352,17 @@ def _require_ours(job: RowsJob, store: Store) -> None:
             value=store.url,
             remedy="Give another folder, or remove this one.",
         )
+
+
+def _require_columns(constants: Mapping[str, str], model: FoundModel) -> None:
+    """Refuse a column or a value that the model's rows cannot have."""
+    known = known_columns(model.description.columns)
+    for name, text in constants.items():
+        if name not in known:
+            what = "The model was trained without this column."
+            raise ConfigError(what, field="--set", value=name, remedy=suggestion(name, known))
+        try:
+            parse_text("--set", name, text, known[name])
+        except DataError as error:
+            what = f"The model's column is {known[name]}, and this is not one."
+            raise ConfigError(what, field="--set", value=f"{name}={text}", remedy="Give another value.") from error

@@ -7,11 +7,14 @@ that range is installed, or when one of these names changes its shape. Importing
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 _once: tuple[Any, Any] | None = None
 """Settings, and the same without retries."""
@@ -54,6 +57,38 @@ def without_retries() -> Iterator[None]:
             _once = known
     with prefect.context.SettingsContext(profile=context.profile, settings=known[1]):
         yield
+
+
+def send_little(call: Callable[[], R]) -> R:
+    """Make a call that sends tasks to other machines, to which their flow run goes along and how to reach the API.
+
+    Prefect would send the flow with its parameters, the task around the call with its own, and every setting of this
+    process, a password of the server's database included.
+    """
+    import prefect.context
+    from prefect.settings import Profile
+
+    class OnlyApi(prefect.context.SettingsContext):
+        def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+            whole = super().serialize(include_secrets)
+            return {"profile": whole["profile"], "settings": {"api": whole["settings"].get("api", {})}}
+
+    running, settings = prefect.context.FlowRunContext.get(), prefect.context.get_settings_context().settings
+
+    def inside() -> R:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(OnlyApi(profile=Profile(name="sent", settings={}), settings=settings))
+            if running is not None and running.flow_run is not None:
+                flow = prefect.Flow(_sent_in_place, name="pipeline", persist_result=False)
+                flow_run = running.flow_run.model_copy(update={"parameters": {}})
+                stack.enter_context(running.model_copy(update={"flow": flow, "flow_run": flow_run, "parameters": {}}))
+            return call()
+
+    return contextvars.Context().run(inside)
+
+
+def _sent_in_place() -> None:
+    """What stands for the flow on other machines, where nothing calls it."""
 
 
 @contextlib.contextmanager
@@ -101,6 +136,13 @@ def api_log_handlers() -> list[logging.Handler]:
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     found = (handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers)
     return list({handler for handler in found if isinstance(handler, APILogHandler)})
+
+
+def console_handlers() -> list[logging.Handler]:
+    """Find the handlers with which Prefect shows all log records on the console."""
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, PrefectConsoleHandler)]
 
 
 def set_up_logging() -> None:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from tasks.configs import PrepareConfig
+from tasks.runner_settings import check_runner
 from tasks.stage import sources
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
@@ -14,7 +15,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.stage_code import code_of
 from tasks.stage.task import stage_task
-from tasks.stage.worker import common_fields, launch_request, launch_shared
+from tasks.stage.worker import common_fields, launch_on_cluster, launch_request, launch_shared
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.records import to_record
 from trainer_lib.requests import PrepareRequest, PrepareResult
@@ -37,6 +38,7 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
             sources=sources.resolve(config.sources),
         )
         result = _prepare(request, config, context, attempt)
+        attempt.store.delete_tree(CLAIMS)
         facts = PrepareFacts(result.splits, result.info)
         record = to_record(facts)
         for split in record["splits"].values():
@@ -55,15 +57,16 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
 def _prepare(
     request: PrepareRequest, config: PrepareConfig, context: StageContext, attempt: StageAttempt
 ) -> PrepareResult:
-    """Have one worker do it all or, source by source, several workers."""
+    """Have one worker do it all or, source by source, several workers of this machine or of a cluster."""
     is_sharded = code_of(config, context).defines("prepare_shard")
-    if not is_sharded or config.launch.processes == 1:
-        result = launch_request(request, config.launch, context, attempt)
+    if config.runner is not None:
+        check_runner(config.runner, config.launch, section="prepare", is_sharded=is_sharded)
+    elif not is_sharded or config.launch.processes == 1:
+        return launch_request(request, config.launch, context, attempt)
+    one, parts = replace(config.launch, processes=1), replace(request, step="parts")
+    launch_request(replace(request, step="list"), one, context, attempt)
+    if config.runner is None:
+        launch_shared(parts, config.launch, context, attempt)
     else:
-        one = replace(config.launch, processes=1)
-        launch_request(replace(request, step="list"), one, context, attempt)
-        launch_shared(replace(request, step="parts"), config.launch, context, attempt)
-        result = launch_request(replace(request, step="finish"), one, context, attempt)
-    if is_sharded:
-        attempt.store.delete_tree(CLAIMS)
-    return result
+        launch_on_cluster(parts, config.runner, config.launch, context, attempt)
+    return launch_request(replace(request, step="finish"), one, context, attempt)

@@ -13,8 +13,9 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, publishes_code
 from tasks.stage.manifest import StageManifest
-from tasks.stage.model_card import describe_card
+from tasks.stage.model_card import add_outcomes, describe_card, draw_files
 from tasks.stage.model_lineage import add_lineage, describe_lineage
+from tasks.stage.outcome_tables import read_outcomes
 from tasks.stage.portable_model import (
     TrainedModel,
     asset_sources,
@@ -126,14 +127,16 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
             "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
         )
     for evaluation in rest:
-        # Outcomes hold labels of the data: they stay on the storage.
+        # Outcomes hold labels of the data: they stay on the storage, and pictures show them together.
         kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
         more = [entry for entry in kept if entry.path not in _MADE_HERE]
         files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
+    outcomes = [each for one in rest for each in read_outcomes(one, data.facts.info)]
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
     card = describe_card(config, name, inputs, None if trained is None else trained.description, metrics, published)
-    texts = {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
+    card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
+    texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
     if trained is not None:
         weights = tuple(entry for entry in trained.description.weights if entry.path in files)

@@ -170,14 +170,16 @@ class Background:
         root: the spool.
         tracking_uri: the server of this process.
         has_run: whether a run of this process is delivered, and not only what earlier ones left.
+        leaves_local: whether a database on this machine is left to another process, which delivers this spool, too.
     """
 
-    def __init__(self, root: Path, tracking_uri: str, *, has_run: bool = True) -> None:
+    def __init__(self, root: Path, tracking_uri: str, *, has_run: bool = True, leaves_local: bool = False) -> None:
         self._is_local = is_local_database(tracking_uri)
         # A process that waits for its own run must not give up in the middle of a request for another one.
         self._foreign_s = None if has_run else ANSWER_S
         self._shipper = Shipper(Delivery(root, tracking_uri))
-        self._shipper.start()
+        if not (leaves_local and self._is_local):
+            self._shipper.start()
 
     def close(self, *, stages: int) -> bool:
         """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
@@ -259,8 +261,11 @@ def open_run(
     project: Path | None = None,
     run_name: str | None = None,
     experiment_note: str | None = None,
+    leaves_local: bool = False,
 ) -> TrackedRun | None:
     """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
+
+    None when tracking is off, or when the spool cannot be written (logged).
 
     Args:
         config, storage: the spec's `tracking` section; disabled returns None; the pipeline's storage root.
@@ -270,10 +275,7 @@ def open_run(
             changed ones become the artifact `params/<when>.json`.
         token: the run to go on with; None: a new one, or with `resume` the unfinished one of the same key.
         tags, project: further tags; the folder whose git commit is noted, by default the working directory.
-        experiment_note: description of an experiment that is made for it.
-
-    Returns:
-        The run; None when tracking is off, or when the spool cannot be written (logged).
+        experiment_note, leaves_local: description of an experiment that is made for it; as in `Background`.
 
     Raises:
         ConfigError: `tracking.uri` holds a password.
@@ -292,7 +294,7 @@ def open_run(
     except OSError as error:
         _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
         return None
-    run = TrackedRun(handle, session, Background(spool, uri))
+    run = TrackedRun(handle, session, Background(spool, uri, leaves_local=leaves_local))
     run.set_tags(all_tags)  # also of a run that goes on: what changed since is seen
     run.log_params(params)
     return run

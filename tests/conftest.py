@@ -179,6 +179,7 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "clients": clients.are_installed,
     "browser": lambda: any(map(shutil.which, browser.BROWSERS)),
     "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
+    "dask": lambda: importlib.util.find_spec("prefect_dask") is not None,
     "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
     "keras": lambda: importlib.util.find_spec("keras") is not None,
     "wandb": lambda: importlib.util.find_spec("wandb") is not None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -183,6 +184,7 @@ mention_idle_gpus = devices.mention_idle_gpus
 _LEAVE_S = 10.0
 
 _current: Communicator | None = None
+_stores: dict[tuple[str | None, ...], tuple[Any, Iterator[int]]] = {}
 _owned = False  # whether `init` or `form_alone` formed the process group, so that `shutdown` ends it
 
 
@@ -218,7 +220,7 @@ def init(args: DistributedSettings) -> Communicator:
     exits.report_failures()
     backend = _backend(args.ddp_backend, device)  # its ConfigError is a ValueError: not one of torch's below
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=args.ddp_timeout))
+        _form_group(backend, ranks, timedelta(seconds=args.ddp_timeout))
     except ValueError as error:
         message = f"The process group cannot be formed: {error}"
         raise ConfigError(message, field="MASTER_ADDR", remedy="Start through torchrun.") from error
@@ -230,6 +232,22 @@ def init(args: DistributedSettings) -> Communicator:
         ) from error
     _current, _owned = ProcessGroup(ranks), True
     return _current
+
+
+def _form_group(backend: str, ranks: Ranks, timeout: timedelta) -> None:
+    """Form the group that torchrun's variables describe; after `shutdown` another one may follow it.
+
+    All groups use one store, in which torch has one set of keys: the ranks of a second group would read the addresses
+    of the first, and wait for ever. So each group has keys of its own, and the store stays open.
+    """
+    place = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(ranks.rank), str(ranks.world_size))
+    if place not in _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        _stores[place] = store, itertools.count()
+    store, numbers = _stores[place]
+    store.set_timeout(timeout)
+    own = dist.PrefixStore(f"trainflow/group-{next(numbers)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
 
 
 def _warn_of_machines(ranks: Ranks) -> None:
@@ -267,6 +285,8 @@ def shutdown() -> None:
     """Leave the job: end the process group if it was formed here. Harmless when there is none."""
     global _current, _owned
     if _owned and dist.is_initialized():
+        # Before: from here on a `DistributedDataParallel` may be the last that holds the group (see `in_flight`).
+        in_flight.wait_until_released(_LEAVE_S)
         dist.destroy_process_group()
     _current, _owned = None, False
 
@@ -278,12 +298,12 @@ def _end_group_at_exit() -> None:
     In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
     """
     failed = exits.has_failed()
+    in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
     if dist.is_available() and dist.is_initialized() and not failed:
         # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
         thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
         thread.start()
         thread.join(_LEAVE_S)
-    in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
 
 
 # Functions registered first run last: a program that ends its own group at exit, as it should, does so before.

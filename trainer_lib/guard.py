@@ -9,7 +9,7 @@ it ended. The guard is the *subreaper* of its descendants (Linux): orphans becom
 are gone when it has no child left. On other systems it lists its descendants three times a second. A process is
 identified by (pid, start time), so a recycled pid is never signalled.
 
-    end of file on the pipe    SIGTERM to the workers, SIGKILL to what is left after `grace` seconds
+    end of file on the pipe    SIGTERM to the workers, SIGKILL to what is left after `grace` seconds; 0: SIGKILL at once
     "stop"                     as above, while the owner goes on reading the output
     "stacks"                   SIGUSR1 to the workers: each writes its threads' stacks into the run directory
     "kill"                     SIGKILL to everything now
@@ -31,7 +31,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -107,6 +107,12 @@ def send_signal(process: Process, number: int) -> None:
     if is_alive(process):  # between this look and the kill, all pids would have to be used up to hit another process
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """Send SIGKILL to all, the youngest first: none lives to see its parent's end and acts on it."""
+    for process in sorted(processes, key=lambda each: (len(each.start), each.start, each.pid), reverse=True):
+        send_signal(process, signal.SIGKILL)
 
 
 def descendants(root: int) -> set[Process]:
@@ -271,9 +277,13 @@ class Guard:
                 self._signal_workers(signal.SIGUSR1)
 
     def _stop(self) -> None:
-        if self.deadline is None:
-            self.deadline = time.monotonic() + self.grace_s
-            self._signal_workers(signal.SIGTERM)
+        if self.deadline is not None:
+            return
+        if self.grace_s <= 0:
+            self._kill()  # a worker that gets a SIGTERM first tells those of other machines to stop as well
+            return
+        self.deadline = time.monotonic() + self.grace_s
+        self._signal_workers(signal.SIGTERM)
 
     def _end_leftovers(self) -> None:
         """End what the command left behind: workers after the usual grace period, other processes after a short one."""
@@ -313,8 +323,7 @@ class Guard:
     def _kill(self) -> None:
         """Send SIGKILL to every descendant; the loop repeats it, since one may have forked in the meantime."""
         self.deadline = time.monotonic() + SNAPSHOT_S
-        for process in self._living():
-            send_signal(process, signal.SIGKILL)
+        kill(self._living())
 
     def _living(self) -> set[Process]:
         self.seen = {process for process in self.seen if is_alive(process)} | descendants(os.getpid())

@@ -5,6 +5,10 @@ Python has seen is dropped under the interpreter's lock. A thread that is late, 
 when the interpreter is already ending, and the process is aborted ("terminate called without an active exception")
 after all its work is done. Ending the process group does not help while `DistributedDataParallel` keeps it alive.
 So a program waits, as the last thing it does, until the threads have dropped what they held.
+
+Nor may the group end while a thread holds something: `DistributedDataParallel` ends the group that it is the last to
+hold under the interpreter's lock, which the thread waits for, while the end waits for the thread. So a group is ended
+after this wait.
 """
 
 from __future__ import annotations

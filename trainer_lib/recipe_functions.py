@@ -19,6 +19,7 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "compute_metrics": ("p",),
     "metric_sums": ("p",),
     "metrics_from_sums": ("sums",),
+    "outcome_pairs": ("p",),
     "preprocess_logits_for_metrics": ("logits", "labels"),
     "compute_loss_func": ("outputs", "labels"),
     "callbacks": ("options",),
@@ -28,7 +29,13 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 """Function -> what it is called with, by position. Some may take one more, by the name in `LAST`."""
 INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
 """Required function -> the one that a recipe may define instead."""
-LAST = {"compute_loss_func": "num_items_in_batch", "collate": "data", "compute_metrics": "data", "metric_sums": "data"}
+LAST = {
+    "compute_loss_func": "num_items_in_batch",
+    "collate": "data",
+    "compute_metrics": "data",
+    "metric_sums": "data",
+    "outcome_pairs": "data",
+}
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
@@ -218,6 +225,19 @@ def as_columns(value: object) -> dict[str, Any]:
         if not hasattr(column, "__len__") or isinstance(column, str):
             wanted = f"one value per row for '{name}'"
             raise wrong_result("prediction_columns", wanted, column, remedy=remedy)
+    return dict(value)
+
+
+def as_pairs(value: object) -> dict[str, Any]:
+    """Return the result of `outcome_pairs`. Raises ConfigError unless it has predictions and labels of one length."""
+    remedy = 'Return {"predictions": guesses, "labels": truth, "rows": row_of_each}, arrays of one length.'
+    known = {"predictions", "labels", "rows", "confidence"}
+    if not isinstance(value, Mapping) or not {"predictions", "labels"} <= set(value) <= known:
+        raise wrong_result("outcome_pairs", "predictions and labels by name", value, remedy=remedy)
+    lengths = {str(name): len(each) for name, each in value.items()}
+    if len(set(lengths.values())) > 1:
+        what = "outcome_pairs() returned arrays of different lengths."
+        raise ConfigError(what, field="outcome_pairs", value=lengths, remedy=remedy)
     return dict(value)
 
 

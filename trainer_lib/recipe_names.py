@@ -10,6 +10,7 @@ ABOUT = {
     "causal-language-modeling": "Texts to a model of transformers that continues them.",
     "embeddings": "Vectors of texts, near where texts belong together, with a model of transformers.",
     "image-classification": "Images to one of several classes.",
+    "preference-optimization": "Answers that are preferred to others, with a model of transformers (DPO).",
     "question-answering": "The part of a text that answers a question, with a model of transformers.",
     "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",
     "tabular-classification": "Rows of a table to one of several classes.",

@@ -305,11 +305,10 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
         key: digest of all that decides the predictions.
         id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it.
         ignored: columns that are not for the model.
-        rows_per_file: rows per file.
-        file_format: "parquet" or "jsonl".
+        constants: column -> the text of its value, which every row gets.
+        rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
         max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
-        batch_size: rows of a forward pass; None: as while training.
-        sort_by: column by whose length rows share batches; None: as they come.
+        batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
         is_on_cpu: the model was trained on the CPU although there are devices.
     """
 
@@ -324,6 +323,7 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     key: str
     id_column: str | None = None
     ignored: tuple[str, ...] = ()
+    constants: dict[str, str] = field(default_factory=dict)
     rows_per_file: int = 10_000
     file_format: str = "parquet"
     max_errors: int = 0

@@ -70,10 +70,15 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Files written, and the metrics: split -> name -> value."""
+    """Files written, and the metrics: split -> name -> value.
+
+    Attributes:
+        needs_all_rows: why a worker that was asked for ranges has measured none, as a clause; None: it has.
+    """
 
     files: tuple[FileEntry, ...]
     metrics: dict[str, dict[str, float]]
+    needs_all_rows: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.storage_here import storage_here
+from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ _NewData = Annotated[
 _Trust = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="COLUMN=VALUE", help="A column that every row gets, with this value; repeatable."),
 ]
 _SortBy = Annotated[
     str | None,
@@ -64,6 +70,7 @@ def predict(
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="A column that is not for the model; repeatable.")
     ] = None,
+    constants: _Set = None,
     trust: _Trust = None,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of each file.")] = 10_000,
@@ -92,6 +99,7 @@ def predict(
         trust=(trust == "any" or trust) if trust else False,
         id_column=row_id,
         ignored=ignore or (),
+        constants=_read_constants(constants or ()),
         format=file_format,
         rows_per_file=rows_per_file,
         batch_size=batch_size,
@@ -99,6 +107,15 @@ def predict(
         max_errors=max_errors,
     )
     _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
+
+
+def _read_constants(given: Sequence[str]) -> dict[str, str]:
+    """The columns of `--set`, with the texts of their values. Raises ConfigError for one without a value."""
+    for each in given:
+        if not each.partition("=")[1]:
+            remedy = "Write --set COLUMN=VALUE."
+            raise ConfigError("There is no value.", field="--set", value=each, remedy=remedy)
+    return {name: value for name, _, value in (each.partition("=") for each in given)}
 
 
 def _find_address(model: str) -> str:

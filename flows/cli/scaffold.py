@@ -12,12 +12,14 @@ import typer
 from flows.cli import terminal
 from flows.cli.completion import complete_recipe
 from flows.cli.options import Debug, Json, Quiet, print_json
+from trainer_lib.recipe_names import ABOUT
 
 
 def init(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="A new folder; its name is the pipeline's.")],
     recipe: Annotated[
-        str, typer.Option(help="One of trainflow's own recipes.", autocompletion=complete_recipe)
+        str,
+        typer.Option(help=f"One of trainflow's own recipes: {', '.join(ABOUT)}.", autocompletion=complete_recipe),
     ] = "tabular-classification",
     quiet: Quiet = False,
     as_json: Json = False,

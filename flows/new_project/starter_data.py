@@ -7,6 +7,8 @@ import csv
 import html.entities
 import io
 import json
+import random
+import re
 import sysconfig
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,6 +114,37 @@ def code_questions() -> str:
     return "".join(f"{rows[index * len(rows) // 800]}\n" for index in range(800))
 
 
+def word_orders() -> str:
+    """1,200 sentences of docstrings of this interpreter's standard library, as JSON lines (PSF licence).
+
+    The prompt is a sentence's beginning; of the two answers one is its rest, in the other one all words but the last
+    are in an order that was drawn. So both have the same length, the same words, and a point at the end.
+    """
+    draw = random.Random(0)
+    found: dict[str, None] = {}
+    for source in _sources(_MODULES + _MORE):
+        for words in map(str.split, _sentences(ast.parse(source))):
+            *rest, last = words[len(words) // 3 :]
+            other = draw.sample(rest, len(rest))
+            if other != rest:
+                chosen, rejected = (" " + " ".join([*each, last]) for each in (rest, other))
+                row = {"prompt": " ".join(words[: len(words) // 3]), "chosen": chosen, "rejected": rejected}
+                found[json.dumps(row)] = None
+    rows = list(found)
+    return "".join(f"{rows[index * len(rows) // 1200]}\n" for index in range(1200))
+
+
+def _sentences(tree: ast.Module) -> Iterator[str]:
+    """The sentences of 9 to 30 words in the docstrings of a module."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for text in (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)):
+        for sentence in re.split(r"(?<=[.!?])\s+|\n\s*\n", text or ""):
+            words = sentence.split()
+            plain = sum(word.strip(".,;:()'\"").isalpha() for word in words)
+            if 9 <= len(words) <= 30 and plain >= 0.8 * len(words) and "{{" not in sentence:
+                yield sentence
+
+
 def entity_names() -> str:
     """HTML's names of 1,500 characters and Unicode's names of them, as CSV (WHATWG and Unicode licences)."""
     found: dict[str, str] = {}
@@ -139,6 +172,7 @@ FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "causal-language-modeling": ("docstrings.jsonl", docstrings),
     "embeddings": ("entities.csv", entity_names),
     "image-classification": ("digits", digits),
+    "preference-optimization": ("sentences.jsonl", word_orders),
     "question-answering": ("questions.jsonl", code_questions),
     "sequence-to-sequence": ("characters.csv", character_names),
     "tabular-classification": ("wine.csv", wine),

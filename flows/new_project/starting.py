@@ -55,6 +55,20 @@ _FACTS = {
         "column": "",
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
+    "preference-optimization": {
+        "options": "    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.\n"
+        "    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}\n"
+        "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
+        "by": "random",
+        "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
+        "rate": "5.0e-3",
+        "margin": "accuracy_over_length",
+        "trivial": "always the longer answer, or always the shorter one",
+        "about": "Tells a sentence from its words in another order.",
+        "column": "prompt",
+        "source": "sentences of docstrings of Python's standard library (PSF licence); the rejected answers are their "
+        "words in an order that was drawn.",
+    },
     "question-answering": {
         "options": "    max_length: 128  # tokens of a window; a longer context has several\n    stride: 32",
         "by": "random",

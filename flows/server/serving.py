@@ -33,7 +33,7 @@ from flows.server.schedule import Schedule, show_firings
 from flows.server.serve_log import log_path, logged
 from flows.spec.spec import PipelineSpec, parse_spec
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch.in_process import set_environment
+from trainer_lib.kept_process import variables_kept
 from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, set the variables that the process of each run inherits."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
-    with set_environment({**own, **more}):
+    with variables_kept({**own, **more}):
         yield
 
 

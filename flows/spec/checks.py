@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.configs import LaunchSettings
+from tasks.runner_settings import check_runner
 from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.durations import describe
@@ -247,6 +248,8 @@ def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section:
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
+    from tasks.stage.closure import top_level_names
+
     for stage in all_stages():
         config = stage.config(spec)
         settings = getattr(config, "launch", None)
@@ -259,6 +262,10 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
         resolver.launch(settings, use_cpu=use_cpu, section=stage.section)
         if settings.engine == "slurm" and "folder" not in settings.engine_options:
             _require_folder(spec.storage, field)
+    if spec.prepare.runner is not None:
+        defined = [top_level_names(Path(path)) for path in {spec.prepare.recipe or spec.recipe, spec.recipe}]
+        is_sharded = any(names is None or "prepare_shard" in names for names in defined)
+        check_runner(spec.prepare.runner, spec.prepare.launch, section="prepare", is_sharded=is_sharded)
 
 
 def _require_folder(storage: str, field: str) -> None:

@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from flows.past_runs import RUN_FILE, read_record, run_folder
 from flows.run_message import describe_error, state_of
 from flows.server.api import quiet_environment
 from flows.spec.spec import PipelineSpec
+from flows.sweeps.slot_process import SlotProcess, UnseenTrials, listening
 from flows.sweeps.study_plots import draw_study
 from flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
 from flows.sweeps.sweep_result import SweepResult, reached_text
@@ -44,7 +41,7 @@ from flows.sweeps.trial_specs import (
 )
 from tasks import tracking
 from tasks.sweep_settings import SWEEP
-from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, from_record
+from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
 from trainer_lib.search.ledger import Ledger, TrialState
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
@@ -119,14 +116,14 @@ class _Sweep:
         self._failure: TrainflowError | None = None
         self._deaths = 0
         self._has_worked = False
+        self._shown = UnseenTrials()
+        self._slots = 1
 
     def run(self) -> SweepResult:
         began = time.monotonic()
         status = "KILLED"
         try:
             if not self._ledger.is_done():
-                self._has_worked = True
-                self._open_run()
                 self._work()
             try:
                 result = self._conclude(time.monotonic() - began)
@@ -135,7 +132,8 @@ class _Sweep:
             status = "FINISHED" if result.ok else "FAILED"
         finally:
             if self._run is not None:
-                self._run.finish(status)
+                # Everything that slots leave to this process, which may have ended a moment ago.
+                self._run.finish(status, stages=1 + self._slots)
         result.mlflow_run_id = tracking.find_run_id(self._storage(), self._token())
         result.trials = [self._with_run_id(trial) for trial in result.trials]
         if self._has_worked:
@@ -160,15 +158,30 @@ class _Sweep:
     # -- slots --------------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Keep slots at work until every trial has ended, one of them reports a failure, or we are interrupted."""
+        if self._settings.runner == "processes":
+            self._keep_slots(UnseenTrials())
+            return
+        from flows.sweeps.trial_tasks import run_as_flow
+
+        run_as_flow(self._spec, self._settings, self._listener, self._keep_slots, debug=self._debug)
+
+    def _keep_slots(self, trials: UnseenTrials) -> str:
+        """Keep slots at work until every trial has ended, one of them reports a failure, or we are interrupted.
+
+        Returns:
+            What of the failure, in one line; empty without one.
+        """
+        self._shown, self._has_worked = trials, True
+        self._open_run()
         missing = self._ledger.design.num_trials - sum(
             each.state in ("complete", "pruned", "failed") for each in self._ledger.trials()
         )
         self._listener({"event": "planned", "missing": missing})
         wanted = max(1, min(self._settings.parallel, missing))
-        slots = [_SlotProcess(number, self._orders(), self._ledger.folder) for number in range(wanted)]
+        self._slots = wanted
+        slots = [SlotProcess(number, self._orders(), self._ledger.folder) for number in range(wanted)]
         try:
-            with _selector(slots) as ready:
+            with listening(slots) as ready:
                 while any(slot.is_alive for slot in slots):
                     self._listen(ready)
                     if self._failure is not None:
@@ -182,14 +195,15 @@ class _Sweep:
                 slot.wait(max(deadline - time.monotonic(), 0.0))
                 self._take_lines(slot)
                 slot.output.close()
+        return "" if self._failure is None else first_line(self._failure)
 
     def _listen(self, ready: selectors.BaseSelector) -> None:
         for key, _ in ready.select(_POLL_S):
-            slot: _SlotProcess = key.data
+            slot: SlotProcess = key.data
             if not self._take_lines(slot):
                 ready.unregister(slot.output)
 
-    def _take_lines(self, slot: _SlotProcess) -> bool:
+    def _take_lines(self, slot: SlotProcess) -> bool:
         """Pass on what a slot wrote; False at its end."""
         data = slot.read()
         for line in slot.split(data):
@@ -197,16 +211,22 @@ class _Sweep:
                 event = json.loads(line)
                 if event.get("event") == "failed":
                     self._failure = self._failure or from_record(event["error"])
-                else:
-                    self._listener(event)
+                    self._shown.lose(slot, first_line(self._failure))
+                    continue
+                self._listener(event)
+                if event.get("event") == "began":
+                    self._shown.begin(slot, event)
+                elif event.get("event") == "ended":
+                    self._shown.end(slot, event)
         return bool(data)
 
-    def _look_after(self, slots: list[_SlotProcess], ready: selectors.BaseSelector) -> None:
+    def _look_after(self, slots: list[SlotProcess], ready: selectors.BaseSelector) -> None:
         """Start another slot for one that died without a word; its trial is claimed again."""
         for index, slot in enumerate(slots):
             if slot.is_alive or slot.process.poll() in (0, None) or slot.is_replaced:
                 continue
             slot.is_replaced = True
+            self._shown.lose(slot, f"Its process ended without a word (code {slot.process.poll()}).")
             self._deaths += 1
             if self._deaths > _DEATHS:
                 self._failure = InfrastructureError(
@@ -220,7 +240,7 @@ class _Sweep:
             )
             slot.wait(0.0)
             slot.output.close()
-            slots[index] = _SlotProcess(slot.number, self._orders(), self._ledger.folder)
+            slots[index] = SlotProcess(slot.number, self._orders(), self._ledger.folder)
             ready.register(slots[index].output, selectors.EVENT_READ, slots[index])
 
     def _orders(self) -> dict[str, Any]:
@@ -229,6 +249,8 @@ class _Sweep:
             "folder": str(self._ledger.folder),
             "token": None if self._run is None else self._run.handle.token,
             "debug": self._debug,
+            "slots": self._slots,
+            "waits": self._settings.runner != "processes",
         }
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
@@ -243,7 +265,7 @@ class _Sweep:
     def _open_run(self) -> None:
         """The parent of the trials' runs; a repeated command goes on with the same one."""
         settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
-        chosen = settings.model_dump(mode="json", exclude={"name", "parallel"}, exclude_none=True)
+        chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner", "limits"}, exclude_none=True)
         chosen["space"] = {key: json.dumps(each) for key, each in chosen["space"].items()}
         self._run = tracking.open_run(
             self._spec.tracking,
@@ -332,68 +354,3 @@ def best_spec(spec: PipelineSpec, result: SweepResult, number: int) -> str:
     reached = reached_text(result.objective, best.objective or ())
     head = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n"
     return head + dump_yaml(own.model_dump(mode="json", exclude_defaults=True))
-
-
-class _SlotProcess:
-    """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it."""
-
-    def __init__(self, number: int, orders: Mapping[str, Any], folder: Path) -> None:
-        self.number = number
-        self.log = folder / f"slot-{number + 1}.log"
-        self.is_replaced = False
-        self._partial = b""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.sweeps.trial_slot"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
-        assert self.process.stdout is not None  # noqa: S101 - likewise
-        self.output = self.process.stdout
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(f"{json.dumps(orders)}\n".encode())
-            self.process.stdin.flush()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        return self.process.poll() is None
-
-    def read(self) -> bytes:
-        """What it wrote since the last look; empty at its end."""
-        return b"" if self.output.closed else os.read(self.output.fileno(), 1 << 16)
-
-    def split(self, data: bytes) -> list[bytes]:
-        """The whole lines of it."""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return lines
-
-    def stop(self) -> None:
-        """Ask it to save what is at work, and to end."""
-        if self.is_alive:
-            self.process.send_signal(signal.SIGINT)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end; end it at once after that time, or when another interruption comes."""
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
-        finally:
-            if self.process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self.process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(5)
-            self.process.kill()
-            self.process.wait()
-
-
-@contextlib.contextmanager
-def _selector(slots: list[_SlotProcess]) -> Iterator[selectors.BaseSelector]:
-    with selectors.DefaultSelector() as ready:
-        for slot in slots:
-            ready.register(slot.output, selectors.EVENT_READ, slot)
-        yield ready

@@ -52,6 +52,7 @@ from trainer_lib.errors import (
     TrainflowError,
     from_exception,
 )
+from trainer_lib.launch.gpu_selection import SHARED_BY
 from trainer_lib.search.ledger import Claim, Ledger
 from trainer_lib.storage import Store
 
@@ -63,14 +64,20 @@ _log = logging.getLogger(__name__)
 
 
 class Slot:
-    """What one process needs to run trials of a sweep."""
+    """What one process needs to run trials of a sweep.
 
-    def __init__(self, orders: Mapping[str, Any]) -> None:
+    Args:
+        orders: what the owner has written to stdin.
+        may_begin: released by the owner once for each trial, if the orders say that the slot waits for it.
+    """
+
+    def __init__(self, orders: Mapping[str, Any], may_begin: threading.Semaphore | None = None) -> None:
         self._spec = parse_spec(orders["spec"])
         self._settings = sweep_of(self._spec)
         self._metric = pruning_metric(self._spec)
         self._token = orders.get("token")
         self._debug = bool(orders.get("debug"))
+        self._may_begin = may_begin if orders.get("waits") else None
         self._parent: str | None = None
         self._has_waited = False
         self._out = threading.Lock()
@@ -90,6 +97,8 @@ class Slot:
 
     def _run(self, claim: Claim) -> None:
         self.emit({"event": "began", "trial": claim.number, "values": claim.values, "resumed": claim.is_resumed})
+        if self._may_begin is not None:
+            self._may_begin.acquire()
         began = time.monotonic()
         tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), **self._parent_tag()}
         watch = _Watch(self, claim, self._metric)
@@ -229,15 +238,17 @@ def _steps(result: PipelineResult) -> int | None:
 
 def main() -> int:
     """Work as the orders on stdin say; returns the exit code."""
-    orders = json.loads(sys.stdin.buffer.readline())
+    orders = json.loads(_read_line())
+    os.environ[SHARED_BY] = str(orders["slots"])  # without it, the trials would take each other's cores
     quiet_environment()
-    threading.Thread(target=_end_with_owner, daemon=True).start()
+    may_begin = threading.Semaphore(0)
+    threading.Thread(target=_end_with_owner, args=(may_begin,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     slot: Slot | None = None
     try:
         with prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")):
-            slot = Slot(orders)
+            slot = Slot(orders, may_begin)
             slot.work()
     except (KeyboardInterrupt, Interrupted, Preempted):
         return Interrupted.exit_code
@@ -253,10 +264,17 @@ def main() -> int:
     return 0
 
 
-def _end_with_owner() -> None:
+def _read_line() -> bytes:
+    """The first line of stdin, and not a byte of what follows it."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        return stdin.readline()
+
+
+def _end_with_owner(may_begin: threading.Semaphore) -> None:
+    """End this process with its owner; each byte before that lets a trial begin."""
     # Not by `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
-    while os.read(0, 1024):
-        pass
+    while data := os.read(0, 1024):
+        may_begin.release(len(data))
     os._exit(Interrupted.exit_code)
 
 

@@ -103,7 +103,13 @@ class TrainFacts(StageFacts, stage="train"):
 
 @dataclass(frozen=True)
 class EvaluateFacts(StageFacts, stage="evaluate"):
-    """Nothing beyond the manifest's metrics."""
+    """How the manifest's metrics were measured.
+
+    Attributes:
+        confidence: the probability with which an interval holds its metric; None: metrics have no intervals.
+    """
+
+    confidence: float | None = None
 
 
 @dataclass(frozen=True)

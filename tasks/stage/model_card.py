@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tasks.configs import PublishConfig
@@ -12,11 +13,14 @@ from tasks.stage.goodput import Goodput
 from tasks.stage.keys import versions
 from tasks.stage.manifest import StageManifest
 from tasks.stage.model_lineage import MODEL, changed_arguments, describe_lineage
+from tasks.stage.outcome_tables import Outcome
 from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.card import Card
+from trainer_lib.hub.card_results import HardRows, Picture
+from trainer_lib.hub.outcome_pictures import as_file
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry
 
@@ -43,7 +47,8 @@ def describe_card(
     """
     data, model = inputs[0], inputs[1]
     base, _, base_revision = (config.base_model or "").partition("@")
-    columns = {} if trained is None else {key: kind for key, kind in trained.columns.items() if key != "row_id"}
+    given = {} if trained is None else trained.info.get("new_columns") or trained.columns
+    columns = {key: kind for key, kind in given.items() if key != "row_id"}
     loader = _loader(model)
     return Card(
         title=config.title or name,
@@ -69,7 +74,50 @@ def describe_card(
         columns={key: kind for key, kind in columns.items() if key not in LABELS},
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=files,
+        confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
     )
+
+
+def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:
+    """The card with the pictures of what the model gets right and wrong.
+
+    Args:
+        hardest_rows: how many of the rows that the model gets most wrong it shows, with their labels.
+    """
+    pictures = [picture for outcome in outcomes for picture in _pictures(outcome)]
+    return replace(card, pictures=pictures, hardest=list(_hardest(outcomes, hardest_rows)))
+
+
+def draw_files(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
+    """The pictures that the card shows: path beside the card -> content."""
+    return {
+        _picture_path(name, outcome): as_file(drawing)
+        for outcome in outcomes
+        for name, drawing in outcome.drawings().items()
+    }
+
+
+def _pictures(outcome: Outcome) -> Iterator[Picture]:
+    titles = {"confusion": "Confusion matrix", "reliability": "Reliability", "residuals": "Residuals"}
+    notes = {
+        "confusion": "Rows are the true classes, columns the predicted ones.",
+        "reliability": "How often a prediction is right, by how sure the model is of it. Calibrated is the diagonal.",
+        "residuals": "Larger points have more rows.",
+    }
+    for name in outcome.drawings():
+        note = " ".join(filter(None, [notes[name], outcome.describe_residuals()]))
+        yield Picture(_picture_path(name, outcome), f"{titles[name]} of {outcome.split}", note)
+
+
+def _picture_path(name: str, outcome: Outcome) -> str:
+    return f"evaluation/plots/{name}-{outcome.split}.svg"
+
+
+def _hardest(outcomes: Sequence[Outcome], most: int) -> Iterator[HardRows]:
+    for outcome in outcomes if most else ():
+        columns, rows = outcome.hardest()
+        if rows:
+            yield HardRows(outcome.split, columns, rows[:most])
 
 
 def _facts(model: StageManifest[TrainFacts]) -> dict[str, Any]:

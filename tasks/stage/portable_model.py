@@ -56,6 +56,7 @@ def describe_model(
     columns: dict[str, str] = {}
     for split in data.facts.splits.values():  # splits may have columns of their own, such as labels
         columns |= split.columns
+    columns |= data.facts.info.get("new_columns") or {}
     description = ModelDescription(
         name=context.name,
         recipe=closure.name_of(recipe),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PREPARE = ("prepare", "list_sources", "prepare_shard")
 MODEL = ("build_model", "collate", "compute_loss_func", "callbacks", "Trainer")
 METRICS = ("compute_metrics", "metric_sums", "metrics_from_sums", "preprocess_logits_for_metrics")
-EVALUATE = (*MODEL, *METRICS, "after_evaluate")
+EVALUATE = (*MODEL, *METRICS, "outcome_pairs", "after_evaluate")
 PREDICT = (*MODEL, "preprocess_logits_for_metrics", "prediction_columns")
 
 # By these a callback or a Trainer of the recipe sees metrics, or evaluates by itself.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from tasks.configs import LaunchSettings, StageSettings
+from tasks.runner_settings import RunnerSettings
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.declared_paths import path_options
@@ -67,8 +68,10 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
         )
 
 
-def launch_shared(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> None:
-    """Carry a request out in workers that share its parts: one that is lost ends no other.
+def launch_shared(
+    request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+) -> tuple[R, ...]:
+    """Carry a request out in workers that share its parts, and return their answers: one that is lost ends no other.
 
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
@@ -76,7 +79,7 @@ def launch_shared(request: Request[R], settings: LaunchSettings, context: StageC
     tracking = context.tracking if request.tracking else None
     use_cpu = request.use_cpu or not request.uses_devices
     with in_words_of_spec(request.verb):
-        launch_workers(
+        done = launch_workers(
             request,
             apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu),
             env=tracking.worker_env() if tracking is not None else {},
@@ -84,6 +87,28 @@ def launch_shared(request: Request[R], settings: LaunchSettings, context: StageC
             on_event=attempt.progress.event,
             should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
             what=f"{context.run_name or context.name}, {request.verb}",
+        )
+    return done.answers
+
+
+def launch_on_cluster(
+    request: Request[R], runner: RunnerSettings, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+) -> None:
+    """Carry a request out in workers of a cluster that share its parts; each is started as the settings say.
+
+    Raises:
+        TrainflowError: as `launch_shared`.
+    """
+    from tasks.runners.mapped_launch import launch_mapped  # Prefect, which planning does without
+
+    with in_words_of_spec(request.verb):
+        launch_mapped(
+            request,
+            runner,
+            settings,
+            on_line=attempt.progress.line,
+            on_event=attempt.progress.event,
+            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
         )
 
 

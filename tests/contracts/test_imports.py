@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import pytest
 
@@ -49,6 +50,9 @@ MODULES = {
     "tasks.stage.runner": HEAVY | ENGINES,
 }
 
+#: Modules that only an extra makes importable, with the package that shows whether it is installed.
+OF_EXTRAS = {"tasks.runners.dask_tasks": "prefect_dask", "tasks.runners.ray_tasks": "prefect_ray"}
+
 PROGRAM = """
 import importlib, json, sys
 for name in json.loads(sys.argv[1]):
@@ -68,6 +72,8 @@ def _packages_after_importing(names: Iterable[str]) -> set[str]:
 def test_no_module_of_a_package_imports_what_the_package_leaves_out(package: str) -> None:
     modules = repository.modules(package)
     assert package in modules
+    assert {name for name in OF_EXTRAS if name.startswith(f"{package}.")} <= set(modules)
+    modules = [name for name in modules if name not in OF_EXTRAS or find_spec(OF_EXTRAS[name])]
     assert not _packages_after_importing(modules) & PACKAGES[package]
 
 

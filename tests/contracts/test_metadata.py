@@ -69,7 +69,7 @@ def test_documented_make_targets_exist() -> None:
 
 def test_every_field_of_a_spec_is_documented() -> None:
     from flows.spec.spec import PipelineSpec
-    from tasks import configs, notify_settings, sweep_settings
+    from tasks import configs, notify_settings, runner_settings, sweep_settings
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     settings = (configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig)
@@ -77,6 +77,7 @@ def test_every_field_of_a_spec_is_documented() -> None:
         PipelineSpec,
         *settings,
         configs.PreemptionSettings,
+        runner_settings.RunnerSettings,
         configs.PublishConfig,
         configs.TrackingConfig,
         configs.RegisterConfig,

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.support.chaos_services import free_port
 from tests.support.distributed import RemoteFailure, run_distributed
 from trainer_lib import distributed
 from trainer_lib.errors import ConfigError, DataError
@@ -59,6 +60,24 @@ def test_messages_have_a_group_of_their_own_where_the_callers_does_not_serve_the
     zero, one = run_distributed(within_a_group_of_devices_alone, 2)
     assert (zero["ints"], one["ints"]) == ([2, 1], [2, 1])
     assert zero["gathered"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}]
+
+
+def several_groups(port: int | None) -> list[object]:
+    if port is not None:  # without torchrun: the first rank is the host
+        os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
+    found: list[object] = []
+    for number in range(3):
+        comm = distributed.init(Settings())
+        found.append(comm.sum_ints([number + comm.rank]))
+        distributed.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("is_torchruns", [True, False])
+def test_a_group_may_follow_one_that_was_ended(is_torchruns: bool) -> None:
+    """The ranks of a second group found the addresses of the first, and waited for ever."""
+    port = None if is_torchruns else free_port()
+    assert run_distributed(several_groups, 2, port, timeout_s=30.0) == [[[1], [3], [5]]] * 2
 
 
 def one_fails() -> str:

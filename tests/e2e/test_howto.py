@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,16 @@ from trainer_lib.yaml_text import dump_yaml, parse_yaml
 pytestmark = pytest.mark.timeout(900)
 WINE = "trainflow init wine --quiet && mv wine/* ."
 RUN = "trainflow run --quiet"
+# A run of some minutes, whose command is killed once it has saved something.
+KILLED = """
+trainflow run --quiet train.args.max_steps=600 train.args.save_strategy=steps train.args.save_steps=3 &
+command=$!
+until ls .trainflow/stages/train/*/checkpoints/*/COMMIT.json > found 2> missing; do
+  kill -0 $command
+  sleep 0.1
+done
+kill -9 $command
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,7 @@ class Page:
         then: what its reader does once the settings of the page are in the spec.
         read_as: text of the page -> what stands for it here.
         left_out: the beginning of a command -> why it is not run.
+        together: beginnings of commands that are started at the same time, as on several machines.
         refused: the beginning of a command that says no here, which is an answer (exit code 2).
     """
 
@@ -38,6 +51,7 @@ class Page:
     then: tuple[str, ...] = ()
     read_as: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    together: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
 
@@ -45,10 +59,15 @@ PAGES = {
     "csv": Page(before=()),
     "debug": Page(before=(WINE, RUN, f"{RUN} train.args.seed=4"), read_as={"compare RUN last": "compare wine-1 last"}),
     "gpus": Page(),
-    # This machine may have two cores only.
+    # Both machines are this one, and the data has few rows.
     "machines": Page(
-        read_as={"processes: 4": "processes: 2"},
-        left_out={"trainflow ": "It takes two machines: tests/distributed/test_nodes.py."},
+        read_as={
+            "join 10.0.0.1:29500": "join 127.0.0.1:{port} --processes 1",
+            "10.0.0.1:29500": "127.0.0.1:{port}",
+            "global_batch_size: 256": "global_batch_size: 16",
+            "processes: 4": "processes: 1",
+        },
+        together=("trainflow run", "trainflow join"),
     ),
     "own-data": Page(before=(), read_as={"def prepare(": "def build_model(options, data): ...\n\n\ndef prepare("}),
     "own-model": Page(),
@@ -61,7 +80,7 @@ PAGES = {
         left_out={"mlflow models serve": "It serves until it is ended: tests/services/test_mlflow_models.py."},
         refused=("trainflow promote", "trainflow rollback"),  # the second model is not better, and there was no other
     ),
-    "resume": Page(before=(WINE, RUN), left_out={"trainflow resume": "The tutorial does it: test_tutorial.py."}),
+    "resume": Page(before=(WINE, KILLED)),
     "s3": Page(
         read_as={"s3://bucket/project": "{s3}/project"},
         left_out={"pip install": "It is installed."},
@@ -70,7 +89,10 @@ PAGES = {
     "schedule": Page(),
     "tune": Page(
         read_as={"compare RUN RUN": "compare wine-1 last"},
-        left_out={"python - <<'END'\nbest = trainer": "A fragment of a script: tests/unit/search."},
+        left_out={
+            "python - <<'END'\nbest = trainer": "A fragment of a script: tests/unit/search.",
+            "python - <<'END'\nfrom ray": "A fragment that takes the extra ray: tests/services/test_ray_tune.py.",
+        },
     ),
 }
 
@@ -85,7 +107,8 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path, s3_url: str) -> Non
     project = Project(tmp_path / "project")
     for command in page.before:
         project.run(command)
-    found = [read(block, page, s3_url) for block in blocks(f"howto/{name}.md")]
+    places = {"{s3}": s3_url, "{port}": str(free_port())}
+    found = [read(block, page, places) for block in blocks(f"howto/{name}.md")]
     for block in found:
         project.take(block)
     commands = [command for block in found for command in typed(block)]
@@ -93,15 +116,20 @@ def test_a_page_does_what_it_says(name: str, tmp_path: Path, s3_url: str) -> Non
         project.run("trainflow why")  # the settings of the page are understood
     for command in page.then:
         project.run(command)
+    commands = [each for each in commands if not any(each.startswith(beginning) for beginning in page.left_out)]
+    together = [command for command in commands if page.together and command.startswith(page.together)]
+    if together:
+        with ThreadPoolExecutor(len(together)) as machines:
+            list(machines.map(project.run, together))
     for command in commands:
-        if not any(command.startswith(beginning) for beginning in page.left_out):
+        if command not in together:
             project.run(command, codes=(0, 2) if command.startswith(page.refused or ("\n",)) else (0,))
 
 
 def test_what_stands_for_something_else_is_there() -> None:
     for name, page in PAGES.items():
         text = "".join(block.text for block in blocks(f"howto/{name}.md"))
-        assert [old for old in (*page.read_as, *page.refused) if old not in text] == []
+        assert [old for old in (*page.read_as, *page.refused, *page.together) if old not in text] == []
 
 
 def typed(block: Block) -> list[str]:
@@ -112,11 +140,20 @@ def typed(block: Block) -> list[str]:
     return [f"python - <<'END'\n{block.text}END"] if is_program else []
 
 
-def read(block: Block, page: Page, s3_url: str) -> Block:
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def read(block: Block, page: Page, places: Mapping[str, str]) -> Block:
     """The block as it is done here."""
     text = block.text
     for old, new in page.read_as.items():
-        text = text.replace(old, new.replace("{s3}", s3_url))
+        for place, here in places.items():
+            new = new.replace(place, here)
+        text = text.replace(old, new)
     return replace(block, text=text)
 
 

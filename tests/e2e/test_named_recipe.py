@@ -81,6 +81,17 @@ QUICK: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             "train.args.max_steps=80",
         ),
     ),
+    "preferences/sentences.yaml": (
+        "test_accuracy_over_length_low",
+        {"prompt": "Return a list of", "chosen": " the names of all files.", "rejected": " files of all names the."},
+        (
+            "prepare.options.split={validation: 0, test: 0.3}",
+            "prepare.options.vocabulary=1000",
+            "prepare.options.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1}",
+            "train.args.learning_rate=1.0e-2",
+            "train.args.max_steps=150",
+        ),
+    ),
 }
 """Example -> the metric of its gate, a new row, and what makes it small."""
 NEW_RECIPES = tuple(each for each in QUICK if not each.startswith("token"))
@@ -96,6 +107,9 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
     split, _, name = gate.partition("_")
     assert json.loads(metrics.read_text())[split][name] > 0
     [published] = (tmp_path / "store" / "hub").glob("*/revisions/*/model.safetensors")
+    card = (published.parent / "README.md").read_text()
+    assert " | without a model | margin |" in card or "language" in example  # its margin is in nats, per token
+    assert all((published.parent / link).exists() for link in re.findall(r"!\[.*?\]\((.*?)\)", card))
     assert {"prediction", "embedding"} & set(_predict(published.parent, new, tmp_path))
 
 
@@ -123,6 +137,10 @@ def test_a_language_model_by_name_survives_kills(tmp_path: Path) -> None:
     assert measured["nats_below_unigram_low"] > 0
     [data] = (tmp_path / "alone" / "stages" / "prepare-data").glob("*/data.json")
     assert '"tokens_lost": 0' in re.sub(r"\s+", " ", data.read_text())
+    [run] = (tmp_path / "alone" / "runs").iterdir()
+    found = _predict(run, {"text": "def main():", "new_tokens": 5}, tmp_path)
+    assert found["perplexity"] > 1
+    assert isinstance(found["continuation"], str)
     pipeline = Pipeline(str(SPEC), tmp_path / "killed", SMALL, tmp_path / "killed.log")
     pipeline.take_prepared_data(left_alone)
     kill = kill_in_turn(pipeline, {"worker": 12, "flow": 30})

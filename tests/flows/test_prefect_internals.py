@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import logging
+import threading
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import pytest
 from packaging.requirements import Requirement
 
+from tasks.prefect_internals import send_little
 from tests.support import repository
 from tests.support.repository import relative, sources, tree
 
@@ -67,3 +72,35 @@ def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     assert issubclass(APILogHandler, logging.Handler)
     assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
     assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}
+
+
+def test_tasks_on_other_machines_get_the_flow_runs_id_and_the_api_and_nothing_else(
+    prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow, task
+    from prefect.cache_policies import NO_CACHE
+    from prefect.context import FlowRunContext, serialize_context
+    from prefect.settings import PREFECT_SERVER_DATABASE_PASSWORD, temporary_settings
+
+    @task(cache_policy=NO_CACHE)
+    def stage(lock: Any) -> Any:
+        running = FlowRunContext.get()
+        assert running is not None
+        assert running.flow_run is not None
+        return send_little(serialize_context), str(running.flow_run.id)
+
+    @flow
+    def whole(note: str) -> Any:
+        return stage(threading.Lock())  # which cannot be pickled
+
+    pickle = importlib.import_module("cloudpickle").dumps
+    with temporary_settings({PREFECT_SERVER_DATABASE_PASSWORD: "of-the-database"}):
+        answer: Any = whole
+        sent, run_id = answer("from-the-spec")
+    data = pickle(sent)
+    assert str(sent["flow_run_context"]["flow_run"]["id"]) == run_id
+    assert sent["task_run_context"] == {}
+    assert list(sent["settings_context"]["settings"]) == ["api"]
+    assert sent["settings_context"]["settings"]["api"]["url"] == prefect_server
+    assert b"from-the-spec" not in data
+    assert b"of-the-database" not in data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from huggingface_hub import ModelCard, snapshot_download
 
 from tasks.configs import PublishConfig
 from tasks.push_to_hub import push_to_hub
-from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, stage_key
 from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 from tests.support.hub_server import HubServer
@@ -91,6 +92,44 @@ def test_the_card_tells_metrics_data_arguments_and_lineage(storage: str) -> None
     }
     for part in ("`learning_rate` | 0.002", "1,437", "12,345", hashlib.sha256(WEIGHTS).hexdigest()):
         assert part in text
+
+
+def _outcomes(storage: str) -> dict[str, Any]:
+    """Inputs whose evaluation has kept what the model got right and wrong of the split test."""
+    kept = {
+        "kind": "classes",
+        "matrix": [[7, 1], [0, 12]],
+        "reliability": [[0.9, 0.95, 20]],
+        "samples": [],
+        "hardest": [[4711, 0, 1, 3.25], [17, 0, 0, 0.5]],
+    }
+    files = {"outcomes/test.json": json.dumps(kept).encode(), "metrics.json": b"{}"}
+    metrics = {"test": {"accuracy": 0.95, "accuracy_low": 0.9, "accuracy_high": 1.0}}
+    facts = EvaluateFacts(confidence=0.9)
+    evaluation = _stage(storage, "evaluate", {"m": 1}, files, metrics=metrics, facts=facts)
+    return {**_inputs(storage), "evaluation": evaluation}
+
+
+def test_pictures_lie_where_the_cards_link_to_and_rows_stay_on_the_storage(storage: str) -> None:
+    published = Path(_push(storage, PublishConfig(), _outcomes(storage)).facts.published_url)
+    for folder in (published, published.parent.parent):  # the revision, and the card above all revisions
+        card = (folder / "README.md").read_text()
+        links = re.findall(r"!\[.*?\]\((.*?)\)", card)
+        assert [link.rpartition("/")[2] for link in links] == ["confusion-test.svg", "reliability-test.svg"]
+        assert all((folder / link).read_bytes().startswith(b"<svg ") for link in links)
+        assert "| accuracy | 0.95 (0.9 to 1) |" in card
+        assert "with a probability of 0.9" in card
+        assert "4711" not in card
+    assert not list(published.rglob("outcomes"))
+
+
+def test_the_hardest_rows_are_in_the_card_of_who_asks_for_them(storage: str) -> None:
+    inputs = _outcomes(storage)
+    _push(storage, PublishConfig(), inputs)
+    card = (Path(_push(storage, PublishConfig(hardest_rows=1), inputs).facts.published_url) / "README.md").read_text()
+    assert "| row_id | label | prediction | nats |" in card
+    assert "| 4,711 | 0 | 1 | 3.25 |" in card
+    assert "| 17 |" not in card
 
 
 def test_a_second_run_is_a_hit_and_publishes_nothing(storage: str) -> None:

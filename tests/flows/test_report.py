@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from flows.charts import MAX_POINTS, draw_charts
-from flows.outcome_tables import Outcome
 from flows.plan_record import Comparison
 from flows.report import render_report
-from flows.report_facts import HardestRows, ReportFacts, tables_of_classes
+from flows.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
+from tasks.stage.outcome_tables import Outcome
 from tests.support.repository import ROOT
 
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -172,6 +172,35 @@ def test_confusion_and_calibration_are_tables_of_each_split() -> None:
     assert "price" not in page.words
     many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(each) for each in range(21)])
     assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
+
+
+def test_calibration_and_residuals_are_drawn() -> None:
+    found = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
+    numbers = {"kind": "numbers", "measured": [1.0, 2.0, 3.0], "predicted": [1.5, 2.0, 2.0]}
+    outcomes = [Outcome("test", found, ["no", "yes"]), Outcome("price <b>", numbers, [])]
+    drawn = list(draw_residuals(outcomes))
+    html = render_report(
+        _result(), facts=ReportFacts([], [], "", [], [], **tables_of_classes(outcomes), residuals=drawn)
+    )
+    page = Page(html)
+    assert 'aria-label="Reliability diagram of test"' in html
+    assert 'aria-label="Residuals of price &lt;b&gt;"' in html
+    assert "predicted - measured" in page.words
+    assert "Half of the predictions are off by at most 0.5, nine of ten by at most 1." in page.words
+    assert page.loads == []
+    drawing = html[html.index("<svg") : html.rindex("</svg>")]
+    assert "var(--series-1)" in drawing
+    assert "#" not in drawing
+    broken = [Outcome("test", {"kind": "numbers", "measured": "x"}, [])]
+    assert list(draw_residuals(broken)) == []
+
+
+def test_a_metric_has_its_interval_beside_it() -> None:
+    result = _result()
+    evaluation = next(each for each in result["stages"] if each["stage"] == "evaluate")
+    evaluation["manifest"]["metrics"] = {"test": {"f1": 0.9, "f1_low": 0.8, "f1_high": 0.95, "spread_low": 3}}
+    words = Page(render_report(result)).words
+    assert "f1 0.9 (0.8 to 0.95) spread_low 3" in words
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

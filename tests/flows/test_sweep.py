@@ -13,6 +13,7 @@ from tests.support import toy
 from tests.support.command import trainflow as command
 from tests.support.sweeps import SLOW_RECIPE, sweep_project
 from trainer_lib.errors import ConfigError
+from trainer_lib.launch.gpu_selection import num_cores
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
 
@@ -114,3 +115,14 @@ def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path
     corrected = trainflow.Spec.load(tmp_path / "pipeline.yaml", "sweep.objective=train_loss", "sweep.trials=1")
     assert list(corrected.sweep(progress=False).trials["state"]) == ["complete"]
     assert len(list((tmp_path / "store" / "stages" / "train").iterdir())) == 1
+
+
+def test_slots_share_the_cores(tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = toy.RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
+        "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
+    )
+    words = ("sweep.objective=test_threads", "sweep.trials=2", "sweep.parallel=2", "evaluate.launch.processes=1")
+    sweep = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words).sweep(progress=False)
+    assert list(sweep.trials["test_threads"]) == [max(1, num_cores() // 2)] * 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,20 +19,22 @@ KILLS = 2
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runner", ["processes", "prefect"])
+def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path: Path, runner: str) -> None:
+    slots = ("sweep.parallel=2", f"sweep.runner={runner}")
     spec = sweep_project(tmp_path / "project", recipe=SLOW_RECIPE)
     storage = tmp_path / "project" / "store"
     with engine(tmp_path / "prefect") as env:
         for kill in range(KILLS):
             there = checkpoints(storage)
-            with running("sweep", spec, "sweep.parallel=2", log=tmp_path / f"{kill}.log", env=env) as command:
+            with running("sweep", spec, *slots, log=tmp_path / f"{kill}.log", env=env) as command:
                 deadline = time.monotonic() + 120
                 while checkpoints(storage) == there:
                     assert command.process.poll() is None, command.output
                     assert time.monotonic() < deadline, command.output
                     time.sleep(0.05)
                 command.process.kill()
-        done = trainflow("sweep", spec, "sweep.parallel=2", "--json", env=env)
+        done = trainflow("sweep", spec, *slots, "--json", env=env)
         assert done.code == 0, done.out + done.err
         result = json.loads(done.out)
         assert [trial["state"] for trial in result["trials"]] == ["complete"] * 4
@@ -57,3 +62,25 @@ def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path: Path) -> None
         assert [reached] == result["trials"][best]["objective"]
         unchanged = trainflow("sweep", spec, "--json", env=env)
         assert json.loads(unchanged.out)["trials"] == result["trials"], "nothing is left to do"
+        if runner == "prefect":
+            # What a killed command's workers still save may have the next one killed before it is in Prefect.
+            *killed, last = _ends_in_prefect(env)
+            assert (set(killed), last) == ({"Crashed"}, "Completed")
+
+
+def _ends_in_prefect(env: dict[str, str]) -> list[str]:
+    """The states of the sweep's flow runs, by their age."""
+    program = (
+        "from flows.server.api import prefect_api, quiet_environment\n"
+        "quiet_environment()\n"
+        "with prefect_api():\n"
+        "    from prefect.client.orchestration import get_client\n"
+        "    from prefect.client.schemas.filters import FlowFilter\n"
+        "    flow = FlowFilter.model_validate({'name': {'any_': ['sweep']}})\n"
+        "    with get_client(sync_client=True) as client:\n"
+        "        runs = client.read_flow_runs(flow_filter=flow)\n"
+        "    print(*(run.state.name for run in sorted(runs, key=lambda run: run.start_time)))\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, check=True)
+    return done.stdout.split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -205,7 +206,7 @@ def test_a_launch_goes_on_without_its_parent(guard_too: bool, tmp_path: Path) ->
             guard.kill()
         (tmp_path / "go").touch()
 
-    warm.expect([ONE, ONE])
+    warm.expect({"prepare": ONE, "train": ONE})
     if guard_too:
         with pytest.raises(InfrastructureError, match=r"The guard process was killed by SIGKILL \(9\)"):
             start(tmp_path, waits + ROWS, on_line=on_line)
@@ -222,13 +223,17 @@ def test_a_launch_ends_while_its_parent_is_stopped(tmp_path: Path) -> None:
         parent.suspend()
         (tmp_path / "go").touch()
 
-    warm.expect([ONE, ONE])
+    warm.expect({"prepare": ONE, "train": ONE})
     assert start(tmp_path, waits + ROWS, on_line=on_line).splits["train"].rows == 1
     assert [parent.status() != psutil.STATUS_STOPPED for parent in parents()] == [True]
 
 
 @pytest.mark.parametrize(("written", "code"), [(0, 0), (7, 7), (-15, 143), (None, -9)])
-def test_a_guard_that_has_ended_needs_no_answer_of_its_parent(written: int | None, code: int, tmp_path: Path) -> None:
+def test_a_guard_that_has_ended_needs_no_answer_of_its_parent(
+    written: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the guard wrote is not waited for: its parent may be importing something.
+    monkeypatch.setattr(warm, "ANSWER_S", 0.1 if written is None else 300.0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (control, stdin), (stdout, output) = os.pipe(), os.pipe()
     parent = subprocess.Popen(["sleep", "60"])
@@ -262,7 +267,7 @@ def test_what_is_read_at_the_start_takes_another_parent(variable: str) -> None:
 
 
 def test_a_single_launch_of_one_process_starts_no_parent(tmp_path: Path) -> None:
-    warm.expect([ONE])
+    warm.expect({"prepare": ONE})
     start(tmp_path)
     assert parents() == []
 
@@ -285,16 +290,43 @@ def test_it_ends_when_idle_and_with_its_owner(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(warm_parent, "IDLE_S", 0.01)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        warm_parent.WarmParent(theirs).serve()
+        warm_parent.WarmParent(theirs, []).serve()
         monkeypatch.setattr(warm_parent, "IDLE_S", 1000.0)
         ours.close()
-        warm_parent.WarmParent(theirs).serve()
+        warm_parent.WarmParent(theirs, []).serve()
+
+
+def test_what_an_announced_verb_takes_is_loaded_after_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm.expect({"prepare-data": ONE, "train": ONE})
+    [parent] = warm._parents._living.values()
+    assert "prepare-data,train" in parent.process.args  # type: ignore[operator]  # a list here
+    loaded: list[list[str]] = []
+    launches = iter([True, False])
+
+    def load(modules: list[str]) -> bool:
+        loaded.append(list(modules))
+        return True
+
+    monkeypatch.setattr(warm_parent, "_load", load)
+    monkeypatch.setattr(warm_parent.WarmParent, "_take_launch", lambda self: next(launches))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(b"launch")
+        warm_parent.WarmParent(theirs, ["prepare-data", "train"]).serve()
+    assert loaded == [list(warm_parent.LATER["train"])]
+
+
+def test_a_parent_that_still_imports_does_not_hold_up_its_owners_end() -> None:
+    warm.expect({"prepare-data": ONE, "train": ONE})
+    [parent] = warm._parents._living.values()
+    warm.close()
+    assert parent.process.returncode == -signal.SIGKILL
 
 
 def test_an_owner_that_is_killed_takes_its_idle_parent_along(tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom trainer_lib.launch import LaunchConfig, warm\n"
-        "warm.expect([LaunchConfig(kind='process', processes=1)] * 2)\n"
+        "warm.expect(dict.fromkeys(('prepare', 'train'), LaunchConfig(kind='process', processes=1)))\n"
         "print('up', flush=True)\ntime.sleep(300)"
     )
     owner = psutil.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -127,7 +127,8 @@ def _start(
             child.start()
             theirs.close()
             children[ours] = (rank, child)
-        return _collect(children, time.monotonic() + timeout_s)
+        # A child shows its stack at its own limit, before this one.
+        return _collect(children, time.monotonic() + timeout_s + GRACE_S)
     finally:
         for connection, (_, child) in children.items():
             connection.close()
@@ -196,7 +197,7 @@ def _child(
     multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
     os.environ.update(env)
-    faulthandler.dump_traceback_later(timeout_s + GRACE_S, exit=True)
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
 
     def call() -> Any:
         import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tests.support.toy import RECIPE
 from trainer_lib.model_folder import loaded as loaded_models
@@ -12,7 +13,7 @@ from trainer_lib.model_folder.description import FILE, ModelDescription
 from trainer_lib.storage import FileEntry
 
 
-def publish_line(folder: Path, *, slope: float = 2.0, recipe: str = RECIPE) -> str:
+def publish_line(folder: Path, *, slope: float = 2.0, recipe: str = RECIPE, info: dict[str, Any] | None = None) -> str:
     """Write the model of the toy project, y = slope · x, into `folder`; return the SHA-256 of its code."""
     import torch
     from safetensors.torch import save
@@ -32,6 +33,7 @@ def publish_line(folder: Path, *, slope: float = 2.0, recipe: str = RECIPE) -> s
         code=(code,),
         weights=(weights,),
         args={"use_cpu": True, "per_device_eval_batch_size": 8},
+        info=info or {},
         rows={"train": 64, "test": 16},
         columns={"row_id": "int64", "x": "float64[*]", "labels": "float64[*]"},
     )

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from trainer_lib import in_flight
+from trainer_lib import distributed, in_flight
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +44,22 @@ def test_large_tensors_are_not_kept_alive_and_small_ones_only_the_newest() -> No
         in_flight.remember(torch.zeros(1))
     assert len(in_flight._recent) == 64
     assert in_flight.wait_until_released(5)
+
+
+def test_the_group_ends_after_the_threads_have_dropped_what_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.form_alone(torch.device("cpu"))
+    held = [in_flight.remember(torch.zeros(1))]
+    held_at_the_end: list[int] = []
+    end = dist.destroy_process_group
+
+    def note_and_end() -> None:
+        held_at_the_end.append(len(held))
+        end()
+
+    monkeypatch.setattr(dist, "destroy_process_group", note_and_end)
+    dropped = threading.Timer(0.2, held.clear)
+    dropped.start()
+    distributed.shutdown()
+    assert held_at_the_end == [0]
+    assert not dist.is_initialized()
+    dropped.join()

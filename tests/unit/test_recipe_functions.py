@@ -69,6 +69,16 @@ def test_prepare_returns_splits_of_rows(tmp_path: Path, body: str, why: str) -> 
             lambda one: one.prediction_columns(np.zeros(2), NO_DATA),
             "must return one value per row for 'p', and returned an int",
         ),
+        (
+            "def outcome_pairs(p): return {'labels': [1]}",
+            lambda one: one.outcome_pairs(None, NO_DATA),
+            "must return predictions and labels by name, and returned a dict",
+        ),
+        (
+            "def outcome_pairs(p, data): return {'labels': [1], 'predictions': [1, 2]}",
+            lambda one: one.outcome_pairs(None, NO_DATA),
+            "outcome_pairs() returned arrays of different lengths",
+        ),
         ("class Trainer: pass", lambda one: one.trainer_class(dict), "class Trainer does not derive from"),
     ],
 )

@@ -191,7 +191,7 @@ OLD_NAMES: Mapping[str, OldName] = {
     "use_ipex": OldName("", (False, True), way_out="torch itself has Intel's optimisations.", read=lambda args: False),
     "xpu_backend": _renamed("ddp_backend", None),
     "tpu_num_cores": _refused("The launcher decides how many processes there are.", None),
-    "ray_scope": _refused("hyperparameter_search uses Optuna, whose pruner decides which trials go on.", "last"),
+    "ray_scope": _refused("hyperparameter_search compares trials by what they reported last.", "last"),
 }
 
 

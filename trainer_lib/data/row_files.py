@@ -55,6 +55,7 @@ class RowReader:
         id_column: column with the ids of the rows; None: `row_id`, or `id`, where the first row has it; else rows are
             numbered from 0 over all files.
         ignored: columns that are left out.
+        constants: columns that every row gets, with their values; no file has them.
 
     Attributes:
         position: rows read so far.
@@ -67,8 +68,10 @@ class RowReader:
         *,
         id_column: str | None = None,
         ignored: Sequence[str] = (),
+        constants: Mapping[str, Any] | None = None,
     ) -> None:
         self.position = 0
+        self._constants = dict(constants or {})
         self._columns = columns
         self._arrays = [name for name, column in columns.items() if column.kind == "array"]
         self._ignored = frozenset(ignored)
@@ -187,6 +190,10 @@ class RowReader:
         for name in self._arrays:
             if isinstance(value := values.get(name), list):
                 values[name] = _in_shape(value, self._columns[name].shape)
+        for name, value in self._constants.items():
+            if name in values:
+                raise refuse_row(name_place(opened.file, number, line), name, "the row has a value of its own")
+            values[name] = value
         return Row(row_id, values, opened.file, number, line)
 
     def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:

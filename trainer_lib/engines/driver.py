@@ -103,14 +103,15 @@ class Driver:
                 self._reports.take(line)
             if self._reports.result is not None or not isinstance(state, Alive):
                 return state if self._reports.result is not None else self._last_lines(state)
-            self._say(state)
+            goes_on = self._say(state)
             if self._is_overdue():
                 self._engine.end(now=True)
             if self._stopped:
                 if self._engine.outlives_driver and not self._run_dir.was_cancelled():
                     return None
                 self._end()
-            time.sleep(POLL_S)
+            if not goes_on:  # else the next thing to do may be due already
+                time.sleep(POLL_S)
 
     def _end(self) -> None:
         """Ask the workers to save, once, and end everything when they have not within the grace time."""
@@ -141,10 +142,13 @@ class Driver:
     def _is_concluded(self) -> bool:
         return self._reports.result is not None or self._reports.failure is not None
 
-    def _say(self, state: Alive) -> None:
-        if state.doing != self._doing:
-            self._doing = state.doing
-            self._reports.event({"t": time.time(), "event": "wait", "message": state.doing})
+    def _say(self, state: Alive) -> bool:
+        """Report what the machines do. Returns whether it is something else than before."""
+        if state.doing == self._doing:
+            return False
+        self._doing = state.doing
+        self._reports.event({"t": time.time(), "event": "wait", "message": state.doing})
+        return True
 
     def _failure(self, state: State) -> TrainflowError | None:
         if self._reports.result is not None:

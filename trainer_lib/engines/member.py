@@ -7,7 +7,8 @@ a line, and the engine brings the lines of the leading member to the driver::
     {"line": …} {"event": …}     what the workers print and report
     {"result": …} {"failure": …} how it ended
 
-SIGTERM and SIGUSR2, which clusters send before they take a machine back, have the workers save and end.
+SIGTERM and SIGUSR2, which clusters send before they take a machine back, have the workers save and end. With
+``--guarded`` a SIGTERM also comes from the kernel, when the guard of the member is gone: nothing goes on then.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trainer_lib import guard
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
 from trainer_lib.launch import follow, launch
@@ -42,9 +44,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine, under which the others find it")
     parser.add_argument("--nodes", required=True, help="machines that take part, or a range")
     parser.add_argument("--address", type=Path, required=True, help="file with the leading machine's address")
+    parser.add_argument("--guarded", action="store_true", help="a guard has started it: nothing goes on without it")
     given = parser.parse_args(argv)
+    parent = os.getppid() if given.guarded else None
     for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda *_: _stopped.set())
+        signal.signal(number, lambda *_: _stop(parent))
     _keep_points_here()
     try:
         part = _lead if given.part == "lead" else _follow
@@ -54,6 +58,15 @@ def main(argv: list[str]) -> int:
         _report(failure=failure.to_record())
         return failure.exit_code
     return 0
+
+
+def _stop(parent: int | None) -> None:
+    """Have the workers save and end; without the guard, end them at once."""
+    # A worker that is asked to stop asks those of other machines as well, which have nothing to stop for.
+    if parent is not None and os.getppid() != parent:
+        guard.kill(guard.descendants(os.getpid()))
+        os._exit(1)
+    _stopped.set()
 
 
 def _lead(given: argparse.Namespace) -> None:
@@ -89,7 +102,7 @@ def _follow(given: argparse.Namespace) -> None:
                 field="train.launch.join_timeout_s",
                 remedy="Wait longer, or look at what the leading machine has written.",
             )
-        time.sleep(0.2)
+        time.sleep(0.05)
     config = _changed(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
     follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)
 

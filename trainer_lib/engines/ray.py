@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -23,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer_lib import guard
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
+from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError, first_line
+from trainer_lib.launch.refusal import unshared
 from trainer_lib.launch.variables import thread_variables
 from trainer_lib.storage import Store
 
@@ -33,75 +32,30 @@ SMALLER_S = 10.0  # for a group that would be placed with fewer machines
 CALL_S = 10.0
 LOOK_S = 1.0  # between two looks at the machines that follow, and at those that are drained
 SILENT_S = 15.0  # for an agent that does not answer while its machine counts as alive
-KILL_S = 5.0
+WAIT_S = 0.2  # for what comes next, in one poll
 _NAMES = {"cpus": "CPU", "gpus": "GPU"}
 
 
-class Agent:
-    """What runs on one machine, as an actor. Every method takes and returns JSON text."""
+NO_CLUSTER = (RuntimeError, ValueError, OSError)  # what `join_cluster` raises where there is none to use
 
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def describe(self, text: str) -> str:
-        """Describe this machine; `seen` says whether a file of the driver is there."""
-        import ray
-
-        path = json.loads(text)["path"]
-        node = ray.get_runtime_context().get_node_id()
-        seen = path is None or Path(path).exists()
-        host = ray.util.get_node_ip_address()
-        return json.dumps({"host": host, "node": node, "seen": seen})
-
-    def start(self, text: str) -> str:
-        """Start the member, in an environment without what Ray sets for its own workers."""
-        asked = json.loads(text)
-        self._folder = tempfile.TemporaryDirectory(prefix="trainflow-ray-")
-        folder = Path(self._folder.name)
-        (folder / "job.json").write_text(asked["job"], encoding="utf-8")
-        if asked["leader"] is not None:
-            (folder / "address").write_text(asked["leader"], encoding="utf-8")
-        part = "lead" if asked["leader"] is None else "follow"
-        # Results' bits depend on the number of threads, which Ray sets to the CPUs of an actor.
-        kept = {name: value for name, value in os.environ.items() if name not in thread_variables("")}
-        member = [sys.executable, "-u", "-m", "trainer_lib.engines.member", part, str(folder / "job.json")]
-        member += ["--host", asked["host"], "--nodes", str(asked["nodes"]), "--address", str(folder / "address")]
-        self._process = subprocess.Popen(
-            # Without its agent no machine is heard of: nothing there may go on, not even to save.
-            [sys.executable, "-I", "-S", str(guard.__file__), "--grace", "0", "--", *member],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**kept, **asked["env"]},
-            start_new_session=True,
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
-        return "{}"
-
-    def _listen(self) -> None:
-        assert self._process is not None and self._process.stdout is not None  # noqa: S101
-        for line in self._process.stdout:
-            self._lines.append(line.decode(errors="replace").rstrip("\n"))
-
-    def read(self, text: str) -> str:
-        """Return the lines from a number on, and the exit code once the member has ended."""
-        code = None if self._process is None else self._process.poll()
-        return json.dumps({"lines": self._lines[json.loads(text)["after"] :], "code": code})
-
-    def tell(self, text: str) -> str:
-        """Have the workers save and end, or kill them, after which the member is gone."""
-        word = json.loads(text)["word"]
-        if self._process is None or self._process.poll() is not None:
-            return "{}"
-        if word == "stop":  # as Slurm does it: what starts the workers ignores this signal
-            for process in guard.descendants(self._process.pid):
-                guard.send_signal(process, signal.SIGUSR2)
-        elif self._process.stdin is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(KILL_S)
-        return "{}"
+def join_cluster(address: str, **settings: Any) -> Any:
+    """Make this process a driver of a cluster, and return the package; `settings` are further ones of ``ray.init``."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if address not in ("auto", "local"):
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=CALL_S).close()
+    ray = importlib.import_module("ray")
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, namespace=uuid.uuid4().hex, **settings)
+    except ray.exceptions.RayError as error:
+        raise ConnectionError(first_line(error)) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
+    return ray
 
 
 class Ray:
@@ -117,6 +71,7 @@ class Ray:
         self._agents: list[Any] = []
         self._places: list[dict[str, Any]] = []
         self._leader: str | None = None
+        self._told: set[int] = set()
         self._read = 0
         self._looked = float("-inf")
         self._silent: dict[int, float] = {}
@@ -176,28 +131,14 @@ class Ray:
         self._ray.shutdown()
 
     def _connect(self, address: str | None) -> None:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
         address = address or os.environ.get("RAY_ADDRESS") or "auto"
-        if address != "auto":
-            host, _, port = address.rpartition(":")
-            try:
-                socket.create_connection((host, int(port)), timeout=CALL_S).close()
-            except OSError as error:
-                raise self._unreachable(address, str(error)) from error
-        self._ray = importlib.import_module("ray")
-        handler = signal.getsignal(signal.SIGTERM)
         try:
-            self._ray.init(address, log_to_driver=False, configure_logging=False, namespace=uuid.uuid4().hex)
-        except (ConnectionError, RuntimeError, ValueError, OSError, self._ray.exceptions.RayError) as error:
+            self._ray = join_cluster(address)
+        except NO_CLUSTER as error:
             raise self._unreachable(address, first_line(error)) from error
-        finally:
-            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
 
     def _unreachable(self, address: str, reason: str) -> ConfigError:
-        versions = f"Python {platform.python_version()}"
-        if self._ray is not None:
-            versions = f"Ray {self._ray.__version__} and {versions}"
+        versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
         return ConfigError(
             f"The Ray cluster cannot be used from this machine: {reason.rstrip('.')}.",
             field="train.launch.address",
@@ -226,7 +167,7 @@ class Ray:
         return Alive(f"waits for {count} machine(s) of the cluster")
 
     def _wait_for_group(self) -> State:
-        if self._ray.wait([self._ready], timeout=0)[0]:
+        if self._ray.wait([self._ready], timeout=WAIT_S)[0]:
             return self._start_agents()
         waited = time.monotonic() - self._asked
         if waited > SMALLER_S and self._count > self._job.config.node_range[0]:
@@ -253,29 +194,34 @@ class Ray:
         return Alive(f"starts on {self._count} machine(s)")
 
     def _wait_for_agents(self) -> State:
-        ready, _ = self._ray.wait(self._described, num_returns=self._count, timeout=0)
+        ready, _ = self._ray.wait(self._described, num_returns=self._count, timeout=WAIT_S)
         if len(ready) < self._count:
             return Alive(f"starts on {self._count} machine(s)")
         self._places = [json.loads(text) for text in self._ray.get(self._described)]
         for place in self._places:
             if not place["seen"]:
-                return Lost(self._unshared(place["host"]))
-        self._start(0, None)
+                return Lost(unshared(place["host"], self._job.output))
+        # All at once: the others load while the leading one does, and wait for its address.
+        self._ray.get([self._start(index) for index in range(self._count)], timeout=CALL_S * 3)
         self._next = self._watch
         return Alive(f"runs on {', '.join(self.addresses())}")
 
-    def _start(self, index: int, leader: str | None) -> None:
+    def _start(self, index: int) -> Any:
         env = {**self._job.env, "PYTHONSAFEPATH": "1"}
-        place = {"leader": leader, "host": self._places[index]["host"], "nodes": self._count}
-        text = json.dumps({"job": self._job.to_text(), "env": env, **place})
-        self._ray.get(self._agents[index].start.remote(text), timeout=CALL_S * 3)
+        place = {"leads": index == 0, "host": self._places[index]["host"], "nodes": self._count}
+        asked = {"job": self._job.to_text(), "env": env, "without": list(thread_variables("")), **place}
+        return self._agents[index].start.remote(json.dumps(asked))
 
     def _follow(self, line: str) -> None:
-        """Start the other members once the leading one has reported where it is."""
+        """Note where the leading member is, and tell the others."""
         if line.startswith('{"started"'):
             self._leader = str(json.loads(line)["started"])
-            for index in range(1, self._count):
-                self._start(index, self._leader)
+            self._tell_leader()
+
+    def _tell_leader(self) -> None:
+        for index in range(1, self._count):
+            if index not in self._told and self._call(index, "lead", leader=self._leader) is not None:
+                self._told.add(index)
 
     def _watch(self) -> State:
         """Look whether every machine is alive and none is drained."""
@@ -283,6 +229,8 @@ class Ray:
             self._looked = time.monotonic()
             for index in range(1, self._count):
                 self._call(index, "read", after=1 << 30)
+            if self._leader is not None:
+                self._tell_leader()
             self._look_for_drains()
         for index, since in self._silent.items():
             node = self._places[index]["node"]
@@ -355,10 +303,9 @@ class Ray:
         names = ", ".join(f"{name} {amount:g}" for name, amount in self._bundle.items())
         total = {name: sum(node["Resources"].get(name, 0) for node in alive) for name in self._bundle}
         offered = ", ".join(f"{name} {amount:g}" for name, amount in total.items())
-        least = self._job.config.node_range[0]
         return (
             f"the cluster offers {offered} on {len(alive)} machine(s), of which {fitting} have {names}; "
-            f"{least} with that were asked for"
+            f"{self._job.config.node_range[0]} with that were asked for"
         )
 
     def _unplaceable(self, fitting: int) -> ConfigError:
@@ -367,14 +314,6 @@ class Ray:
             field="train.launch.nodes",
             value=self._job.config.nodes,
             remedy="Ask for less (nodes, processes, engine_options), or add machines to the cluster.",
-        )
-
-    def _unshared(self, host: str) -> ConfigError:
-        return ConfigError(
-            f"The machine {host} does not see this folder as this machine does.",
-            field="storage",
-            value=self._job.output,
-            remedy="Use a store, or a folder, that all machines of the cluster share.",
         )
 
 

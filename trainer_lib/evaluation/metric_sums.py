@@ -6,8 +6,9 @@ metrics_from_sums(sums) -> {name: float}            of all rows
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,21 +42,58 @@ def add_sums(total: Sums | None, more: Sums) -> Sums:
     Raises:
         ConfigError: their names or shapes differ.
     """
+    return combine(total, more, dict.fromkeys(more, operator.add))
+
+
+def combine(total: Sums | None, more: Sums, functions: Mapping[str, Callable[[Any, Any], Any]]) -> Sums:
+    """What `functions` make of each two numbers of the same name and place; None stands for no rows so far."""
     if total is None:
         return dict(more)
     if total.keys() != more.keys():
         raise _refuse(f"returned other names for other rows: {', '.join(sorted(total.keys() ^ more.keys()))}")
-    return {name: _add(name, value, more[name]) for name, value in total.items()}
+    return {name: _combine(name, value, more[name], functions[name]) for name, value in total.items()}
 
 
-def _add(name: str, one: Any, other: Any) -> Any:
+def _combine(name: str, one: Any, other: Any, function: Callable[[Any, Any], Any]) -> Any:
     shapes = np.shape(one), np.shape(other)
     if shapes[0] != shapes[1]:
         raise _refuse(f"returned arrays of shapes {list(shapes[0])} and {list(shapes[1])} for {name!r}")
     # Not by NumPy: its integers end at 64 bits.
     if isinstance(one, list):
-        return [_add(name, *pair) for pair in zip(one, other, strict=True)]
-    return one + other
+        return [_combine(name, *pair, function) for pair in zip(one, other, strict=True)]
+    return function(one, other)
+
+
+class RangeMetrics(Protocol):
+    """Metrics that are measured range by range: what stands for `compute_metrics` while a range is evaluated."""
+
+    def take(self) -> Sums | None:
+        """What the range that was just evaluated adds; None where it had no labels."""
+
+    def add(self, total: Sums | None, more: Sums) -> Sums:
+        """The sums of the rows of both; None stands for no rows so far."""
+
+    def finish(self, sums: Sums) -> Any:
+        """The metrics of all rows."""
+
+
+class RangeSums:
+    """The metrics of `metric_sums` and `metrics_from_sums`, range by range."""
+
+    def __init__(self, merged: MergedMetrics) -> None:
+        self._merged = merged
+        self._kept: Sums | None = None
+        self.add, self.finish = add_sums, merged.finish
+
+    def __call__(self, p: Any) -> dict[str, float]:
+        """Keep the sums of these rows; there are no metrics yet."""
+        self._kept = read_sums(self._merged.sums_of(p))
+        return {}
+
+    def take(self) -> Sums | None:
+        """What the range that was just evaluated adds."""
+        kept, self._kept = self._kept, None
+        return kept
 
 
 class MergedMetrics:

@@ -15,50 +15,71 @@ BINS = 10  # of confidence
 _DIGITS = 6
 
 
-def summarize_outcomes(predictions: Any, labels: Any, id_of: Callable[[int], Any] = int) -> dict[str, Any] | None:
+def summarize_outcomes(
+    predictions: Any,
+    labels: Any,
+    id_of: Callable[[int], Any] = int,
+    *,
+    confidence: Any = None,
+    classes: int | None = None,
+) -> dict[str, Any] | None:
     """The outcomes of one split as plain JSON; None for a model whose outputs are neither classes nor single numbers.
 
     Args:
         predictions: scores ``[rows, classes]`` with whole labels ``[rows]``, or numbers ``[rows]`` or ``[rows, 1]``
             with labels of that size.
         id_of: the id of a row, by its number from 0.
+        confidence: of predictions that are whole numbers of classes ``[rows]``, their probabilities ``[rows]``.
+        classes: how many there are; used where the predictions do not say it.
 
     Returns:
         `kind` ("classes" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to 2,000 values
         each in `measured` and `predicted`, and the first and the worst rows in `samples`. `hardest` has up to 50 rows
         as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of numbers
         the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy, rows].
+        Where only the probability of the predicted class is known, `hardest` is empty.
     """
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
         return None
     rows = len(labels)
     if labels.dtype.kind in "iu" and labels.ndim == 1 and predictions.ndim == 2 and len(predictions) == rows:
-        return _classes(predictions, labels, id_of)
+        return _scores(predictions, labels, id_of)
+    if confidence is not None and labels.dtype.kind in "iu" and predictions.dtype.kind in "iu":
+        found = _classes(predictions, labels, classes or int(max(predictions.max(), labels.max())) + 1, id_of)
+        return found and {**found, "hardest": [], "reliability": _reliability(confidence, predictions == labels)}
     flat, measured = predictions.reshape(-1), labels.reshape(-1)
     if labels.dtype.kind == "f" and predictions.dtype.kind == "f" and len(flat) == len(measured) == rows:
         return _numbers(flat, measured, id_of)
     return None
 
 
-def _classes(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:
-    classes = scores.shape[1]
-    if not 2 <= classes <= MAX_CLASSES or labels.min() < 0 or labels.max() >= classes:
-        return None
+def _scores(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:
     predicted = scores.argmax(axis=1)
-    matrix = np.zeros((classes, classes), np.int64)
-    np.add.at(matrix, (labels, predicted), 1)
-    samples = _samples(np.flatnonzero(predicted != labels), labels, predicted, id_of)
+    found = _classes(predicted, labels, scores.shape[1], id_of)
+    if found is None:
+        return None
     shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
     logs = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     losses = -logs[np.arange(len(labels)), labels]
     return {
-        "kind": "classes",
-        "rows": len(labels),
-        "matrix": matrix.tolist(),
-        "samples": samples,
+        **found,
         "hardest": _hardest(losses, labels, predicted, id_of),
         "reliability": _reliability(np.exp(logs.max(axis=1)), predicted == labels),
     }
+
+
+def _classes(
+    predicted: np.ndarray, labels: np.ndarray, classes: int, id_of: Callable[[int], Any]
+) -> dict[str, Any] | None:
+    """The counts and samples of classes; None where there are too many, or a label is none of them."""
+    if not 2 <= classes <= MAX_CLASSES or min(labels.min(), predicted.min()) < 0:
+        return None
+    if max(labels.max(), predicted.max()) >= classes:
+        return None
+    matrix = np.zeros((classes, classes), np.int64)
+    np.add.at(matrix, (labels, predicted), 1)
+    samples = _samples(np.flatnonzero(predicted != labels), labels, predicted, id_of)
+    return {"kind": "classes", "rows": len(labels), "matrix": matrix.tolist(), "samples": samples}
 
 
 def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[list[Any]]:

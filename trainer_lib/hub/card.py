@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.hub.card_results import HardRows, Picture, render_results
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
+from trainer_lib.hub.card_tables import escape, format_value, join_lines, render_table
+from trainer_lib.hub.metric_tables import without_bounds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.model_record import example_row
@@ -55,6 +58,9 @@ class Card:
         sources: name -> SHA-256 of what the data was made from.
         curve: entries of the training's log, with their `step`.
         address: where the model is published; None: in this folder, wherever that is.
+        confidence: the probability with which an interval holds its metric; None: it is not known.
+        pictures: what the model gets right and wrong, beside the card.
+        hardest: rows that the model gets most wrong, for those who want to publish them.
     """
 
     title: str
@@ -85,6 +91,9 @@ class Card:
     sources: Mapping[str, str] = field(default_factory=dict)
     curve: Sequence[Mapping[str, Any]] = ()
     address: str | None = None
+    confidence: float | None = None
+    pictures: Sequence[Picture] = ()
+    hardest: Sequence[HardRows] = ()
 
 
 def render_card(card: Card) -> str:
@@ -98,7 +107,7 @@ def render_card(card: Card) -> str:
         f"# {_title(card)}",
         mark_section("description", mask(card.description.strip())),
         mark_section("use", _render_usage(card)),
-        mark_section("results", _render_results(card)),
+        mark_section("results", render_results(card.metrics, card.confidence, card.pictures, card.hardest)),
         _LIMITATIONS,
         mark_section("training", _render_training(card)),
         mark_section("provenance", _render_provenance(card)),
@@ -136,7 +145,7 @@ def _render_head(card: Card) -> dict[str, Any]:
         head["datasets"] = list(card.datasets)
     if card.tasks:
         head["pipeline_tag"] = card.tasks[0]
-    names = sorted({name for values in card.metrics.values() for name in values})
+    names = sorted({name for values in card.metrics.values() for name in without_bounds(values)})
     if names:
         head["metrics"] = names
     results = [result for split, values in card.metrics.items() if (result := _describe_result(card, split, values))]
@@ -149,7 +158,9 @@ def _render_head(card: Card) -> dict[str, Any]:
 
 def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dict[str, Any] | None:
     finite = [
-        {"type": name, "name": name, "value": value} for name, value in sorted(values.items()) if math.isfinite(value)
+        {"type": name, "name": name, "value": value}
+        for name, value in sorted(without_bounds(values).items())
+        if math.isfinite(value)
     ]
     if not finite:
         return None
@@ -165,31 +176,24 @@ def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dic
     return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 
 
-def _render_results(card: Card) -> str:
-    splits = list(card.metrics)
-    names = sorted({name for values in card.metrics.values() for name in values})
-    if not names:
-        return ""
-    rows = [[_escape(name), *(_format(card.metrics[split].get(name)) for split in splits)] for name in names]
-    return "## Results\n\n" + _render_table(["metric", *map(_escape, splits)], rows)
-
-
 def _render_training(card: Card) -> str:
     parts = []
     if card.base_model:
-        revision = f" at revision `{_escape(card.base_revision)}`" if card.base_revision else ""
-        parts.append(f"Fine-tuned from `{_escape(card.base_model)}`{revision}.")
+        revision = f" at revision `{escape(card.base_revision)}`" if card.base_revision else ""
+        parts.append(f"Fine-tuned from `{escape(card.base_model)}`{revision}.")
     if card.rows:
         parts.append(
-            _render_table(["split", "rows"], [[_escape(split), f"{rows:,}"] for split, rows in card.rows.items()])
+            render_table(["split", "rows"], [[escape(split), f"{rows:,}"] for split, rows in card.rows.items()])
         )
-    facts = [f"- {_join_lines(str(name))}: {_format(value)}" for name, value in card.facts.items() if value is not None]
+    facts = [
+        f"- {join_lines(str(name))}: {format_value(value)}" for name, value in card.facts.items() if value is not None
+    ]
     if facts:
         parts.append("\n".join(facts))
     arguments = flatten_params(card.arguments)  # secrets masked, long values cut
     if arguments:
-        rows = [[f"`{_escape(name)}`", _escape(value)] for name, value in sorted(arguments.items())]
-        parts.append(_render_table(["argument", "value"], rows))
+        rows = [[f"`{escape(name)}`", escape(value)] for name, value in sorted(arguments.items())]
+        parts.append(render_table(["argument", "value"], rows))
     if curve := _render_curve(card.curve):
         parts.append(curve)
     return "## Training\n\n" + "\n\n".join(parts) if parts else ""
@@ -208,8 +212,8 @@ def _render_curve(entries: Sequence[Mapping[str, Any]]) -> str:
     # Counted from the end, so that the last step is one of them.
     kept = sorted(set(ordered[:: -max(1, math.ceil(len(ordered) / _CURVE_ROWS))]))
     names = [name for name in ("loss", "eval_loss") if any(name in steps[step] for step in kept)]
-    rows = [[f"{step:,}", *(_format(steps[step].get(name)) for name in names)] for step in kept]
-    return _render_table(["optimizer step", *names], rows)
+    rows = [[f"{step:,}", *(format_value(steps[step].get(name)) for name in names)] for step in kept]
+    return render_table(["optimizer step", *names], rows)
 
 
 def _render_usage(card: Card) -> str:
@@ -263,47 +267,23 @@ def _render_provenance(card: Card) -> str:
     if card.data_digest:
         parts.append(f"Training data: sha256 `{card.data_digest}`.")
     if card.sources:
-        rows = [[_escape(mask(name)), f"`{_escape(digest)}`"] for name, digest in card.sources.items()]
-        parts.append(_render_table(["source of the data", "digest"], rows))
+        rows = [[escape(mask(name)), f"`{escape(digest)}`"] for name, digest in card.sources.items()]
+        parts.append(render_table(["source of the data", "digest"], rows))
     stages = [
-        [_escape(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
+        [escape(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
     ]
     if stages:
-        parts.append(_render_table(["stage", "content key", "content digest"], stages))
+        parts.append(render_table(["stage", "content key", "content digest"], stages))
     if card.files:
-        rows = [[f"`{_escape(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
-        parts.append(_render_table(["file", "bytes", "sha256"], rows))
+        rows = [[f"`{escape(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
+        parts.append(render_table(["file", "bytes", "sha256"], rows))
     if card.versions:
         parts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in card.versions.items()) + ".")
     return "\n\n".join(parts)
 
 
-def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _title(card: Card) -> str:
-    return _join_lines(remove_marks(mask(card.title)))
-
-
-def _join_lines(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _escape(text: str) -> str:
-    """Escape text so that it cannot leave its table cell or become markup."""
-    # A backslash first: it would escape the bars' own backslashes.
-    escaped = _join_lines(text).replace("\\", "\\\\").replace("|", "\\|")
-    return escaped.replace("<", "&lt;").replace("`", "'")
-
-
-def _format(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return _escape(str(value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return join_lines(remove_marks(mask(card.title)))
 
 
 def parse_card_head(readme: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 
 _SECTION = re.compile(r"<!-- trainflow:(?P<name>[a-z-]+) -->\n.*?<!-- /trainflow:(?P=name) -->\n?", re.DOTALL)
+_RELATIVE_PICTURE = re.compile(r"(!\[[^\]]*\]\()(?!/|[a-z]+:)")
 _GONE = "<!-- trainflow: gone -->"
 _MARK = re.compile(r"<!-- /?trainflow:[a-z-]+ -->")
 
@@ -83,6 +84,11 @@ def insert_section(card: str, name: str, text: str) -> str:
     place = next(headings, behind_head)
     before, after = "\n".join(lines[:place]).strip(), "\n".join(lines[place:]).strip()
     return "\n\n".join(filter(None, [before, mark_section(name, text), after])) + "\n"
+
+
+def move_pictures(card: str, folder: str) -> str:
+    """The card as it stands above `folder`, in which the pictures of its own sections are."""
+    return _SECTION.sub(lambda found: _RELATIVE_PICTURE.sub(rf"\1{folder}/", found[0]), card)
 
 
 def _sections(card: str) -> dict[str, str]:

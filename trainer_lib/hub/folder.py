@@ -16,7 +16,7 @@ from typing import Any
 from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
-from trainer_lib.hub.card_sections import choose_card, insert_section
+from trainer_lib.hub.card_sections import choose_card, insert_section, move_pictures
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
 
@@ -115,7 +115,7 @@ class FolderHub:
             return
         where = f"{REVISIONS}/{revision.name}"
         published = (revision.store.read_if_exists(CARD, limit=_CARD_BYTES) or b"").decode(errors="replace")
-        card = choose_card(self.read_card(), published, field=self.target)
+        card = choose_card(self.read_card(), move_pictures(published, where), field=self.target)
         shown = insert_section(card, "revision", f"Newest revision: [{where}]({where})")
         for name, text in ((CARD, shown.encode()), (POINTER, f"{where}\n".encode())):
             if self._root.read_if_exists(name, limit=_CARD_BYTES) != text:

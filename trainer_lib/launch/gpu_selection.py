@@ -12,6 +12,8 @@ from trainer_lib.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
 DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # a folder for each, named by its place on the bus
+# How many processes like this one have launches at the same time, as the slots of a sweep do.
+SHARED_BY = "TRAINFLOW_SHARED_BY"
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
 # NVIDIA, Windows' subsystem for Linux, AMD, Intel and other renderers, TPUs and Habana, Ascend.
 _ACCELERATORS = ("nvidia*", "dxg", "kfd", "dri/render*", "accel*", "vfio/[0-9]*", "davinci*", "hl[0-9]*")
@@ -24,6 +26,12 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def core_share() -> int:
+    """Number of cores for the threads of one launch: those of this process, or its share of them where others work."""
+    others = os.environ.get(SHARED_BY, "")
+    return max(1, num_cores() // max(1, int(others) if others.isdigit() else 1))
 
 
 def num_devices(environment: Mapping[str, str]) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from trainer_lib.kept_process import variables_kept
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.requests import Request
 
@@ -27,21 +26,6 @@ def run_request(
     """
     # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
     worker = importlib.import_module("trainer_lib.worker.session")
-    with set_environment(env):
+    with variables_kept(env):
         result: R = worker.run_here(request, run_dir, on_event)
     return result
-
-
-@contextmanager
-def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while the block runs, and restore the earlier values after it."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -20,9 +20,9 @@ from typing import Any
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
 from trainer_lib.guard import PR_SET_PDEATHSIG, prctl
+from trainer_lib.kept_process import variables_kept
 from trainer_lib.launch.config import LaunchConfig, resolve_config
 from trainer_lib.launch.failures import signal_name
-from trainer_lib.launch.in_process import set_environment
 from trainer_lib.launch.variables import free_port, thread_variables, threads_of
 
 LOOPBACK = "127.0.0.1"
@@ -55,7 +55,7 @@ def notebook_launcher(
     """
     variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision} | ({"ACCELERATE_USE_CPU": "true"} if use_cpu else {})
     if num_processes == 1:
-        with set_environment(variables):
+        with variables_kept(variables):
             return function(*args)
     config = resolve_config(LaunchConfig(kind="torchrun", processes=num_processes), use_cpu=use_cpu)
     _refuse_used_process(num_processes)

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from trainer_lib.errors import InfrastructureError, Interrupted
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.gpu_selection import list_visible, num_cores
+from trainer_lib.launch.gpu_selection import core_share, list_visible
 from trainer_lib.requests import Request
 
 R = TypeVar("R")
@@ -48,7 +48,7 @@ def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig
         return [replace(config, kind="process", processes=1)] * count
     if config.kind != "torchrun" or config.several_nodes or count == 1:
         return [config]
-    threads = config.threads or max(1, num_cores() // count)
+    threads = config.threads or max(1, core_share() // count)
     one = replace(config, kind="process", processes=1, threads=threads)
     devices = (config.devices or list_visible({**os.environ, **config.env})) if on_devices else ()
     if len(devices) < count:  # a CPU, or a GPU of another kind than CUDA's
@@ -72,7 +72,7 @@ def launch_workers(
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
     """
-    progress = _Progress(on_event)
+    progress = Progress(on_event)
     if len(configs) == 1:
         answer = launch(
             request,
@@ -105,7 +105,7 @@ def launch_workers(
         stop.set()
         for thread in threads:
             thread.join()
-    return _settle(ends, on_event)
+    return settle(ends, on_event)
 
 
 def _run_one(
@@ -145,7 +145,7 @@ def _listen(
     stop: threading.Event,
     should_cancel: Callable[[], bool],
     on_line: Callable[[str], None],
-    progress: _Progress,
+    progress: Progress,
 ) -> list[Any]:
     """Pass on what the workers say until all have ended; return how they ended, in the order of their ends."""
     ends: list[Any] = []
@@ -165,7 +165,12 @@ def _listen(
     return ends
 
 
-def _settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> PoolResult[Any]:
+def settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> PoolResult[Any]:
+    """Make one result of how the workers have ended, in the order of their ends.
+
+    Raises:
+        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
+    """
     answers = [end for end in ends if not isinstance(end, BaseException)]
     lost = [end for end in ends if isinstance(end, InfrastructureError)]
     failures = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, InfrastructureError)]
@@ -180,7 +185,7 @@ def _settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> 
     return PoolResult(tuple(answers), tuple(lost))
 
 
-class _Progress:
+class Progress:
     """The progress of all workers as one: the furthest row, the speed of all together, and the time that is left."""
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:

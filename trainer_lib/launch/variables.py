@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer_lib.arguments import schedulers
 from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.gpu_selection import num_cores, selection_variables
+from trainer_lib.launch.gpu_selection import core_share, selection_variables
 
 # Enclosing launchers and schedulers leave these in our environment; a worker would take them for its own.
 _FOREIGN = (
@@ -59,7 +59,7 @@ def engine_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
     """Number of CPU threads of each worker, as a variable's value."""
     # Shared out, so that the ranks do not compete; a fixed number also fixes the order of additions.
-    return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, num_cores() // int(config.processes)))
+    return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, core_share() // int(config.processes)))
 
 
 def thread_variables(threads: str) -> dict[str, str]:

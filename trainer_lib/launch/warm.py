@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, Protocol
 
@@ -43,6 +43,7 @@ TITLE_BYTES = 4096
 START_S = 60.0  # for the parent's imports on a busy machine
 POLL_S = 0.05
 ANSWER_S = 1.0  # for a parent's report of a guard that has ended
+END_S = 0.5  # for the end of a parent that waits for launches; it has nothing to save
 MOST = 2  # parents of one process: one for the stages with one worker, one for those with several
 
 
@@ -98,15 +99,18 @@ class ForkedGuard:
         """Return how it ended; None while it lives."""
         if self.returncode is None:
             ended = not is_alive(self._process)
+            code = None
             if ended and not self._has_answer(0.0):
-                # Its parent answers at once, unless a signal has stopped it.
+                # Its parent answers soon, unless a signal has stopped it.
                 self._parent.send_signal(signal.SIGCONT)
-                self._has_answer(ANSWER_S)
-            told = _receive(self._answer) if self._has_answer(0.0) else None
+                # Later if it imports something, and what the guard wrote last says as much.
+                if (code := self._read_code()) is None:
+                    self._has_answer(ANSWER_S)
+            told = _receive(self._answer) if code is None and self._has_answer(0.0) else None
             if told is not None:
                 self._end(int(told["code"]))
             elif ended:
-                self._end(self._read_code())
+                self._end(-signal.SIGKILL if code is None else code)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -125,11 +129,11 @@ class ForkedGuard:
     def _has_answer(self, timeout: float) -> bool:
         return bool(select.select([self._answer], [], [], timeout)[0])
 
-    def _read_code(self) -> int:
-        """Return its code without its parent: what the guard itself wrote last is left."""
+    def _read_code(self) -> int | None:
+        """Return its code as the guard itself wrote it last; None if it was killed before."""
         ended = self._run_dir.read_json("guard.json")
-        code = -signal.SIGKILL if ended is None else int(ended["code"])
-        return code if ended is None or code >= 0 else 128 - code
+        code = None if ended is None else int(ended["code"])
+        return code if code is None or code >= 0 else 128 - code
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -139,7 +143,7 @@ class ForkedGuard:
 class _Parent:
     """A warm parent and the socket that it lives by."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], verbs: Iterable[str] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # pyarrow's second allocator would start a thread; what is forked takes the launch's own variables.
         variables = {"JE_ARROW_MALLOC_CONF": "background_thread:false", **read_variables(environment)}
@@ -148,6 +152,7 @@ class _Parent:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-u", "-m", "trainer_lib.worker.warm_parent", str(theirs.fileno())),
+                    ",".join(verbs),
                     " " * TITLE_BYTES,  # room for the children's own command lines
                 ],
                 stdin=subprocess.DEVNULL,
@@ -176,9 +181,9 @@ class _Parent:
         self._channel.close()
 
     def reap(self) -> None:
-        """Wait until it has ended; a parent that was stopped by a signal is killed."""
+        """Wait until it has ended; one that was stopped by a signal, or still imports torch, is killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.0 if is_stopped(self.process.pid) else 5.0)
+            self.process.wait(0.0 if is_stopped(self.process.pid) else END_S)
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -194,14 +199,20 @@ class _Parents:
         self._seen: set[tuple[str, ...]] = set()
         self._refused: set[tuple[str, ...]] = set()
 
-    def find(self, environment: Mapping[str, str], *, start: bool) -> _Parent | None:
-        """Return a parent for these variables; None if there is none, and none is worth a start."""
+    def find(self, environment: Mapping[str, str], *, start: bool, verbs: Iterable[str] = ()) -> _Parent | None:
+        """Return a parent for these variables; None if there is none, and none is worth a start.
+
+        Args:
+            verbs: what it will be asked for, if it is started now.
+        """
         conditions = read_conditions(environment)
         with self._lock:
             parent = self._living.get(conditions)
             if parent is not None:
-                if parent.process.poll() is None:
+                if (code := parent.process.poll()) is None:
                     return parent
+                if code == REFUSED:
+                    self._refused.add(conditions)
                 self._drop(conditions)  # it was idle for long, or it was killed
             worth, again = start or conditions in self._seen, conditions in self._refused
             self._seen.add(conditions)
@@ -209,7 +220,7 @@ class _Parents:
                 return None
             for old in sorted(self._living, key=lambda each: self._living[each].used)[: 1 - MOST]:
                 self._drop(old)
-            self._living[conditions] = parent = _Parent(environment)
+            self._living[conditions] = parent = _Parent(environment, verbs)
             return parent
 
     def refuse(self, parent: _Parent) -> None:
@@ -248,23 +259,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_parents.forget)
 
 
-def expect(launches: Iterable[LaunchConfig]) -> None:
+def expect(launches: Mapping[str, LaunchConfig]) -> None:
     """Start warm parents for launches that will follow, so that they import torch meanwhile; where that is worth it.
+
+    Args:
+        launches: by the worker's verb, or the name of its stage.
 
     Variables of a launch that torch reads at its import have to stand in its configuration or in this process.
     """
     environments: dict[tuple[str, ...], dict[str, str]] = {}
     workers: Counter[tuple[str, ...]] = Counter()
-    for config in launches:
+    verbs: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for verb, config in launches.items():
         environment = worker_environment(config, {})
         if _may_fork(config, environment):
             conditions = read_conditions(environment)
             environments[conditions] = environment
             workers[conditions] += int(config.processes)
+            verbs[conditions].append(verb)
     for conditions, number in workers.most_common(MOST):
         if number > 1:
             with contextlib.suppress(OSError):
-                _parents.find(environments[conditions], start=True)
+                _parents.find(environments[conditions], start=True, verbs=verbs[conditions])
 
 
 def close() -> None:

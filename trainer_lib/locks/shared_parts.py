@@ -15,8 +15,6 @@ lost its part and wakes up later writes what is there already.
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -24,6 +22,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from trainer_lib.errors import TrainflowError
+from trainer_lib.locks.beating import Heartbeat
 from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
@@ -33,7 +32,6 @@ BLOCK = 1000
 """Parts whose records, and claims, are in one folder: as many as an object store lists in one answer."""
 TTL_S = 30.0
 _LIMIT = 4096
-_log = logging.getLogger(__name__)
 
 
 def block_name(block: int) -> str:
@@ -72,19 +70,16 @@ class SharedParts:
         self._holder = Holder.this_process(ttl_s)
         self._beats: dict[str, tuple[bytes | None, float]] = {}
         self._held: int | None = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, name="trainflow-parts", daemon=True)
+        self._heartbeat = Heartbeat(self._beat, ttl_s / 3, "this process")  # two beats may fail before it expires
 
     def __enter__(self) -> Self:
-        self._beat()
-        self._thread.start()
+        self._heartbeat.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._heartbeat.stop()
         with contextlib.suppress(TrainflowError):  # a store that is out of reach: the claim expires by itself
             self._release()
             self._folder.delete(self._beat_name)
@@ -188,10 +183,3 @@ class SharedParts:
 
     def _beat(self) -> None:
         self._folder.write_bytes(self._beat_name, uuid.uuid4().hex.encode())
-
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self._holder.ttl_s / 3):  # two beats may fail before it expires
-            try:
-                self._beat()
-            except TrainflowError as error:
-                _log.warning("The sign of life of this process could not be renewed: %s", error)

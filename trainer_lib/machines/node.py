@@ -29,7 +29,7 @@ from trainer_lib.launch.supervise import Ending
 from trainer_lib.launch.variables import thread_variables, threads_of
 from trainer_lib.machines.agent import run_workers
 from trainer_lib.machines.attempt import FollowerWatch, LeaderWatch
-from trainer_lib.machines.rendezvous import Lost, Rendezvous, gather, open_store, reach
+from trainer_lib.machines.rendezvous import Lost, Rendezvous, gather, open_store, pauses, reach
 
 LAST_CALL_S = 10.0  # for machines that may still come, once the least are there
 OUTCOME_S = 60.0
@@ -112,7 +112,7 @@ def _publish_outcome(rendezvous: Rendezvous, error: TrainflowError | None, liste
 # ----------------------------------------------------------------------------------------------------------- following
 def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
     host, port = config.endpoint
-    deadline = time.monotonic() + config.join_timeout_s
+    deadline, pause = time.monotonic() + config.join_timeout_s, pauses(RETRY_S)
     while True:
         store = reach(host, port)
         outcome = None
@@ -136,7 +136,7 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
             )
             run_dir.write_json("outcome.json", {"record": error.to_record(), "again": False})
             return 1
-        time.sleep(RETRY_S)
+        time.sleep(next(pause))
 
 
 def _attempt(
@@ -191,12 +191,12 @@ def _read_outcome(rendezvous: Rendezvous) -> dict[str, Any] | None:
 
 def _wait_for(rendezvous: Rendezvous, key: str, seconds: float | None = None) -> Any:
     """Wait for a key that the leading machine sets; None once the outcome is published without it."""
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline, pause = None if seconds is None else time.monotonic() + seconds, pauses(RETRY_S / 2)
     while deadline is None or time.monotonic() < deadline:
         value = rendezvous.get(key)
         if value is not None or rendezvous.get("outcome") is not None:
             return value
-        time.sleep(RETRY_S / 2)
+        time.sleep(next(pause))
     return None
 
 

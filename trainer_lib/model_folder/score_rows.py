@@ -18,6 +18,7 @@ from trainer_lib.data.by_length import longest_first, require_column
 from trainer_lib.data.given_rows import GivenRows, known_columns
 from trainer_lib.data.row_files import BadRow, Row, RowReader
 from trainer_lib.data.row_predictions import RowPredictionWriter
+from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
@@ -97,7 +98,12 @@ class _Scoring:
 
     def _open(self) -> RowReader:
         request = self._request
-        return RowReader(request.sources, self._known, id_column=request.id_column, ignored=request.ignored)
+        constants = {
+            name: parse_text("--set", name, text, self._known[name]) for name, text in request.constants.items()
+        }
+        return RowReader(
+            request.sources, self._known, id_column=request.id_column, ignored=request.ignored, constants=constants
+        )
 
     def _find_form(self) -> _Form:
         """Look at the first rows: a worker that begins with later ones must read them alike.
@@ -267,8 +273,22 @@ class _Scoring:
         given = self._convert(rows, self._form.names)
         try:
             self._loaded.add_outputs(given, spool, batch_size=self._request.batch_size)
-        except (KeyError, TypeError, ConfigError) as error:
+        except (KeyError, TypeError, ConfigError, CodeError) as error:
             raise self._name_missing(error, rows[0]) or error from error
+        except DataError as error:
+            raise self._name_place(error, rows, given) or error from error
+
+    def _name_place(self, error: DataError, rows: Sequence[Row], given: GivenRows) -> DataError | None:
+        """The error of collate about a value, with the place of its row; None: it is about no single row."""
+        if (collate := self._loaded.collate) is None:
+            return None
+        for number, row in enumerate(rows):
+            try:
+                collate([given[number]])
+            except DataError as found:
+                what, file = f"{row.place}, {found.message}", row.place.partition(", row ")[0]
+                return DataError(what, field="NEW_DATA", value=file, remedy=found.remedy)
+        return None
 
     def _convert(self, rows: Sequence[Any], names: list[str] | None) -> GivenRows:
         return GivenRows(
@@ -299,7 +319,10 @@ class _Scoring:
         given = self._form.names
         if isinstance(error, ConfigError) and error.field != "model":
             return None
-        words = set(re.findall(r"\w+", str(error)))
+        cause = error.__cause__ if isinstance(error, CodeError) else error
+        if isinstance(error, CodeError) and not isinstance(cause, KeyError):
+            return None
+        words = set(re.findall(r"\w+", str(cause)))
         missing = next((name for name in self._known if name not in given and name in words), None)
         if missing is None:
             return None

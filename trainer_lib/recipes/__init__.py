@@ -8,6 +8,7 @@ Only the first two functions are required::
     compute_metrics(p: EvalPrediction) -> {name: float}      or compute_metrics(p, data)
     metric_sums(p) -> {name: number or array}        or metric_sums(p, data); with
     metrics_from_sums(sums) -> {name: float}         instead of compute_metrics: metrics that merge
+    outcome_pairs(p) -> {"predictions": [...], "labels": [...]}      or outcome_pairs(p, data)
     preprocess_logits_for_metrics(logits, labels)
     compute_loss_func(outputs, labels, num_items_in_batch)
     callbacks(options) -> [TrainerCallback]
@@ -41,6 +42,7 @@ import numpy as np
 from trainer_lib import recipe_functions
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.evaluation.metric_sums import MergedMetrics
+from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipe_failures import OURS, user_error
 from trainer_lib.recipes.data_info import DataInfo, PrepareOutput
 
@@ -63,6 +65,7 @@ OPTIONAL = (
     "compute_metrics",
     "metric_sums",
     "metrics_from_sums",
+    "outcome_pairs",
     "preprocess_logits_for_metrics",
     "compute_loss_func",
     "callbacks",
@@ -207,10 +210,13 @@ class Recipe:
         """The function `compute_metrics` as a Trainer calls it; `data` for one that takes it. None without."""
         return self.merged_metrics_with(data) or _given_data(self.compute_metrics, data)
 
-    @property
-    def has_merging_metrics(self) -> bool:
-        """Whether the metrics are made of sums over rows."""
-        return bool(self._sums)
+    def outcome_pairs(self, given: EvalPrediction, data: DataInfo) -> dict[str, np.ndarray] | None:
+        """The arrays that the function `outcome_pairs` makes of predictions and labels; None without it."""
+        pairs = _given_data(self._optional("outcome_pairs"), data)
+        if pairs is None:
+            return None
+        with self.guarded():
+            return {name: np.asarray(each) for name, each in recipe_functions.as_pairs(pairs(given)).items()}
 
     def merged_metrics_with(self, data: DataInfo) -> MergedMetrics | None:
         """The functions `metric_sums` and `metrics_from_sums`; None where the recipe's metrics do not merge."""
@@ -255,7 +261,9 @@ class Recipe:
 
     def _optional(self, name: str) -> Callable[..., Any] | None:
         function = self._find(name)
-        return None if function is None else Hook(self, name, function)
+        # An object with methods of its own (a metric of torchmetrics) is called by those.
+        is_function = function is None or not hasattr(function, "update")
+        return Hook(self, name, function) if function is not None and is_function else function
 
     def _guarded_rows(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         with self.guarded():
@@ -285,7 +293,7 @@ class Hook:
 
 
 def _given_data(function: Callable[..., Any] | None, data: DataInfo) -> Callable[..., Any] | None:
-    if function is None or "data" not in inspect.signature(function).parameters:
+    if not isinstance(function, Hook) or "data" not in inspect.signature(function).parameters:
         return function
     return functools.partial(function, data=data)
 

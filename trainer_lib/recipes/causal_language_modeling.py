@@ -28,9 +28,17 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes.causal_models import (
+    DTYPES,
+    ENDS,
+    load_causal_model,
+    new_causal_model,
+    require_positions,
+)
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.lora_adapters import add_adapters
 from trainer_lib.recipes.model_places import one_of
@@ -43,16 +51,16 @@ from trainer_lib.recipes.packed_batches import (
     require_isolation,
 )
 from trainer_lib.recipes.packing import new_counts, pack_documents
+from trainer_lib.recipes.raw_texts import NEW_TOKENS, collate_texts, continue_prompts, row_likelihoods
 from trainer_lib.recipes.text_documents import FIELD, DocumentSplits
 from trainer_lib.recipes.tokenizing import (
-    import_transformers,
     keep_tokenizer,
     kept_tokenizer,
     learn_byte_tokenizer,
-    no_model,
     open_tokenizer,
     tokenize_documents,
 )
+from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -74,15 +82,6 @@ DEFAULTS: dict[str, Any] = {
 """Every option of `prepare`, with its default."""
 MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "lora": {}, "dtype": "float32"}
 """The settings of `build_model` (`train.model`), with their defaults."""
-SMALL: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-"""The model that is built at random where `config` says nothing else."""
-DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 class Options(TypedDict):
@@ -137,7 +136,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         raise ConfigError(what, field=f"{FIELD}.length", value=chosen["length"], remedy="Give 2 or more.")
     place = one_of(chosen, field=FIELD)
     if place is not None:
-        _require_positions(place, chosen["length"])
+        require_positions(place, chosen["length"], field=f"{FIELD}.length")
     texts = DocumentSplits(chosen, out.sources)
     for name in chosen["pack"]:
         require_choice(name, tuple(texts.names), field=f"{FIELD}.pack")
@@ -149,11 +148,14 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     counts = {name: new_counts() for name in texts.names}
     out.info.update(
         length=chosen["length"],
+        overlong=chosen["overlong"],
+        text=chosen["text"],
+        new_columns={chosen["text"]: "string", NEW_TOKENS: "int64"},
         packed=chosen["pack"],
         isolate=chosen["isolate"],
         packing=counts,  # complete when all rows were read
         vocabulary=len(tokenizer),
-        ends={name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        ends={name: getattr(tokenizer, name) for name in ENDS},
         tokenizer=keep_tokenizer(tokenizer, out),
     )
     return {
@@ -168,18 +170,6 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     }
 
 
-def _require_positions(place: str, length: int) -> None:
-    """Refuse rows that are longer than the model can read, where it says how much that is."""
-    try:
-        config = import_transformers().AutoConfig.from_pretrained(place)
-    except (OSError, ValueError):
-        return  # a tokenizer may be alone in its folder
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        what = f"The model reads at most {most:,} tokens."
-        raise ConfigError(what, field=f"{FIELD}.length", value=length, remedy=f"Give at most {most}.")
-
-
 def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
@@ -189,7 +179,11 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
     chosen = choose(options, MODEL, field="train.model")
     require_choice(chosen["dtype"], DTYPES, field="train.model.dtype")
     place = one_of(chosen, field="train.model")
-    model = _new_model(chosen["config"], data) if place is None else _load_model(place, chosen, data)
+    if place is None:
+        facts = {name: data.info[name] for name in ("length", "vocabulary", "ends")}
+        model = new_causal_model(chosen["config"], **facts)
+    else:
+        model = _load_model(place, chosen, data)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
     if chosen["lora"]:
         if place is None:
@@ -203,38 +197,56 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
     return built
 
 
-def _new_model(config: Mapping[str, Any], data: DataInfo) -> Any:
-    library = import_transformers()
-    given = {"max_position_embeddings": data.info["length"], "vocab_size": data.info["vocabulary"], **data.info["ends"]}
-    return library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(**{**SMALL, **given, **config}))
-
-
 def _load_model(place: str, chosen: Mapping[str, Any], data: DataInfo) -> Any:
     if chosen["config"]:
         what = "A model that is loaded has its own configuration."
         raise ConfigError(what, field="train.model.config", value=chosen["config"], remedy="Remove it.")
-    try:
-        model = import_transformers().AutoModelForCausalLM.from_pretrained(place, dtype=chosen["dtype"])
-    except (OSError, ValueError) as error:
-        raise no_model(place, error, field="train.model") from error
-    known = model.get_input_embeddings().num_embeddings
-    if known < data.info["vocabulary"]:
-        what = f"The model knows {known:,} tokens, and the tokenizer of the data has {data.info['vocabulary']:,}."
-        remedy = "Name one model in train.model and in prepare.options."
-        raise ConfigError(what, field="train.model", value=place, remedy=remedy)
-    return model
+    vocabulary = data.info["vocabulary"]
+    return load_causal_model(place, dtype=chosen["dtype"], vocabulary=vocabulary, field="train.model")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `input_ids`, `labels`, and `position_ids` or `attention_mask` ``[batch, tokens]``."""
+    """Make a batch of `input_ids`, `labels`, and `position_ids` or `attention_mask` ``[batch, tokens]``.
+
+    New rows may be texts, in their column; `collate_texts` says what their batch has.
+    """
+    if data.info["text"] in rows[0]:
+        return collate_texts(rows, kept_tokenizer(data), data.info)
     pad = data.info["ends"]["pad_token_id"] or 0  # is never a target
     if any(len(row["lengths"]) > 1 for row in rows):
         return collate_packed(rows, pad=pad, isolate=data.info["isolate"])
     return collate_documents(rows, pad=pad)
 
 
-def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor) -> Tensor:
-    """Reduce logits ``[batch, tokens, vocabulary]`` to ``[batch, 2]``: a row's negative log-likelihood, and targets."""
+class Trainer(PlainTrainer):
+    """A Trainer that measures new rows that are texts, and continues them where they ask for it."""
+
+    @override
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        if "wanted" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch, built = self._prepare_inputs(inputs), self.model
+        with torch.no_grad(), self.autocast_smart_context_manager():
+            found = row_likelihoods(model, batch, preprocess_logits_for_metrics)
+            if "prompt_ids" in batch:
+                generation: Any = getattr(built, "generation_config", None)
+                pad = generation.pad_token_id if generation is not None else None
+                ends = generation.eos_token_id if generation is not None else None
+                ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+                new = continue_prompts(built, ids, mask, batch["wanted"], pad=pad or ends or 0)
+                found = torch.cat((found, new.to(found.dtype)), dim=1)
+        return None, found, None
+
+
+def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Reduce logits ``[batch, tokens, vocabulary]`` to ``[batch, 2]``: a row's negative log-likelihood, and targets.
+
+    Without labels they are reduced already.
+    """
+    if labels is None:
+        return logits
     targets = labels[:, 1:]
     scores = logits[:, :-1].transpose(1, 2).float()
     nats = nn.functional.cross_entropy(scores, targets, ignore_index=NO_TARGET, reduction="none")
@@ -247,9 +259,21 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn ``[rows, 2]`` into columns: the targets of each row, and its perplexity (1 for a row without any)."""
-    nats, targets = predictions.astype(np.float64).T
-    return {"tokens": targets.astype(np.int64), "perplexity": np.exp(np.minimum(nats / np.maximum(targets, 1), 700))}
+    """Turn ``[rows, 2]`` into columns: the targets of each row, and its perplexity (1 for a row without any).
+
+    What else a row has are the tokens that continue it.
+    """
+    nats, targets = predictions[:, :2].astype(np.float64).T
+    each = nats / np.maximum(targets, 1)
+    found: dict[str, Sequence[Any]] = {
+        "tokens": targets.astype(np.int64),
+        "nats_per_token": each,
+        "perplexity": np.exp(np.minimum(each, 700)),
+    }
+    if predictions.shape[1] > 2:
+        new = [row[row >= 0].astype(np.int64).tolist() for row in predictions[:, 2:]]
+        found["continuation"] = kept_tokenizer(data).batch_decode(new, skip_special_tokens=True)
+    return found
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,8 @@ class PrepareOutput:
     """The output of `prepare` besides rows: small JSON facts and small files (a tokenizer), stored beside the data.
 
     Attributes:
-        info: JSON values, which other functions read as `DataInfo.info`.
+        info: JSON values, which other functions read as `DataInfo.info`; `new_columns` names columns that new rows may
+            have in place of prepared ones, with their types.
         sources: the spec's `prepare.sources` in their order: local ones as absolute paths, wherever this runs.
     """
 

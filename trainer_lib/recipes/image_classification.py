@@ -178,7 +178,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     size, normal = (None, None) if place is None else find_image_settings(place, field=FIELD)
     form = {"size": _size(chosen["size"], size), "colours": chosen["colours"], "fit": chosen["fit"]}
     counts: dict[str, Any] = {}
-    out.info.update(classes=table.classes(), form=form, normal=normal, counts=counts)  # counted as the rows are read
+    # The images are counted as the rows are read.
+    out.info.update(label=table.label, classes=table.classes(), form=form, normal=normal, counts=counts)
     return table.images(ImageForm(**form), counts)
 
 

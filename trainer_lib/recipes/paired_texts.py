@@ -32,7 +32,7 @@ class PairedTexts(TabularRows):
         if self.options["split"].get("by") == "stratified":
             remedy = "Set prepare.options.split.by to random, group, time or column."
             raise ConfigError("Pairs of texts have no class to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
-        for option in (self.text_option, self.label_option):
+        for option in self._text_options():
             name = self.options[option]
             if name is None:
                 what = "The recipe needs to know where the texts are."
@@ -44,6 +44,10 @@ class PairedTexts(TabularRows):
                 raise DataError(f"The recipe uses the name '{name}' itself.", field=f"{FIELD}.{option}", remedy=remedy)
             self.table.refuse_gaps(name, "Remove the row, or give it a text.")
         return []
+
+    def _text_options(self) -> tuple[str, ...]:
+        """The options that name the columns with texts."""
+        return (self.text_option, self.label_option)
 
     def pairs(self) -> tuple[list[str], list[str]]:
         """What is read, and what belongs to it, of each row."""

@@ -111,6 +111,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         require_fast(tokenizer, place, field=FIELD)
     out.info.update(
         {name: chosen[name] for name in ("question", "context", "max_length", "stride", "max_answer")},
+        label=table.label,
         has_unanswerable=not all(answers[row] for row in train),
         vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,

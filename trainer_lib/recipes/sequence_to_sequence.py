@@ -111,6 +111,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     lengths = [len(tokens) for tokens in _tokens_of(targets, tokenizer, longest=None)]
     out.info.update(
         {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
+        label=table.label,
         lead_words=int(np.median([len(targets[row].split()) for row in train])),
         cut_targets=sum(length > chosen["target_length"] for length in lengths),
         vocabulary=len(tokenizer),

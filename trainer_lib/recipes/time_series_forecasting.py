@@ -212,6 +212,14 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     return measure_forecasts(evaluation.predictions, evaluation.label_ids)
 
 
+def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
+    """Pair each forecast value of each window with the measured one."""
+    truth = np.asarray(evaluation.label_ids)[:, 0]
+    forecast = np.asarray(evaluation.predictions).reshape(-1)
+    rows = np.repeat(np.arange(len(truth)), truth[0].size)
+    return {"predictions": forecast, "labels": truth.reshape(-1), "rows": rows}
+
+
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn forecasts ``[rows, horizon, targets]`` into a column of lists for each target."""
     return {

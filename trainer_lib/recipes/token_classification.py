@@ -254,6 +254,14 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
     return measure_tags(tags, labels, usual, data.info["classes"])
 
 
+def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
+    """Pair the tag of each word with the right one."""
+    (tags, confidence), (labels, _) = evaluation.predictions, evaluation.label_ids
+    words = labels >= 0
+    found = {"predictions": tags, "confidence": confidence, "labels": labels}
+    return {"rows": np.nonzero(words)[0], **{name: each[words] for name, each in found.items()}}
+
+
 def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn tags and their probabilities ``[rows, words]`` into lists, with a name and a number for each word."""
     tags, confidence = predictions

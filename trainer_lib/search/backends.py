@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.kept_process import variables_kept
 from trainer_lib.search.base import SearchBackend, SearchHooks, SearchSettings
 from trainer_lib.search.optuna import OptunaSearch
 from trainer_lib.suggestions import suggestion
 
+_NAMES = ("optuna", "ray")
 _WHY_NOT = {
-    "ray": "Searching with Ray Tune is not supported.",
     "sigopt": "SigOpt has been discontinued.",
     "wandb": "A sweep of Weights & Biases needs its vendor's server, which proposes the values.",
 }
@@ -19,12 +22,25 @@ _WHY_NOT = {
 def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
     """The backend of that name; None = optuna. Raises ConfigError for any other name."""
     wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
-    if wanted != "optuna":
-        remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
-        raise ConfigError(
-            _WHY_NOT.get(wanted, "This backend does not exist."),
-            field="backend",
-            value=wanted,
-            remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, ["optuna"]),
+    if wanted == "optuna":
+        return OptunaSearch(hooks, settings)
+    if wanted == "ray":
+        return _ray(hooks, settings)
+    remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
+    raise ConfigError(
+        _WHY_NOT.get(wanted, "This backend does not exist."),
+        field="backend",
+        value=wanted,
+        remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, _NAMES),
+    )
+
+
+def _ray(hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(
+            "A search with Ray Tune needs the package ray.", field="backend", value="ray", extra="ray"
         )
-    return OptunaSearch(hooks, settings)
+    with variables_kept({}, "RAY_CLIENT_MODE"):  # set by an import of Ray, and read by that alone
+        module = importlib.import_module("trainer_lib.search.ray_tune")
+    search: SearchBackend = module.RaySearch(hooks, settings)
+    return search

@@ -10,6 +10,7 @@ One trial::
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class TrialRun:
         values: arguments to set, as JSON values.
         trial: passed to `model_init`, `hp_name` and `train`.
         resumed: whether the trial continues an interrupted one, in that one's folder.
+        origin: URL of another trial's checkpoint, from which this one starts with its own values.
         judge: (metrics, optimizer step or None at the end) -> (objective, whether to prune); collective.
     """
 
@@ -47,10 +49,15 @@ class TrialRun:
     trial: Any
     resumed: bool
     judge: Callable[[Mapping[str, float], int | None], tuple[list[float], bool]]
+    origin: str | None = None
 
 
 class SearchHooks(Protocol):
     """What a backend needs of the Trainer."""
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer itself, for a backend that makes it again in another process."""
 
     @property
     def args(self) -> TrainingArguments:
@@ -63,12 +70,15 @@ class SearchHooks(Protocol):
     def run_trial(self, run: TrialRun) -> list[float]:
         """Train once; return the objective's values. Raises TrialPruned. Collective."""
 
+    def check_names(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a name that a trial cannot set."""
+
 
 @dataclass
 class SearchSettings:
-    """The arguments of `hyperparameter_search`; `options` are passed to the backend."""
+    """The arguments of `hyperparameter_search`; `options` are passed to the backend, which may have a default space."""
 
-    hp_space: Callable[[Any], Mapping[str, Any]]
+    hp_space: Callable[[Any], Mapping[str, Any]] | None
     compute_objective: Callable[[dict[str, float]], float | Sequence[float]]
     n_trials: int | None
     directions: list[str]
@@ -77,7 +87,9 @@ class SearchSettings:
 
 
 class SearchBackend(Protocol):
-    """A library that proposes hyperparameters."""
+    """A library that proposes hyperparameters, by the name of `hp_search_backend`."""
+
+    name: str
 
     def run(self) -> BestRun | list[BestRun]:
         """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective."""
@@ -148,6 +160,32 @@ def parse_objective(given: Any, wanted: int) -> list[float]:
             remedy=f"Return {what}.",
         )
     return numbers
+
+
+def json_values(given: Any, remedy: str) -> dict[str, Any]:
+    """Parameters as JSON values. Raises ConfigError when they are not a mapping, or a value is not JSON."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "The function did not return a mapping of arguments to values.",
+            field="hp_space",
+            value=type(given).__name__,
+            remedy=remedy,
+        )
+    try:
+        values: dict[str, Any] = json.loads(json.dumps({str(name): _plain(value) for name, value in given.items()}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The function returned a value that is not JSON: {error}.",
+            field="hp_space",
+            remedy="Return numbers, texts, lists or mappings.",
+        ) from error
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """An enum counts as its value, as arguments take it; a number of numpy as Python's."""
+    value = getattr(value, "value", value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
 
 def is_finite(values: Sequence[float]) -> bool:

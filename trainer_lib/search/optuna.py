@@ -8,7 +8,6 @@ any others, from the trial's last checkpoint.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -34,7 +33,9 @@ from trainer_lib.search.base import (
     SharedTrial,
     TrialPruned,
     TrialRun,
+    default_hp_space,
     is_finite,
+    json_values,
     parse_objective,
 )
 from trainer_lib.suggestions import suggestion
@@ -44,6 +45,7 @@ _STUDY = ("storage", "sampler", "pruner", "study_name", "load_if_exists")
 _RUNNING = ("timeout", "n_jobs", "gc_after_trial", "catch")
 _PROCESS, _CONTINUES, _FOLDER = "trainflow:process", "trainflow:continues", "trainflow:folder"
 _NAME = re.compile(r"[^/\\\0]{1,200}")
+_REMEDY = 'Return for example {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}.'
 
 
 def _optuna() -> Any:
@@ -63,11 +65,14 @@ class _TrialFailed(Exception):
 class OptunaSearch:
     """One call of `hyperparameter_search`."""
 
+    name = "optuna"
+
     def __init__(self, hooks: SearchHooks, settings: SearchSettings) -> None:
         self._optuna = _optuna()
         self._hooks = hooks
         self._comm = hooks.comm
         self._settings = settings
+        self._space = settings.hp_space = settings.hp_space or default_hp_space
         self._options = dict(settings.options)
         self._check_options()
         self._study: Any = None
@@ -214,12 +219,12 @@ class OptunaSearch:
         """Call `hp_space`; broadcast the trial, or the error, to all ranks."""
         try:
             trial.set_user_attr(_PROCESS, f"{socket.gethostname()}:{os.getpid()}")
-            values = _json_values(self._settings.hp_space(trial))
+            values = json_values(self._space(trial), _REMEDY)
             folder = trial.user_attrs.get(_CONTINUES)
             name = folder or self._name(trial)
             trial.set_user_attr(_FOLDER, name)
             plan = {"name": name, "values": values, "resumed": bool(folder), "number": trial.number}
-            plan["params"] = _json_values(trial.params)
+            plan["params"] = json_values(trial.params, _REMEDY)
         except Exception as error:
             self._comm.broadcast_json({"error": from_exception(error).to_record()})
             raise
@@ -305,7 +310,7 @@ class OptunaSearch:
                 {
                     "run_id": str(trial.number),
                     "objective": trial.values if several else trial.value,
-                    "params": _json_values(trial.params),
+                    "params": json_values(trial.params, _REMEDY),
                 }
                 for trial in best
             ],
@@ -314,7 +319,7 @@ class OptunaSearch:
                     "run_id": str(trial.number),
                     "state": trial.state.name.lower(),
                     "objective": None if not trial.values else trial.values if several else trial.value,
-                    "hyperparameters": _json_values(trial.params),
+                    "hyperparameters": json_values(trial.params, _REMEDY),
                 }
                 for trial in trials
             ],
@@ -325,25 +330,3 @@ def _database_errors() -> tuple[type[Exception], ...]:
     from sqlalchemy.exc import SQLAlchemyError
 
     return (SQLAlchemyError,)
-
-
-def _json_values(given: Any) -> dict[str, Any]:
-    """Parameters as JSON values. Raises ConfigError when they are not a mapping, or a value is not JSON."""
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            "The function did not return a mapping of arguments to values.",
-            field="hp_space",
-            value=type(given).__name__,
-            remedy='Return for example {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}.',
-        )
-    # An enum counts as its value, as arguments take it.
-    plain = {str(name): getattr(value, "value", value) for name, value in given.items()}
-    try:
-        values: dict[str, Any] = json.loads(json.dumps(plain))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The function returned a value that is not JSON: {error}.",
-            field="hp_space",
-            remedy="Return numbers, texts, lists or mappings.",
-        ) from error
-    return values

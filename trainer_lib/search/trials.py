@@ -98,6 +98,16 @@ class TrialRunner:
         return self._parts.comm
 
     @property
+    def trainer(self) -> SearchableTrainer:
+        """The Trainer itself."""
+        return self._trainer
+
+    @property
+    def origin(self) -> str | None:
+        """URL of the checkpoint of another trial that the running trial starts from, with its own values."""
+        return None if self._current is None else self._current.origin
+
+    @property
     def is_trial_running(self) -> bool:
         """Whether the present training is a trial of a search."""
         return self._current is not None
@@ -118,12 +128,24 @@ class TrialRunner:
             raise ConfigError(
                 "Trials are compared by their evaluation.", field="eval_dataset", remedy="Give it to the Trainer."
             )
-        search, name_before = create_backend(backend, self, settings), trainer.hp_name
+        search = create_backend(backend, self, settings)
+        with self._searching(settings, search.name):
+            return search.run()
+
+    def train_one(self, settings: SearchSettings, backend: str, run: TrialRun) -> list[float]:
+        """Train one trial of a search that another process leads; return its objective."""
+        with self._searching(settings, backend):
+            return self.run_trial(run)
+
+    @contextlib.contextmanager
+    def _searching(self, settings: SearchSettings, backend: str) -> Iterator[None]:
+        """Show the search on the Trainer; afterwards the Trainer is as it was."""
+        trainer, name_before = self._trainer, self._trainer.hp_name
         try:
             with self._parts.restored():
-                trainer.hp_search_backend, trainer.hp_name = "optuna", settings.hp_name
+                trainer.hp_search_backend, trainer.hp_name = backend, settings.hp_name
                 trainer.hp_space, trainer.compute_objective = settings.hp_space, settings.compute_objective
-                return search.run()
+                yield
         finally:
             trainer.hp_name, trainer.hp_search_backend = name_before, None
             self.set_trial(None)
@@ -147,7 +169,8 @@ class TrialRunner:
             trainer.objective, self._current = None, run
             try:
                 # "auto", not True: an interrupted trial may have died before its first checkpoint.
-                trainer.train(resume_from_checkpoint="auto" if run.resumed else False, trial=run.trial)
+                continues = run.resumed or run.origin is not None
+                trainer.train(resume_from_checkpoint="auto" if continues else False, trial=run.trial)
                 if trainer.objective is None:
                     trainer.objective, _ = run.judge(trainer.evaluate(), None)
                 return trainer.objective
@@ -175,6 +198,8 @@ class TrialRunner:
         args.output_dir = f"{str(given.output_dir).rstrip('/')}/{run.name}"
         # Otherwise every trial would push its model to the same target.
         args.run_name, args.push_to_hub = run.name, False
+        # Another trial's position may be one of other batches.
+        args.allow_global_batch_change = args.allow_global_batch_change or run.origin is not None
         try:
             trainer._trainflow_set_up(args)
             with contextlib.ExitStack() as stack:
@@ -192,8 +217,17 @@ class TrialRunner:
         Raises:
             ConfigError: a name is not an argument, unless `model_init` takes the trial: then it may be the model's.
         """
-        args, init = copy.copy(given), self._trainer.model_init
+        args = copy.copy(given)
+        self.check_names(values)
         names = field_map(args)
+        for name, value in values.items():
+            if name in names or name in compat.OLD_NAMES:
+                setattr(args, name, value)
+        return args
+
+    def check_names(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a name that a trial cannot set; `_with_values` says which."""
+        names, init = field_map(self._trainer.args), self._trainer.model_init
         for name, value in values.items():
             if name in _FIXED:
                 raise ConfigError(
@@ -202,13 +236,11 @@ class TrialRunner:
                     value=value,
                     remedy="Remove it.",
                 )
-            if name in names or name in compat.OLD_NAMES:
-                setattr(args, name, value)
-            elif init is None or not self._takes_trial(init):
+            known = name in names or name in compat.OLD_NAMES
+            if not known and (init is None or not self._takes_trial(init)):
                 raise ConfigError(
                     "The name is not an argument, and model_init does not take the trial.",
                     field=f"hp_space.{name}",
                     value=value,
                     remedy=suggestion(name, names, listing=False),
                 )
-        return args

@@ -117,6 +117,7 @@ class Session:
     _points: int = -1
     _unwritten: bytearray = field(default_factory=bytearray)
     _files: int = 0
+    _writing: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -153,14 +154,15 @@ class Session:
                 call writes it first.
         """
         line = _line_of(record)
-        data = bytes(self._unwritten) + line if self._unwritten else line
-        try:
-            self._append(data)
-        except OSError:
-            self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
-            raise
-        if self._unwritten:
-            self._unwritten.clear()
+        with self._writing:
+            data = bytes(self._unwritten) + line if self._unwritten else line
+            try:
+                self._append(data)
+            except OSError:
+                self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
+                raise
+            if self._unwritten:
+                self._unwritten.clear()
 
     def write_last(self, record: Mapping[str, Any]) -> None:
         """Write the last record, on a full disk into the room that was kept for it; how a run ended is never lost.
@@ -191,10 +193,11 @@ class Session:
 
     def keep_file(self, content: bytes | Path) -> str:
         """Keep a copy of a file, or bytes, in the session, and return its name there. Raises OSError."""
-        self._files += 1
+        with self._writing:
+            self._files += 1
+            name = f"{self._files:06d}"
         folder = self.path / "files"
         folder.mkdir(mode=0o700, exist_ok=True)
-        name = f"{self._files:06d}"
         if isinstance(content, Path):
             shutil.copyfile(content, folder / name)
         else:

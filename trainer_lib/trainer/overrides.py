@@ -31,7 +31,7 @@ UNCALLED: Mapping[str, str] = {
     "get_sp_size": _SIZES,
     "get_tp_size": _SIZES,
     "_finish_current_push": "Override push_to_hub; training ends when the push under way has.",
-    "_tune_save_checkpoint": "Override _save_checkpoint; trials are Optuna's, not Ray's.",
+    "_tune_save_checkpoint": "Override _save_checkpoint; Ray Tune keeps a pointer to our checkpoints.",
     "_init_training_state": _BEGIN,
     "_prepare_for_training": _BEGIN,
     "_run_epoch": "Use a callback's on_epoch_begin and on_epoch_end, or override training_step.",

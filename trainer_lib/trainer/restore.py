@@ -23,6 +23,7 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
@@ -71,6 +72,8 @@ class Restore:
             self._internals.world.comm.agree(self._preload(url))
         else:
             url = self._newest_intact()
+            if url is None and given == "auto" and (url := self._internals.trials.origin) is not None:
+                self._internals.world.comm.agree(self._preload(url))
         self._asked = url
         if url is None and given is True:
             foreign = list_foreign(self._internals.checkpoints.root())
@@ -241,12 +244,17 @@ class Restore:
         """Restore optimizer and schedule; `Trainer._load_optimizer_and_scheduler` documents it."""
         trainer, loaded = self._trainer, self.open(url)
         snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
+        present = None
+        if loaded.url == self._internals.trials.origin:
+            present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
             with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
             with loaded.treat_errors_as_damage(SCHEDULER):
                 trainer.lr_scheduler.load_state_dict(loaded.scheduler)
+        if present is not None:
+            present.put_back(loaded.training_args.get("learning_rate"))
 
     def load_scaler(self, url: str) -> None:
         """Restore the loss scale of fp16."""

@@ -21,7 +21,7 @@ from trainer_lib.data.collators import DataCollatorWithPadding, default_data_col
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.outputs import BestRun, TrainOutput
 from trainer_lib.precision import apply_tf32
-from trainer_lib.search.base import SearchSettings, default_compute_objective, default_hp_space, parse_directions
+from trainer_lib.search.base import SearchSettings, default_compute_objective, parse_directions
 from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.beginning import training_values
 from trainer_lib.trainer.data import DataMethods
@@ -287,18 +287,21 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         Trials are not pushed to a hub. A trial whose loss stays NaN, or (with one process) whose memory runs out,
         counts as failed, and the search continues.
 
+        With Ray, each trial is a process of Ray; what the Trainer was given goes there by Ray's transport (a pickle).
+
         Args:
             hp_space: trial -> {argument: value}, called on rank 0 only; default: learning rate, epochs, seed and
-                micro-batch.
+                micro-batch. For Ray: None -> {argument: a space of `ray.tune`, or a value}, called once.
             compute_objective: metrics of an evaluation -> the number to optimize, or one number per direction. The
                 default is the sum of all metrics but the loss, and the loss where it is the only one. The last
                 evaluation of a trial counts.
-            n_trials: number of trials in this call; None = until `timeout`.
+            n_trials: number of trials in this call; None = until `timeout` (`time_budget_s` of Ray).
             direction: "minimize" or "maximize"; a list of them for several objectives.
-            backend: "optuna".
-            hp_name: trial -> name of its folder and run; default: ``run-<number>``.
+            backend: "optuna" (default) or "ray".
+            hp_name: trial -> name of its folder and run; default: ``run-<number>``. For Ray: values -> name.
             kwargs: `storage`, `study_name`, `load_if_exists`, `sampler`, `pruner` of `optuna.create_study`; `timeout`
-                (seconds), `catch`, `gc_after_trial` of `Study.optimize`.
+                (seconds), `catch`, `gc_after_trial` of `Study.optimize`. For Ray: `scheduler`, `search_alg`,
+                `resources_per_trial`, `max_concurrent_trials`, `max_failures` and others of `ray.tune.run`.
 
         Returns:
             The best run; with several directions, all runs that no other run beats in every direction.
@@ -306,10 +309,10 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         Raises:
             ConfigError: `model_init` or `eval_dataset` is missing, an argument is unknown or refused, or no trial
                 was completed.
-            MissingExtraError: optuna is not installed. Errors of a training pass through.
+            MissingExtraError: the backend is not installed. Errors of a training pass through.
         """
         settings = SearchSettings(
-            hp_space=hp_space or default_hp_space,
+            hp_space=hp_space,
             compute_objective=compute_objective or default_compute_objective,
             n_trials=n_trials,
             directions=parse_directions(direction),

@@ -14,6 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered, intervals
@@ -25,7 +26,7 @@ from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
-from trainer_lib.worker.evaluate_ranges import RangeEvaluation, measures_in_ranges
+from trainer_lib.worker.evaluate_ranges import RangeEvaluation, find_range_metrics
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.session import Work
 from trainer_lib.worker.train import HISTORY
@@ -46,35 +47,20 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     splits = {name: ArrowSplit(prepared, name) for name in request.splits}
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
-    merged = work.recipe.merged_metrics_with(data) if measures_in_ranges(work) else None
-    if request.step == "ranges" and merged is None:
-        return EvaluateResult((), {})  # one worker measures all of it in the last step
-    trainer = build_trainer(work, args, model, [] if merged is not None else [events_callback(work, args)])
-    metrics: dict[str, dict[str, float]] = {}
+    merging, reason = find_range_metrics(work, data)
+    if request.step == "ranges" and merging is None:
+        return EvaluateResult((), {}, needs_all_rows=reason)
+    trainer = build_trainer(work, args, model, [] if merging is not None else [events_callback(work, args)])
     measured: list[FileEntry] = []
-    if merged is not None:
-        ranges = RangeEvaluation(work, store, trainer, merged)
+    if merging is None:
+        metrics, measured = _of_all_rows(work, store, trainer, splits, data)
+    else:
+        ranges = RangeEvaluation(work, store, trainer, merging)
         if request.step != "finish":
             ranges.measure(splits)
         if request.step == "ranges":
             return EvaluateResult((), {})
         metrics = {name: ranges.metrics(name, len(split)) for name, split in splits.items()}
-    for name, split in splits.items() if merged is None else ():
-        work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
-        recipes_own = trainer.compute_metrics
-        function = _with_metrics_by_name(recipes_own, request, args)
-        # A batch at a time leaves nothing to remember.
-        remembered = None if function is None or args.batch_eval_metrics else Remembered(function)
-        trainer.compute_metrics = remembered or function
-        metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
-        trainer.compute_metrics = recipes_own
-        if remembered is not None and work.rank == 0:
-            measured += _describe(work, store, name, split, remembered)
-            if work.request.resamples:
-                resampled, entry = _resample(work, store, name, remembered)
-                measured.append(entry)
-                metrics[name] |= intervals(resampled, work.request.confidence)
-            metrics[name] |= _sliced(request, split, remembered)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history = _history(request.model_url)
@@ -86,6 +72,45 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return EvaluateResult(tuple(files), metrics)
+
+
+def _of_all_rows(
+    work: Work[EvaluateRequest], store: Store, trainer: Any, splits: Mapping[str, ArrowSplit], data: DataInfo
+) -> tuple[dict[str, dict[str, float]], list[FileEntry]]:
+    """The metrics of each split, whose rows this group of processes evaluates at once, and files beside them."""
+    metrics: dict[str, dict[str, float]] = {}
+    measured: list[FileEntry] = []
+    request, recipes_own = work.request, trainer.compute_metrics
+    if is_metric_object(recipes_own):
+        _refuse_needing_rows(request)
+    for name, split in splits.items():
+        work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
+        function = _with_metrics_by_name(recipes_own, request, trainer.args)
+        # A batch at a time leaves nothing to remember.
+        by_batch = trainer.args.batch_eval_metrics or is_metric_object(function)
+        remembered = None if function is None or by_batch else Remembered(function)
+        trainer.compute_metrics = remembered or function
+        metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
+        trainer.compute_metrics = recipes_own
+        if remembered is not None and work.rank == 0:
+            measured += _describe(work, store, name, split, remembered, data)
+            if request.resamples:
+                resampled, entry = _resample(work, store, name, remembered)
+                measured.append(entry)
+                metrics[name] |= intervals(resampled, request.confidence)
+            metrics[name] |= _sliced(request, split, remembered)
+    return metrics, measured
+
+
+def _refuse_needing_rows(request: EvaluateRequest) -> None:
+    for name in ("metrics", "slices", "confidence", "resamples"):
+        if value := getattr(request, name):
+            raise ConfigError(
+                "This needs all rows, and the recipe's compute_metrics is an object that is given batch by batch.",
+                field=f"evaluate.{name}",
+                value=value,
+                remedy="Leave it out, or write compute_metrics as a function.",
+            )
 
 
 def _with_metrics_by_name(
@@ -112,13 +137,24 @@ def _sliced(request: EvaluateRequest, split: ArrowSplit, remembered: Remembered)
 
 
 def _describe(
-    work: Work[EvaluateRequest], store: Store, name: str, split: ArrowSplit, remembered: Remembered
+    work: Work[EvaluateRequest], store: Store, name: str, split: ArrowSplit, remembered: Remembered, data: DataInfo
 ) -> Iterator[FileEntry]:
     """Write what the outputs say of a split beyond its metrics."""
     if remembered.given is None:
         return
-    outputs, labels = single_output(remembered.given.predictions), remembered.given.label_ids
-    outcomes = summarize_outcomes(outputs, labels, lambda row: int(split.row_ids(row, row + 1)[0]))
+    pairs = work.recipe.outcome_pairs(remembered.given, data)
+    if pairs is None:
+        labels = remembered.given.label_ids
+        if isinstance(labels, tuple):  # behind them is what metrics need besides
+            labels = labels[0]
+        pairs = {"predictions": single_output(remembered.given.predictions), "labels": labels}
+    rows, names = pairs.pop("rows", None), data.info.get("classes")
+
+    def id_of(value: int) -> int:
+        row = value if rows is None else int(rows[value])
+        return int(split.row_ids(row, row + 1)[0])
+
+    outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
     if outcomes is not None:
         yield store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode())
 

@@ -25,9 +25,11 @@ from trainer_lib.data.parts import NumberedParts
 from trainer_lib.data.row_parts import SUMS, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import DamagedError
-from trainer_lib.evaluation.metric_sums import MergedMetrics, Sums, add_sums, read_sums
-from trainer_lib.evaluation.metrics import parse_metrics
+from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
+from trainer_lib.evaluation.metric_sums import RangeMetrics, RangeSums
+from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
 from trainer_lib.locks.shared_parts import SharedParts
+from trainer_lib.recipes import DataInfo
 from trainer_lib.requests import EvaluateRequest
 from trainer_lib.storage import Store
 from trainer_lib.trainer import Trainer
@@ -37,18 +39,29 @@ from trainer_lib.worker.session import Work
 _LIMIT = 256 << 20
 
 
-def measures_in_ranges(work: Work[EvaluateRequest]) -> bool:
-    """Whether this worker measures by ranges: its metrics merge, nothing needs all rows, and it is alone."""
+def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[RangeMetrics | None, str]:
+    """The metrics that this worker measures range by range; None, and why as a clause, where it needs all rows."""
     recipe, request = work.recipe, work.request
-    merges = recipe.has_merging_metrics and recipe.trainer_class(Trainer) is Trainer
-    needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
-    return merges and not needs_all_rows and work.world_size == 1
+    for name in ("resamples", "confidence", "metrics", "slices"):
+        if getattr(request, name):
+            return None, f"evaluate.{name} needs all rows"
+    if recipe.trainer_class(Trainer) is not Trainer:
+        return None, "the recipe has a Trainer of its own"
+    if work.world_size > 1:
+        return None, "several processes evaluate as one group"
+    if (merged := recipe.merged_metrics_with(data)) is not None:
+        return RangeSums(merged), ""
+    metric = recipe.compute_metrics
+    if not is_metric_object(metric):
+        return None, "compute_metrics needs all rows"
+    reason = why_not_merged(metric)
+    return (MetricStates(metric), "") if reason is None else (None, reason)
 
 
 class RangeEvaluation:
     """The ranges of one request, and the Trainer that measures them."""
 
-    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: MergedMetrics) -> None:
+    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: RangeMetrics) -> None:
         self._request = work.request
         self._store = store
         self._trainer = trainer
@@ -79,7 +92,7 @@ class RangeEvaluation:
         for part in self._parts(name, rows).collect():
             found = self._read(part.entry.path)
             loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
-            sums = sums if found["sums"] is None else add_sums(sums, found["sums"])
+            sums = sums if found["sums"] is None else self._merged.add(sums, found["sums"])
         if samples != rows:
             raise DamagedError(f"The ranges of the split '{name}' have {samples:,} of {rows:,} rows.", field=SUMS)
         metrics = {} if sums is None else parse_metrics(self._merged.finish(sums))
@@ -94,22 +107,16 @@ class RangeEvaluation:
         return found
 
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
-        kept: list[Sums] = []
-
-        def keep(p: Any) -> dict[str, float]:
-            kept.append(read_sums(self._merged.sums_of(p)))
-            return {}
-
         trainer, before = self._trainer, self._trainer.compute_metrics
         batch_by_batch, trainer.args.batch_eval_metrics = trainer.args.batch_eval_metrics, False
-        trainer.compute_metrics = keep
+        trainer.compute_metrics = self._merged
         try:
             evaluator = trainer._trainflow.evaluator
             trainer.evaluation_loop(evaluator.range_dataloader(split, start, stop), "Evaluation")
         finally:
             trainer.compute_metrics, trainer.args.batch_eval_metrics = before, batch_by_batch
         loss, items, samples = evaluator.counted
-        return {"sums": kept[0] if kept else None, "loss": loss, "items": items, "samples": samples}
+        return {"sums": self._merged.take(), "loss": loss, "items": items, "samples": samples}
 
 
 class _Progress(TrainerCallback):

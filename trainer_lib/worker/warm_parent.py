@@ -1,6 +1,6 @@
 """A process that has torch loaded and forks one guard for each launch that its owner sends.
 
-``python -u -m trainer_lib.worker.warm_parent <descriptor of the owner's socket> <room>``, started by
+``python -u -m trainer_lib.worker.warm_parent <descriptor of the owner's socket> <verbs> <room>``, started by
 `trainer_lib.launch.warm`.
 
 It never has a thread and runs no operator of torch. It ends at the end of its socket, that is with its owner, and when
@@ -34,9 +34,10 @@ IDLE_S = 60.0
 # What workers and agents import: pandas because pyarrow does, at its first conversion of a list.
 MODULES = (
     *("numpy.random", "torch.distributed.run", "trainer_lib.machines.seeds", "trainer_lib.worker.assembly"),
-    *("trainer_lib.data.shards", "pandas"),
+    *("trainer_lib.data.shards", "trainer_lib.worker.train", "trainer_lib.worker.evaluate", "pandas"),
 )
-# What each rank imports at its first optimizer step, which is a third of all.
+# What each rank imports at its first optimizer step, which is a third of all: loaded at the first launch of the verb;
+# where the owner has announced the verb, while the workers of an earlier launch are at work.
 LATER = {"train": ("torch._dynamo",)}
 
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
     if not _load(MODULES) or not _is_fit():
         return REFUSED
     try:
-        WarmParent(socket.socket(fileno=int(argv[0]))).serve()
+        WarmParent(socket.socket(fileno=int(argv[0])), argv[1].split(",")).serve()
     except forked.Become as asked:
         forked.run_program(asked.command, asked.environment)
         return 0
@@ -86,8 +87,9 @@ def _is_fit() -> bool:
 class WarmParent:
     """Takes launches from the owner's socket, forks their guards, and reports how each of them ended."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, verbs: Iterable[str]) -> None:
         self._channel = channel
+        self._expected = [module for verb in verbs for module in LATER.get(verb, ())]
         # By a descriptor that is readable once the guard has ended: its pid, and where its owner hears of it.
         self._ends: dict[int, tuple[int, socket.socket]] = {}
 
@@ -100,8 +102,11 @@ class WarmParent:
                 return
             for end in self._ends.keys() & set(ready):
                 self._report_end(end)
-            if self._channel.fileno() in ready and not self._take_launch():
-                return
+            if self._channel.fileno() in ready:
+                if not self._take_launch():
+                    return
+                if not _load(self._expected):
+                    raise Unfit
 
     def _take_launch(self) -> bool:
         """Fork a guard for the next launch; False at the end of the socket."""

@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("mp_parameters", "{}", "fsdp"),
     ("jit_mode_eval", True, "torch_compile"),
     ("tpu_num_cores", 8, "launcher"),
-    ("ray_scope", "all", "Optuna"),
+    ("ray_scope", "all", "reported last"),
     ("sharded_ddp", "zero_dp_9", "fsdp"),
     ("warmup_ratio", 1.5, "warmup_steps"),
     ("warmup_ratio", "much", "number"),

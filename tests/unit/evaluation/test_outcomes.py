@@ -38,6 +38,17 @@ def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number
     json.dumps(found, allow_nan=False)
 
 
+def test_classes_whose_probability_alone_is_known_are_counted_and_calibrated() -> None:
+    labels, guessed = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
+    found = summarize_outcomes(guessed, labels, confidence=np.array([0.9, 0.9, 0.55, 0.9]), classes=3)
+    assert found is not None
+    assert found["matrix"] == [[2, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert found["reliability"] == [[0.55, 0.0, 1], [pytest.approx(0.9), 1.0, 3]]
+    assert found["samples"][:2] == [[0, 0, 0], [1, 1, 1]]
+    assert found["hardest"] == []
+    assert summarize_outcomes(guessed, labels) is None
+
+
 @pytest.mark.parametrize("shape", [(5000,), (5000, 1)])
 def test_numbers_are_thinned_and_the_worst_row_is_a_sample(shape: tuple[int, ...]) -> None:
     measured = np.linspace(0, 1, 5000, dtype=np.float32).reshape(shape)

@@ -176,6 +176,7 @@ SIGNATURES = [
     ("def build_model(options):\n    pass", "build_model(options) cannot be called as build_model(options, data)."),
     ("def collate():\n    pass", "collate() cannot be called as collate(rows)."),
     ("def compute_metrics(predictions, labels):\n    pass", "cannot be called as compute_metrics(p)."),
+    ("def outcome_pairs(predictions, labels):\n    pass", "cannot be called as outcome_pairs(p)."),
     ("def preprocess_logits_for_metrics(logits):\n    pass", "(logits, labels)."),
     ("def compute_loss_func(outputs):\n    pass", "compute_loss_func(outputs, labels, num_items_in_batch)."),
     ("def callbacks():\n    return []", "callbacks() cannot be called as callbacks(options)."),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flows.run_stages import _expect_launches
+from flows.run_stages import expect_launches
 from trainer_lib.launch import LaunchConfig, warm
 
 ONE, TWO = LaunchConfig(kind="process", processes=1), LaunchConfig(kind="torchrun", processes=2)
@@ -17,7 +17,9 @@ def plan(hits: set[str], wanted: set[str], force: frozenset[str] = frozenset()) 
     launches = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": None}
     return SimpleNamespace(
         reasons={name: SimpleNamespace(hit=name in hits) for name in launches},
-        stages={name: SimpleNamespace(launch=launch) for name, launch in launches.items()},
+        stages={
+            name: SimpleNamespace(launch=launch, stage=SimpleNamespace(name=name)) for name, launch in launches.items()
+        },
         is_wanted=lambda name: name in wanted,
         context=SimpleNamespace(force=force),
     )
@@ -26,9 +28,14 @@ def plan(hits: set[str], wanted: set[str], force: frozenset[str] = frozenset()) 
 @pytest.mark.parametrize(
     ("hits", "wanted", "force", "expected"),
     [
-        (set(), {"prepare-data", "train", "evaluate", "push-to-hub"}, frozenset(), [ONE, TWO, TWO]),
-        ({"prepare-data"}, {"prepare-data", "train"}, frozenset(), [TWO]),
-        ({"prepare-data", "train"}, {"prepare-data", "train"}, frozenset({"train"}), [TWO]),
+        (
+            set(),
+            {"prepare-data", "train", "evaluate", "push-to-hub"},
+            frozenset(),
+            {"prepare-data": ONE, "train": TWO, "evaluate": TWO},
+        ),
+        ({"prepare-data"}, {"prepare-data", "train"}, frozenset(), {"train": TWO}),
+        ({"prepare-data", "train"}, {"prepare-data", "train"}, frozenset({"train"}), {"train": TWO}),
         ({"prepare-data", "train"}, {"prepare-data", "train"}, frozenset(), None),
     ],
 )
@@ -36,13 +43,10 @@ def test_stages_that_will_run_are_announced(
     hits: set[str],
     wanted: set[str],
     force: frozenset[str],
-    expected: list[LaunchConfig] | None,
+    expected: dict[str, LaunchConfig] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     announced: list[Any] = []
-    monkeypatch.setattr(warm, "expect", lambda launches: announced.append(list(launches)))
-    _expect_launches(plan(hits, wanted, force))
-    if expected is None:
-        assert announced == []
-    else:
-        assert sorted(map(repr, announced[0])) == sorted(map(repr, expected))
+    monkeypatch.setattr(warm, "expect", lambda launches: announced.append(launches))
+    expect_launches(plan(hits, wanted, force))
+    assert announced == ([] if expected is None else [expected])

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from flows.run_images import log_outcomes
+from flows.spec.spec import PipelineSpec
+from tasks.sweep_settings import TRIAL
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 
 
@@ -39,9 +41,12 @@ class Evaluation:
         return type("Store", (), {"read_bytes": lambda _, path, limit: self._content})()
 
 
-def _logged(outcomes: Any, metrics: dict[str, Any]) -> Run:
+def _logged(outcomes: Any, metrics: dict[str, Any], **tags: str) -> Run:
     run = Run()
-    log_outcomes(cast(Any, run), cast(Any, Evaluation(outcomes, metrics)), {"classes": ["no", "yes"]})
+    spec = PipelineSpec.model_validate(
+        {"name": "toy", "recipe": "recipe.py", "storage": "s", "tracking": {"tags": tags}}
+    )
+    log_outcomes(spec, cast(Any, run), cast(Any, Evaluation(outcomes, metrics)), {"classes": ["no", "yes"]})
     return run
 
 
@@ -83,3 +88,13 @@ def test_numbers_have_residuals_and_older_outcomes_are_still_drawn() -> None:
 @pytest.mark.parametrize("outcomes", [{"kind": "classes"}, {"kind": "numbers", "measured": "x"}])
 def test_outcomes_that_cannot_be_drawn_are_not_worth_a_run(outcomes: Any) -> None:
     assert _logged(outcomes, {}).files == {}
+
+
+def test_a_trial_of_a_sweep_has_tables_and_no_pictures() -> None:
+    labels = np.array([0, 1] * 20)
+    run = _logged(summarize_outcomes(np.eye(2)[labels] * 3, labels), {}, **{TRIAL: "3"})
+    assert set(run.files) == {"samples/test.json", "samples/hardest-test.json"}
+    values = np.linspace(0, 1, 20)
+    run = _logged(summarize_outcomes(values + 0.01, values), {}, **{TRIAL: "3"})
+    assert run.files
+    assert not [path for path in run.files if path.startswith("plots/")]

@@ -41,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 def trainer_of(recipe: Recipe, data: DataInfo, model: Any, folder: Path, rows: list[Any], steps: int) -> Trainer:
-    return Trainer(
+    return recipe.trainer_class(Trainer)(  # type: ignore[no-any-return]
         model=model,
         args=TrainingArguments(
             output_dir=str(folder),
@@ -89,6 +89,71 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     made = recipe.after_evaluate(model.eval(), data, {"prompts": ["def "], "sample_tokens": 5})
     assert made["files"]["samples.txt"].startswith(b"def ")
     assert recipe.after_evaluate(model, data, {}) == {}
+
+
+def test_new_rows_are_texts_measured_as_documents_and_continued(prepared: Prepared, tmp_path: Path) -> None:
+    from trainer_lib.recipes.tokenizing import kept_tokenizer
+
+    recipe, splits, data = prepared
+    assert data.info["new_columns"] == {"text": "string", "new_tokens": "int64"}
+    torch.manual_seed(0)
+    model: Any = recipe.build_model({"config": TINY}, data)
+    trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 20)
+    trainer.train()
+    tokenizer = kept_tokenizer(data)
+    end = tokenizer.eos_token_id
+    known = [row for row in splits["test"] if row["input_ids"][-1] == end and len(row["input_ids"]) > 9]
+    texts = [tokenizer.decode(row["input_ids"][:-1]) for row in known]
+    assert len(texts) == 3
+    wanted = recipe.prediction_columns(np.asarray(trainer.predict(known).predictions), data)
+    found = recipe.prediction_columns(np.asarray(trainer.predict([{"text": each} for each in texts]).predictions), data)
+    assert list(found["tokens"]) == list(wanted["tokens"]) == [len(row["input_ids"]) - 1 for row in known]
+    assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
+    assert np.exp(found["nats_per_token"]) == pytest.approx(found["perplexity"])
+    # A text of several rows has the sums of its pieces.
+    long = texts[0] * 40
+    tokens = [*tokenizer(long)["input_ids"], end]
+    whole = recipe.prediction_columns(np.asarray(trainer.predict([{"text": long}]).predictions), data)
+    starts = range(0, len(tokens), 64)
+    assert len(starts) > 2
+    assert whole["tokens"][0] == len(tokens) - len(starts)
+    pieces = [torch.tensor([tokens[start : start + 64]]) for start in starts if len(tokens) - start > 1]
+    with torch.no_grad():
+        nats = sum(float(model(input_ids=each, labels=each).loss) * (each.shape[1] - 1) for each in pieces)
+    assert whole["nats_per_token"][0] * whole["tokens"][0] == pytest.approx(nats, rel=1e-4)
+    # Each text is continued as it is alone, by as many tokens as its row asks for.
+    asked = [{"text": text, "new_tokens": number} for text, number in zip([*texts, long], (5, 0, 9, 7), strict=True)]
+    made = recipe.prediction_columns(np.asarray(trainer.predict(asked).predictions), data)
+    assert list(made["tokens"][:3]) == list(found["tokens"][:3])
+    for row, continuation in zip(asked, made["continuation"], strict=True):
+        ids = torch.tensor([tokenizer(row["text"])["input_ids"][-(64 - 9) :]])
+        if row["new_tokens"] == 0:
+            assert continuation == ""
+            continue
+        alone = model.generate(input_ids=ids, max_new_tokens=row["new_tokens"], do_sample=False, pad_token_id=end)
+        assert continuation == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_new_texts_that_cannot_be_measured_are_refused(prepared: Prepared, tmp_path: Path) -> None:
+    collate = prepared[0].collate_with(prepared[2])
+    assert collate is not None
+    for rows, words in (
+        ([{"text": "a"}, {"text": " "}], "column 'text': the text is empty"),
+        (
+            [{"text": "a", "new_tokens": 64}],
+            "column 'new_tokens': 64 is not a number of tokens from 0 on and below the 64",
+        ),
+        ([{"text": "a", "new_tokens": -1}], "column 'new_tokens': -1 is not a number"),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            collate(rows)
+        assert caught.value.remedy
+    (tmp_path / "texts.csv").write_text("\n".join(["text"] + ["some words and more of them"] * 20))
+    recipe, _, data = prepare(tmp_path, str(tmp_path / "texts.csv"), overlong="refuse", pack=[], vocabulary=300)
+    strict = recipe.collate_with(data)
+    assert strict is not None
+    with pytest.raises(DataError, match=r"the text has .* tokens, and a row has at most 64"):
+        strict([{"text": "word " * 500}])
 
 
 def test_tables_become_documents_and_lost_tokens_are_counted(tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_a_linear_model_beats_both_naive_forecasts_of_the_sea(tmp_path: Path) ->
     assert measured["eval_mase_below_naive"] > 0.5
     assert measured["eval_mase_below_seasonal"] > 0.1
     assert measured["eval_loss"] > 0
+    # Each month of each window is a point of the picture of residuals.
+    output = trainer.predict(splits["test"])
+    pairs = recipe.outcome_pairs(EvalPrediction(output.predictions, output.label_ids), data)
+    assert pairs is not None
+    assert pairs["labels"] == pytest.approx(np.concatenate([row["labels"].reshape(-1) for row in splits["test"]]))
+    assert np.abs(pairs["predictions"] - pairs["labels"]).mean() == pytest.approx(measured["eval_mae"], rel=1e-5)
+    assert pairs["rows"].tolist()[:7] == [0] * 6 + [1]
     # A new row is a history and nothing else.
     history = [{"temperature": splits["test"][0]["temperature"]}]
     columns = recipe.prediction_columns(trainer.predict(history).predictions, data)

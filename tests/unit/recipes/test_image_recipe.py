@@ -197,6 +197,7 @@ def test_a_table_names_images_from_its_own_folder(tmp_path: Path) -> None:
     options: dict[str, Any] = {"image": "photo", "label": "kind", "split": {"test": 0.3}}
     _, splits, data = prepared(tmp_path, [tmp_path / "list.csv", folder], **options)
     assert data.info["classes"] == ["even", "odd"]
+    assert data.info["label"] == "kind"
     assert sum(map(len, splits.values())) == 100
     assert {"row_id", "image", "pixels", "labels"} == set(splits["train"][0])
     assert refused(tmp_path, [tmp_path / "list.csv"], **{**options, "image": "foto"}).remedy == 'Did you mean "photo"?'

@@ -57,6 +57,7 @@ def test_answers_of_every_form_are_the_same_rows(tmp_path: Path) -> None:
     for form in (squad, pairs, ["Ada", "Ada wrote"]):
         _, splits, data = prepare(tmp_path, json_lines(*[form] * 8, [], "1843"), split={"validation": 0, "seed": 1})
         found.append(splits)
+        assert data.info["label"] == "answers"
         assert data.info["has_unanswerable"] == any(row["labels"] == [""] for row in splits["train"])
     assert str(found[0]) == str(found[1]) == str(found[2]), "with arrays, which have no single truth"
     rows = [row for each in found[0].values() for row in each]

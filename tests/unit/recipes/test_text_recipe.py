@@ -15,6 +15,7 @@ from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
+from trainer_lib.recipes.tokenizing import learn_tokenizer
 from trainer_lib.storage import Store
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -72,6 +73,16 @@ def test_a_model_that_begins_at_random_beats_the_most_frequent_class(tmp_path: P
     assert set(collate(new)) >= {"input_ids", "attention_mask"}
     predicted = recipe.prediction_columns(trainer.predict(new).predictions, data)
     assert predicted["prediction"][0] in data.info["classes"]
+
+
+def test_equal_texts_give_an_equal_vocabulary_in_which_only_our_tokens_are_special() -> None:
+    texts = [line.rpartition(",")[0] for line in modules().splitlines()]
+    first, again = (learn_tokenizer(texts, vocabulary=2000, max_length=64) for _ in range(2))
+    assert first.get_vocab() == again.get_vocab()
+    assert len(first) == 2000
+    assert sorted(first.all_special_tokens) == ["[CLS]", "[PAD]", "[SEP]", "[UNK]"]
+    assert first.tokenize("return ##e") == ["return", "#", "#", "e"]
+    assert first.decode(first("return self.path")["input_ids"], skip_special_tokens=True) == "return self . path"
 
 
 def test_a_batch_is_the_same_in_a_data_worker_that_is_spawned(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flows.new_project.starter_data import code_lines
-from trainer_lib import Trainer, TrainingArguments
+from trainer_lib import EvalPrediction, Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
@@ -96,6 +96,14 @@ def test_a_model_that_begins_at_random_beats_the_usual_tags_and_takes_new_rows(
     hits = [tag == (min(counts[word], key=lambda one: (-counts[word][one], one)) if word in counts else most)
             for word, tag in pairs]  # fmt: skip
     assert measured["eval_usual_accuracy"] == pytest.approx(np.mean(hits))
+    # Each word is counted in the confusion matrix, as one of its row.
+    output = trainer.predict(splits["test"])
+    found = recipe.outcome_pairs(EvalPrediction(output.predictions, output.label_ids), data)
+    assert found is not None
+    assert found["labels"].tolist() == [tag for row in splits["test"] for tag in row["labels"]]
+    assert (found["labels"] == found["predictions"]).mean() == pytest.approx(measured["eval_accuracy"])
+    assert np.bincount(found["rows"]).tolist() == [len(row["words"]) for row in splits["test"]]
+    assert (found["confidence"] > 0).all()
     # A new row has words and nothing else: one of many sequences, and one that the tokenizer knows nothing of.
     long = [{"words": ["return", "x"] * 60}, {"words": ["def", "\u200d", "("]}]
     predicted = recipe.prediction_columns(trainer.predict(long).predictions, data)

@@ -18,7 +18,6 @@ from trainer_lib.errors import ConfigError, MissingExtraError
         ({"direction": "up"}, "direction = up: The direction is unknown"),
         ({"backend": "sigopt"}, r"backend = sigopt: SigOpt has been discontinued. Use backend=\"optuna\""),
         ({"backend": "wandb"}, r"backend = wandb: A sweep of Weights & Biases needs its vendor's server"),
-        ({"backend": "ray"}, r"backend = ray: Searching with Ray Tune is not supported\. Use backend=\"optuna\""),
         ({"backend": "optun"}, r'backend = optun: This backend does not exist\. Did you mean "optuna"'),
         ({"n_trials": 0}, r"n_trials = 0: A search needs at least one trial"),
         ({"n_trials": None}, r"n_trials = none: The search would never end"),

@@ -19,6 +19,7 @@ from tasks.configs import (
     PublishConfig,
     TrainConfig,
 )
+from tasks.runner_settings import RunnerSettings
 from tasks.stage import keys as _keys
 from tasks.stage.context import StageContext
 from tasks.stage.keys import Difference, differences, stage_key
@@ -61,6 +62,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "shard_rows": 7,
         "allow_nan": True,
         "launch": LaunchSettings(threads=1),
+        "runner": RunnerSettings(kind="dask", workers=2),
     },
     TrainConfig: {
         "recipe": "OTHER",
@@ -113,6 +115,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "options": {"x": 1},
         "args": {"bf16_full_eval": True},
         "code": False,
+        "hardest_rows": True,
         "retries": 0,
     },
 }

@@ -45,6 +45,8 @@ def refused(**changed: Any) -> str:
         ({"pruner": "hyperband"}, "asha"),
         ({"pruner": "asha", "objective": ["a", "b"], "direction": ["minimize"] * 2}, "several objectives"),
         ({"parallel": 0}, "at least 1"),
+        ({"runner": "dask"}, "prefect"),
+        ({"limits": "gpus"}, "Set sweep.runner to prefect"),
     ],
 )
 def test_a_sweep_that_cannot_work_is_refused(changed: dict[str, Any], expected: str) -> None:

@@ -128,6 +128,26 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     assert check_files(output, result) == {"metrics.json", "artifacts/note.txt", *outcomes}
 
 
+def test_outcomes_are_what_the_recipe_pairs_with_the_row_of_each(
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
+) -> None:
+    own = """
+
+def outcome_pairs(p):
+    off = p.predictions[:, 1].copy()
+    off[7] += 1000
+    return {"predictions": off[::-1], "labels": p.predictions[::-1, 1], "rows": range(len(off))[::-1]}
+"""
+    output = str(tmp_path / "evaluate")
+    more = {"data": prepared_data, "model_url": f"{trained[0]}/model", "model": {}, "splits": ("test",)}
+    asked = request(tmp_path, tiny.RECIPE + own, "evaluate", output=output, args=tiny.ARGS, **more)
+    tiny.run(asked, kind="in_process")
+    found = json.loads(Path(output, "outcomes/test.json").read_text())
+    assert (found["kind"], found["rows"]) == ("numbers", 25)
+    assert found["hardest"][0][0] == 7
+    assert found["hardest"][0][3] == pytest.approx(1000, rel=1e-4)
+
+
 def test_predict_writes_every_row_once_and_keeps_finished_parts(
     tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.outcome_pictures import draw_outcome
 from trainer_lib.verb_results import OUTCOMES
 
 _OUTCOME_BYTES = 16 << 20
@@ -34,6 +35,23 @@ class Outcome:
     def is_classes(self) -> bool:
         """Whether the labels are classes."""
         return bool(self.found["kind"] == "classes")
+
+    def drawings(self) -> dict[str, str]:
+        """The pictures as SVG, by name: confusion and reliability, or residuals; none for what cannot be drawn."""
+        try:
+            return draw_outcome(self.found, self.classes, self.split)
+        except (ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
+            _log.warning("The outcomes of %s are not drawn: %s", self.split, error)
+            return {}
+
+    def describe_residuals(self) -> str:
+        """How far the predictions of numbers are off, in a sentence; empty for classes."""
+        if self.is_classes:
+            return ""
+        pairs = zip(self.found["measured"], self.found["predicted"], strict=True)
+        off = sorted(abs(guess - value) for value, guess in pairs)
+        middle, most = (off[round(share * (len(off) - 1))] for share in (0.5, 0.9))
+        return f"Half of the predictions are off by at most {middle:.4g}, nine of ten by at most {most:.4g}."
 
     def hardest(self) -> tuple[list[str], list[list[Any]]]:
         """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""

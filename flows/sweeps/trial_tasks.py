@@ -1,0 +1,263 @@
+"""A sweep as a flow of Prefect, with a task for each trial.
+
+The tasks run in threads of the command and watch: what trains is a slot, a process of this machine. A task runner that
+carries tasks elsewhere (Dask, Ray) could not do better. Whether a trial is at work is a lock that this machine's kernel
+gives back, and a slot ends with its owner by a pipe; neither reaches another machine. Trainings do: `launch.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from typing_extensions import override
+
+from flows.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
+from flows.server.api import prefect_api
+from flows.spec.spec import PipelineSpec
+from flows.sweeps.slot_process import SlotProcess, UnseenTrials
+from flows.sweeps.sweep_result import reached_text
+from tasks.prefect_internals import console_handlers
+from tasks.stage.progress import masked_api_logs
+from tasks.sweep_settings import SweepSettings
+from trainer_lib.errors import ConfigError, first_line
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+_LOOK_S = 2.0
+"""Seconds that a task waits for room in its limits before it looks whether the sweep has ended."""
+_LEASE_S = 60.0
+"""Seconds after which Prefect frees what a killed command held of a limit."""
+_log = logging.getLogger(__name__)
+
+Listener = Callable[[Mapping[str, Any]], object]
+
+
+def run_as_flow(
+    spec: PipelineSpec,
+    settings: SweepSettings,
+    listener: Listener,
+    work: Callable[[UnseenTrials], str],
+    *,
+    debug: bool,
+) -> None:
+    """Do the work of a sweep inside a flow of Prefect.
+
+    Args:
+        work: keeps slots at work, tells its argument of their trials, and returns what failed.
+        debug: show Prefect's log here, too.
+
+    Raises:
+        ConfigError: Prefect knows no such limit. KeyboardInterrupt: as the work was interrupted.
+    """
+    with prefect_api():
+        from prefect import Flow
+        from prefect.task_runners import ThreadPoolTaskRunner
+
+        _require_limits(settings.limits)
+        body = _Body(work, TrialTasks(settings, listener))
+        runner: Any = ThreadPoolTaskRunner(max_workers=settings.parallel)
+        flow = Flow(
+            body.run,
+            name=SWEEP_FLOW,
+            flow_run_name=f"{spec.name}-{settings.name}",
+            task_runner=runner,
+            persist_result=False,
+            result_serializer="json",
+            validate_parameters=False,
+        )
+        with masked_api_logs(), _shown_on_console(debug), created_by_this_process():
+            try:
+                flow(settings.model_dump(mode="json", exclude_none=True), return_state=True)
+            except httpx.HTTPError as error:
+                if not body.is_over:
+                    raise
+                _log.warning("Prefect's server did not learn how the sweep ended: %s", first_line(error))
+    if body.raised is not None:
+        raise body.raised
+
+
+class _Body:
+    """What the flow does.
+
+    Attributes:
+        raised: what ended it; Prefect would wrap it.
+        is_over: whether it has ended.
+    """
+
+    def __init__(self, work: Callable[[UnseenTrials], str], trials: TrialTasks) -> None:
+        self._work = work
+        self._trials = trials
+        self.raised: BaseException | None = None
+        self.is_over = False
+
+    def run(self, sweep: dict[str, Any]) -> State[Any]:
+        """Do the work. Prefect shows the argument."""
+        from prefect.states import Cancelled, Completed, Failed
+
+        with own_flow_run():
+            try:
+                failed = self._work(self._trials)
+            except KeyboardInterrupt as interrupt:
+                self.raised = interrupt
+                return Cancelled(message="Interrupted. The same command goes on.")
+            except Exception as error:
+                self.raised = error
+                return Failed(message=first_line(error))
+            finally:
+                self.is_over = True
+                self._trials.stop()
+        return Failed(message=failed) if failed else Completed()
+
+
+@contextlib.contextmanager
+def _shown_on_console(wanted: bool) -> Iterator[None]:
+    """Inside the block, and unless it is wanted, Prefect's log goes to its API alone."""
+    root = logging.getLogger()
+    hidden = [] if wanted else console_handlers()
+    for handler in hidden:
+        root.removeHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in hidden:
+            root.addHandler(handler)
+
+
+def _require_limits(names: list[str]) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client:
+        for name in names:
+            try:
+                client.read_global_concurrency_limit_by_name(name)
+            except ObjectNotFound:
+                raise ConfigError(
+                    "Prefect has no global concurrency limit of this name.",
+                    field="sweep.limits",
+                    value=name,
+                    remedy=f"Create it: prefect gcl create {name} --limit 2; or on the page Concurrency of Prefect.",
+                ) from None
+
+
+class _Trial:
+    """A trial that a slot has claimed, and the state in which its task will end."""
+
+    def __init__(self, slot: SlotProcess, number: int) -> None:
+        self.slot = slot
+        self.number = number
+        self.end: Future[State[Any]] = Future()
+        self._has_begun = threading.Lock()
+
+    def let_begin(self) -> None:
+        """Have the slot begin it, once."""
+        if self._has_begun.acquire(blocking=False):
+            self.slot.let_begin()
+
+
+class TrialTasks(UnseenTrials):
+    """Shows each trial as a task, and lets it begin when there is room in all limits."""
+
+    def __init__(self, settings: SweepSettings, listener: Listener) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._open: dict[int, _Trial] = {}
+        self._tasks: list[Any] = []
+
+    @override
+    def begin(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+
+        trial = _Trial(slot, int(event["trial"]))
+        values = ", ".join(f"{name} = {value}" for name, value in event["values"].items())
+
+        def follow() -> State[Any]:
+            _log_of_run().info("%s", values)
+            self._let_begin(trial)
+            return trial.end.result()
+
+        task = Task(
+            follow, name="trial", task_run_name=f"trial-{trial.number}", persist_result=False, cache_policy=NO_CACHE
+        )
+        self._open[slot.number] = trial
+        future = task.submit()
+        future.add_done_callback(lambda _: trial.let_begin())  # also where Prefect failed
+        self._tasks.append(future)
+
+    @override
+    def end(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
+        from prefect.states import Completed, Failed
+
+        reason = str(event.get("reason") or "")
+        if event["state"] == "complete":
+            self._finish(slot, Completed(message=reached_text(self._settings.objective, event["objective"])))
+        elif event["state"] == "pruned":
+            self._finish(slot, Completed(name="Pruned", message=reason))
+        else:
+            self._finish(slot, Failed(message=reason))
+
+    @override
+    def lose(self, slot: SlotProcess, why: str) -> None:
+        from prefect.states import Crashed
+
+        self._finish(slot, Crashed(message=why))
+
+    @override
+    def stop(self) -> None:
+        """End the tasks of what is still at work, and wait until Prefect knows the ends of all."""
+        from prefect.states import Cancelled
+
+        for trial in list(self._open.values()):
+            self._finish(trial.slot, Cancelled(message="The sweep was stopped. The same command goes on."))
+        while self._tasks:
+            self._tasks.pop().wait()
+
+    def _finish(self, slot: SlotProcess, state: State[Any]) -> None:
+        trial = self._open.pop(slot.number, None)
+        if trial is not None:
+            trial.end.set_result(state)
+
+    def _let_begin(self, trial: _Trial) -> None:
+        """Let the trial begin when there is room in its limits, which it keeps until its end."""
+        with contextlib.ExitStack() as held:
+            is_told = False
+            while not trial.end.done():
+                if self._takes_room(held):
+                    trial.let_begin()
+                    trial.end.exception()  # waits
+                elif not is_told:
+                    is_told = True
+                    self._listener({"event": "waiting", "trial": trial.number, "for": ", ".join(self._settings.limits)})
+
+    def _takes_room(self, held: contextlib.ExitStack) -> bool:
+        from prefect.concurrency.sync import concurrency
+
+        if self._settings.limits:
+            try:
+                held.enter_context(
+                    concurrency(
+                        self._settings.limits,
+                        timeout_seconds=_LOOK_S,
+                        lease_duration=_LEASE_S,
+                        raise_on_lease_renewal_failure=False,
+                    )
+                )
+            except TimeoutError:
+                return False
+            except Exception as error:  # a server that is away holds no training back
+                _log.warning("A trial begins without its limits: %s", first_line(error))
+        return True
+
+
+def _log_of_run() -> Any:
+    from prefect.logging import get_run_logger
+
+    return get_run_logger()

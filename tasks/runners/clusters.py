@@ -1,0 +1,67 @@
+"""What a cluster is to a mapped launch, and why one cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from prefect import Task
+from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_API_URL
+
+from trainer_lib.errors import ConfigError, first_line
+
+_HERE = {"127.0.0.1", "localhost", "::1"}
+
+
+class Cluster(Protocol):
+    """A cluster that is connected. Its futures are those of its own task runner."""
+
+    def map(self, work: Task[[int, str], State[Any]], texts: Sequence[str]) -> Sequence[Any]:
+        """Map a task over texts and their numbers."""
+
+    def is_done(self, future: Any) -> bool:
+        """Whether a task has ended, or was lost."""
+
+    def state(self, future: Any) -> State[Any]:
+        """Return how a task has ended; raise what its cluster says where it was lost."""
+
+    def cancel(self, future: Any) -> None:
+        """Take back a task that has not started."""
+
+
+def require_api(hosts: Sequence[str]) -> None:
+    """Refuse workers on other machines, `hosts`, that cannot reach Prefect's API, which every task reports to.
+
+    Raises:
+        ConfigError: the API listens on this machine's loopback only.
+    """
+    if hosts and urlsplit(PREFECT_API_URL.value() or "http://localhost").hostname in _HERE:
+        raise unreachable_api(hosts)
+
+
+def unreachable_api(hosts: Sequence[str] = ()) -> ConfigError:
+    """Return the error of machines, `hosts` where they are known, that do not reach Prefect's API."""
+    where = f" from {', '.join(sorted(hosts)[:3])}" if hosts else ""
+    return ConfigError(
+        f"Prefect's API cannot be reached{where}, and each worker of a runner is a task of Prefect.",
+        field="PREFECT_API_URL",
+        value=PREFECT_API_URL.value(),
+        remedy="Start a Prefect server that all machines reach, and set PREFECT_API_URL to it for this command.",
+    )
+
+
+@contextlib.contextmanager
+def no_cluster(kind: str, address: str | None, section: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Inside the block, what a cluster's client raises while it connects becomes a typed error."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(
+            f"The {kind} cluster cannot be used: {first_line(error).rstrip('.')}.",
+            field=f"{section}.runner.address",
+            value=address or "unset",
+            remedy="Give the address of a cluster that runs, with the versions of Python and packages of this machine.",
+        ) from error

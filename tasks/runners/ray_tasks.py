@@ -1,0 +1,68 @@
+"""Ray: workers as its tasks, through Prefect's own runner. The only file that imports that.
+
+Ray itself would run a lost task again under the number of the old one, so it does not: the others take the parts over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prefect import Task
+from prefect.client.schemas.objects import State
+from prefect_ray import RayTaskRunner
+from prefect_ray.context import remote_options
+
+from tasks.runner_settings import RunnerSettings
+from tasks.runners.clusters import no_cluster, require_api
+from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
+from trainer_lib.storage import Store
+
+ANSWER_S = 20.0
+
+
+class RayTasks:
+    """A Ray cluster that this process is a driver of, and Prefect's runner for it."""
+
+    def __init__(self, ray: Any, runner: RayTaskRunner[Any]) -> None:
+        self._ray = ray
+        self._runner = runner
+
+    def map(self, work: Task[[int, str], State[Any]], texts: Sequence[str]) -> Sequence[Any]:
+        """Map a task over texts and their numbers."""
+        with remote_options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"):
+            return list(self._runner.map(work, {"number": list(range(len(texts))), "text": list(texts)}))
+
+    def is_done(self, future: Any) -> bool:
+        """Whether a task has ended, or was lost."""
+        return bool(self._ray.wait([future.wrapped_future], timeout=0)[0])
+
+    def state(self, future: Any) -> State[Any]:
+        """Return how a task has ended; raise what Ray says where it was lost."""
+        found: State[Any] = self._ray.get(future.wrapped_future, timeout=ANSWER_S)
+        return found
+
+    def cancel(self, future: Any) -> None:
+        """Take back a task that has not started."""
+        self._ray.cancel(future.wrapped_future)
+
+
+@contextlib.contextmanager
+def connect(settings: RunnerSettings, store: Store, *, section: str) -> Iterator[RayTasks]:
+    """Join the cluster, or start one on this machine; the block's end leaves it, and ends that."""
+    with no_cluster("Ray", settings.address, section, NO_CLUSTER):
+        if settings.address is None:
+            ray = join_cluster("local", num_cpus=settings.workers, include_dashboard=False)
+        else:
+            ray = join_cluster(settings.address)
+    try:
+        here = socket.gethostname()
+        hosts = {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
+        require_api(sorted(hosts - {here}))
+        # Prefect would start a cluster where it should join one (`auto`): this process is a driver already.
+        with RayTaskRunner() as runner:
+            yield RayTasks(ray, runner)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,71 @@
+"""Metrics of a split as tables for people: beside what needs no model, and of slices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.trackers.names import with_intervals
+
+_MARGIN = re.compile(r"(?P<metric>.+)_(?:over|below)_(?P<base>[a-z0-9]+)")
+_SLICE = "/"
+
+
+@dataclass(frozen=True)
+class SliceTable:
+    """The metrics of the slices by one column.
+
+    Attributes:
+        columns: names of the metrics; the number of rows comes first.
+        cells: the value of the column, and its metrics in the order of `columns`; None for one that a slice has not.
+    """
+
+    columns: list[str]
+    cells: list[list[Any]]
+
+
+def slice_tables(metrics: Mapping[str, Any]) -> dict[str, SliceTable]:
+    """The metrics ``<metric>/<column>/<value>`` of one split as a table for each column."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, measured in metrics.items():
+        metric, _, rest = name.partition("/")
+        column, _, value = rest.partition("/")
+        if value:
+            found.setdefault(column, {}).setdefault(value, {})[metric] = measured
+    tables = {}
+    for column, slices in found.items():
+        names = dict.fromkeys(["rows", *sorted({metric for each in slices.values() for metric in each})])
+        cells = [[value, *(slices[value].get(name) for name in names)] for value in sorted(slices)]
+        tables[column] = SliceTable(list(names), cells)
+    return tables
+
+
+def whole_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of all rows of a split: those without the name of a slice."""
+    return {name: value for name, value in metrics.items() if name.count(_SLICE) < 2}
+
+
+def without_bounds(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of all rows, without the ends of their intervals."""
+    whole = whole_metrics(metrics)
+    ends = {
+        f"{name}_{end}" for name in whole for end in ("low", "high") if {f"{name}_low", f"{name}_high"} <= set(whole)
+    }
+    return {name: value for name, value in whole.items() if name not in ends}
+
+
+def compare_with_baselines(metrics: Mapping[str, float]) -> list[list[str]]:
+    """Each metric that has a margin over what needs no model, as [metric, its value, that of the other, the margin].
+
+    A margin is named ``<metric>_over_<base>`` or ``<metric>_below_<base>``, and what it is over ``<base>_<metric>``.
+    """
+    texts = with_intervals(whole_metrics(metrics))
+    rows = []
+    for name, margin in texts.items():
+        found = _MARGIN.fullmatch(name)
+        other = f"{found['base']}_{found['metric']}" if found else ""
+        if found and found["metric"] in texts and other in texts:
+            rows.append([found["metric"], texts[found["metric"]], f"{found['base']}: {texts[other]}", margin])
+    return rows

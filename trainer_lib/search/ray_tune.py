@@ -1,0 +1,394 @@
+"""Searching with Ray Tune: each trial is a process of Ray, several at the same time, on one machine or a cluster.
+
+Tune proposes values, ends trials early, starts them again after their process died, and has them continue others. Of a
+trial it keeps a pointer to one of our checkpoints, which stays in the trial's own folder. What makes the Trainer in a
+trial's process travels through Ray's own transport, which pickles it; no file of trainflow holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import tempfile
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import tune
+
+from trainer_lib.errors import ConfigError, TrainflowError, first_line, from_record
+from trainer_lib.kept_process import signals_kept, variables_kept
+from trainer_lib.outputs import BestRun
+from trainer_lib.search.base import SearchHooks, SearchSettings, json_values
+from trainer_lib.search.trainer_parts import absolute_output, put_together, sent_as_reference, take_apart
+from trainer_lib.search.trial_process import FAILURE, OBJECTIVE, TrialProcess, marked, report_failure
+from trainer_lib.search.tune_outcome import best_run
+from trainer_lib.suggestions import suggestion
+
+_log = logging.getLogger(__name__)
+_PASSED = ("callbacks", "name", "progress_reporter", "time_budget_s", "verbose")
+_OPTIONS = (
+    *("scheduler", "search_alg", "resources_per_trial", "max_concurrent_trials", "max_failures", "stop"),
+    *("storage_path", *_PASSED),
+)
+_OURS = {
+    "keep_checkpoints_num": "Trials keep as many as save_total_limit says.",
+    "checkpoint_score_attr": "load_best_model_at_end and metric_for_best_model say which checkpoint is kept.",
+    "local_dir": "Trials are in output_dir; storage_path is where Tune keeps its own files.",
+    "metric": 'Schedulers find what compute_objective returns as "objective".',
+    "mode": "The direction says it.",
+    "resume": "A trial whose process died goes on by itself; a search that was stopped begins again.",
+}
+_NEEDS_SAVES = ("PopulationBasedTraining", "HyperBandScheduler")
+_RETRIES = 3
+_POINTER = "checkpoint.json"
+_ANALYSIS = "ray.tune.analysis.experiment_analysis"
+_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",  # it prints, also where nothing is to be printed
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # paths of a script stay what they are
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+}
+_SET_BY_RAY = ("RAY_AUTH_MODE", "RAY_CLIENT_MODE", "PYTHONBREAKPOINT")
+_REMEDY = 'Return for example {"learning_rate": tune.loguniform(1e-6, 1e-4)}, with `from ray import tune`.'
+
+
+def default_space(trial: object) -> dict[str, Any]:
+    """Learning rate, epochs, seed and micro-batch, in the ranges of transformers' `default_hp_space_ray`."""
+    return {
+        "learning_rate": tune.loguniform(1e-6, 1e-4),
+        "num_train_epochs": tune.choice(list(range(1, 6))),
+        "seed": tune.randint(1, 41),
+        "per_device_train_batch_size": tune.choice([4, 8, 16, 32, 64]),
+    }
+
+
+def train_trial(config: dict[str, Any], sent: Any = None) -> None:
+    """What Tune calls in a trial's process: make the Trainer there, and train."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every pointer
+    try:
+        process = _make_process(sent)
+    except Exception as error:
+        report_failure(error, _report)
+        return
+    process.run("ray", config, _read_pointer(), sent["marker"])
+
+
+def _make_process(sent: Mapping[str, Any]) -> TrialProcess:
+    def fetch() -> dict[str, Any]:
+        return dict(zip(parts, ray.get(list(parts.values())), strict=True))
+
+    parts = sent["parts"]
+    trainer = put_together(ray.get(parts["class"]), fetch)
+    given = {name: ray.get(ref) for name, ref in sent["functions"].items()}
+    settings = SearchSettings(hp_space=None, n_trials=None, directions=sent["directions"], **given)
+    return TrialProcess(trainer, settings, tune.get_context().get_trial_id(), _report)
+
+
+def _report(values: dict[str, Any], pointer: Mapping[str, Any] | None) -> None:
+    if pointer is None:
+        tune.report(values)
+        return
+    with tempfile.TemporaryDirectory(prefix="trainflow-trial-") as folder:
+        (Path(folder) / _POINTER).write_text(json.dumps(dict(pointer)), encoding="utf-8")
+        tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def _read_pointer() -> dict[str, Any] | None:
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        pointer: dict[str, Any] = json.loads((Path(folder) / _POINTER).read_text(encoding="utf-8"))
+    return pointer
+
+
+class _Stops(tune.Stopper):  # type: ignore[misc]  # Ray is not there for every type check
+    """Ends a trial as the user's own rule says, and the whole search after an error that no other values help."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+        self.failure: TrainflowError | None = None
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        if FAILURE in result:
+            record = json.loads(result[FAILURE])
+            failure = from_record(record)
+            if record["alone"]:
+                _log.warning("Trial %s failed; the search continues: %s", trial_id, failure)
+            else:
+                self.failure = failure
+            return True
+        if isinstance(self._rule, Mapping):
+            return any(result.get(name, float("-inf")) >= limit for name, limit in self._rule.items())
+        return bool(self._rule is not None and self._rule(trial_id, result))
+
+    def stop_all(self) -> bool:
+        rule = getattr(self._rule, "stop_all", None)
+        return self.failure is not None or bool(rule is not None and rule())
+
+
+class RaySearch:
+    """One call of `hyperparameter_search`."""
+
+    name = "ray"
+
+    def __init__(self, hooks: SearchHooks, settings: SearchSettings) -> None:
+        self._hooks = hooks
+        self._settings = settings
+        self._options = dict(settings.options)
+        settings.hp_space = settings.hp_space or default_space
+        self._check_options()
+        self._space = self._read_space()
+        self._scheduler = self._read_scheduler()
+
+    # -- what is refused before anything starts -----------------------------------------------------------------------
+
+    def _check_options(self) -> None:
+        for name in self._options:
+            if name not in _OPTIONS:
+                remedy = _OURS.get(name) or suggestion(name, _OPTIONS)
+                raise ConfigError("This option does not exist.", field=name, remedy=remedy)
+        if self._hooks.comm.world_size > 1:
+            raise ConfigError(
+                "Ray starts the trials' processes itself.",
+                field="backend",
+                value="ray",
+                remedy="Start the script as one process; resources_per_trial says what each trial gets.",
+            )
+        if len(self._settings.directions) > 1:
+            raise ConfigError(
+                "Ray Tune compares trials by one number.",
+                field="direction",
+                value=self._settings.directions,
+                remedy='Give one direction, or use backend="optuna".',
+            )
+        trials = self._settings.n_trials
+        if trials is None and self._options.get("time_budget_s") is None:
+            remedy = "Give n_trials or time_budget_s."
+            raise ConfigError("The search would never end.", field="n_trials", value="none", remedy=remedy)
+        if trials is not None and trials < 1:
+            remedy = "Give a number."
+            raise ConfigError("A search needs at least one trial.", field="n_trials", value=trials, remedy=remedy)
+
+    def _read_space(self) -> dict[str, Any]:
+        assert self._settings.hp_space is not None  # noqa: S101
+        try:
+            space: Any = self._settings.hp_space(None)
+        except AttributeError as error:
+            if "suggest_" not in str(error):
+                raise
+            raise ConfigError(
+                "Ray Tune gives no trial to suggest values with.",
+                field="hp_space",
+                value=first_line(error),
+                remedy=_REMEDY,
+            ) from None
+        if not isinstance(space, Mapping):
+            json_values(space, _REMEDY)  # refuses it
+        for name, value in space.items():
+            self._hooks.check_names({str(name): value if _is_json(value) else type(value).__name__})
+            if not _is_space(value):
+                raise ConfigError(
+                    "The value is neither a space of ray.tune nor JSON.",
+                    field=f"hp_space.{name}",
+                    value=type(value).__name__,
+                    remedy=_REMEDY,
+                )
+        return dict(space)
+
+    def _read_scheduler(self) -> Any:
+        given, args = self._options.get("scheduler"), self._hooks.args
+        scheduler = tune.schedulers.create_scheduler(given) if isinstance(given, str) else given
+        if scheduler is None or type(scheduler) is tune.schedulers.FIFOScheduler:
+            return scheduler
+        name = type(scheduler).__name__
+        if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+            raise ConfigError(
+                f"{name} compares trials while they train, and none evaluates before its end.",
+                field="eval_strategy",
+                value="no",
+                remedy='Set it to "steps" or "epoch", or give no scheduler.',
+            )
+        kinds = tuple(getattr(tune.schedulers, each) for each in _NEEDS_SAVES)
+        if isinstance(scheduler, kinds) and str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
+            raise ConfigError(
+                f"{name} has trials continue from checkpoints, and none is saved.",
+                field="save_strategy",
+                value="no",
+                remedy="Save as often as trials are evaluated.",
+            )
+        return scheduler
+
+    def _check_resources(self) -> Any:
+        """What each trial takes. Raises ConfigError when no machine of the cluster has it."""
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        asked = self._options.get("resources_per_trial")
+        if asked is None:
+            gpus = any(each.get("GPU") for each in machines) and not self._hooks.args.use_cpu
+            asked = {"cpu": 1, "gpu": 1} if gpus else {"cpu": 1}
+        read = tune.execution.placement_groups.resource_dict_to_pg_factory
+        factory = read(asked) if isinstance(asked, dict) else asked
+        for bundle in factory.bundles:
+            if not any(all(each.get(name, 0) >= amount for name, amount in bundle.items()) for each in machines):
+                names = [name for name, amount in bundle.items() if amount]
+                offers = "; ".join(_amounts(each, names) for each in machines)
+                raise ConfigError(
+                    f"The cluster offers {offers}, by machine; each trial asks {_amounts(bundle, names)}.",
+                    field="resources_per_trial",
+                    value=json.dumps(asked) if isinstance(asked, dict) else type(asked).__name__,
+                    remedy="Ask for less, or add machines to the cluster.",
+                )
+        return factory
+
+    # -- the search ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> BestRun:
+        """Run all trials; return the best."""
+        with _kept(), _cluster(), marked(self._hooks.args.output_dir) as marker:
+            resources, stops = self._check_resources(), _Stops(self._options.get("stop"))
+            sent = {"directions": self._settings.directions, "marker": marker, **self._send()}
+            with warnings.catch_warnings(), _quiet(logging.getLogger(_ANALYSIS)):
+                warnings.simplefilter("ignore")  # what Ray says of itself
+                analysis = tune.run(
+                    tune.with_parameters(train_trial, sent=sent),
+                    config=self._space,
+                    num_samples=-1 if self._settings.n_trials is None else self._settings.n_trials,
+                    resources_per_trial=resources,
+                    raise_on_failed_trial=False,
+                    stop=stops,
+                    **self._tune_options(),
+                )
+            if stops.failure is not None:
+                raise stops.failure
+            return best_run(analysis.trials, self._settings.directions[0])
+
+    def _tune_options(self) -> dict[str, Any]:
+        given = {name: self._options[name] for name in _PASSED if name in self._options}
+        mode = "min" if self._settings.directions[0] == "minimize" else "max"
+        search = self._options.get("search_alg")
+        search = tune.search.create_searcher(search) if isinstance(search, str) else search
+        limit = self._options.get("max_concurrent_trials")
+        if search is None:
+            seed = self._hooks.args.seed
+            search = tune.search.BasicVariantGenerator(max_concurrent=limit or 0, random_state=seed)
+            limit = None
+        for field, each in (("scheduler", self._scheduler), ("search_alg", search)):
+            _give_objective(field, each, mode)
+        output = absolute_output(self._hooks.args.output_dir)
+        return {
+            "name": f"search-{uuid.uuid4().hex[:8]}",
+            "storage_path": self._options.get("storage_path") or f"{output}/ray-tune",
+            "scheduler": self._scheduler,
+            "search_alg": search,
+            "max_concurrent_trials": limit,
+            "max_failures": self._options.get("max_failures", _RETRIES),
+            "verbose": 0,
+            **given,
+        }
+
+    def _send(self) -> dict[str, Any]:
+        """Hand the Trainer's parts to Ray, one by one: what cannot travel is named."""
+        trainer, functions = self._hooks.trainer, {"compute_objective": self._settings.compute_objective}
+        with sent_as_reference(trainer):
+            parts = {name: _sent(name, part) for name, part in take_apart(trainer).items()}
+            functions["hp_name"] = self._settings.hp_name  # type: ignore[assignment]
+            return {"parts": parts, "functions": {name: _sent(name, each) for name, each in functions.items()}}
+
+
+def _sent(name: str, part: Any) -> Any:
+    try:
+        return ray.put(part)
+    except Exception as error:
+        raise ConfigError(
+            f"It cannot be sent to the processes of the trials: {first_line(error)}.",
+            field=name,
+            value=type(part).__name__,
+            remedy="Define it at the top of a module, and open files, locks and connections where they are used; "
+            'or use backend="optuna", which trains in this process.',
+        ) from error
+
+
+def _give_objective(field: str, thing: Any, mode: str) -> None:
+    """Have a scheduler or a search algorithm optimize the objective, unless it has a metric of its own."""
+    for each in (thing, getattr(thing, "searcher", None)):
+        if each is None or not (hasattr(each, "_metric") and hasattr(each, "_mode")):
+            continue
+        metric, direction = each._metric or OBJECTIVE, each._mode or mode
+        if metric == OBJECTIVE and direction != mode:
+            raise ConfigError(
+                f"It looks for the other end of the objective than the search, whose direction makes it {mode}.",
+                field=field,
+                value=f"mode={direction}",
+                remedy='Give direction="minimize" for min, "maximize" for max.',
+            )
+        if field == "scheduler":
+            each.set_search_properties(None if each._metric else metric, None if each._mode else direction)
+        else:
+            each._metric, each._mode = metric, direction
+
+
+def _is_space(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_space(each) for each in value.values())
+    return isinstance(value, tune.search.sample.Domain) or _is_json(value)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _amounts(resources: Mapping[str, float], names: list[str]) -> str:
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
+
+
+@contextlib.contextmanager
+def _quiet(log: logging.Logger) -> Iterator[None]:
+    """Tune misses the files of its loggers, which are off: trials report to what report_to says."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Ray sets variables and installs handlers of its own, and does not put back what was there."""
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    with variables_kept(_VARIABLES, *_SET_BY_RAY), signals_kept(*handled):
+        yield
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[None]:
+    """Use the cluster that the program has connected to, or that of RAY_ADDRESS, or one of this machine alone."""
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    own = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address, configure_logging=False, **own)
+    except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
+        raise ConfigError(
+            f"The Ray cluster cannot be used from this machine: {first_line(error).rstrip('.')}.",
+            field="RAY_ADDRESS",
+            value=address,
+            remedy="Run the script on a machine of the cluster, with its token; or unset it for one of this machine.",
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

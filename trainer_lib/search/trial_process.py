@@ -1,0 +1,186 @@
+"""One trial in a process of its own: it trains in its folder, and reports each evaluation and its newest checkpoint.
+
+::
+
+    <output_dir>/run-<trial>             the trial; started again, it goes on from its newest checkpoint
+    <output_dir>/run-<trial>-<digest>    from the checkpoint of another trial on, with other values
+
+A *pointer* names a checkpoint in JSON. It is all that a backend keeps for a trial: the checkpoint stays where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.errors import ConfigError, NonFiniteError, OutOfMemoryError, from_exception
+from trainer_lib.search.base import SearchSettings, TrialRun, json_values, parse_objective
+from trainer_lib.storage import Store
+
+OBJECTIVE, STEP, ENDED, FAILURE, FOLDER = "objective", "step", "trial_ended", "trial_failure", "trial_folder"
+_REMEDY = "Return a dict of argument names and spaces."
+
+Pointer = Mapping[str, Any]
+Report = Callable[[dict[str, Any], Pointer | None], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trial trains: its folder, and the checkpoint of another one that it starts from."""
+
+    folder: str
+    origin: str | None = None
+
+
+def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], pointer: Pointer | None) -> Place:
+    """Say where a trial goes on.
+
+    Args:
+        output: URL of the folder of the search.
+        trial, name: the trial's id, and the name of its folder.
+        pointer: the checkpoint that the backend starts it from; None at its first start.
+
+    Raises:
+        ConfigError: the pointer's checkpoint is gone, and no later one is there.
+    """
+    if pointer is None:
+        return Place(name)
+    if pointer["trial"] == trial and pointer["values"] == values:
+        return Place(str(pointer["folder"]))
+    found = [each for each in list_checkpoints(_child(output, pointer["folder"])) if each.step >= pointer["step"]]
+    if not found:
+        raise ConfigError(
+            f"The checkpoint that trial {trial} is to start from was removed.",
+            field="save_total_limit",
+            remedy="Keep more checkpoints.",
+        )
+    # The same beginning has the same folder: a trial that is started again goes on there.
+    origin = json.dumps([pointer["folder"], pointer["step"], values], sort_keys=True)
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
+    return Place(f"{name}-{digest}", found[-1].url)
+
+
+def _child(output: str, folder: str) -> Store:
+    return Store.open(f"{output.rstrip('/')}/{folder}", field="output_dir")
+
+
+@contextlib.contextmanager
+def marked(output_dir: object) -> Iterator[str | None]:
+    """Make a file that the processes of all trials have to see; None where the output is not a folder."""
+    output = Store.open(str(output_dir), field="output_dir")
+    if not output.is_local:
+        yield None
+        return
+    folder = Path(output.local_path()).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".search-{uuid.uuid4().hex[:12]}"
+    path.touch()
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def report_failure(error: Exception, report: Report, *, step: int = 0) -> None:
+    """Report that the trial failed, and whether it fails alone: other values may do better."""
+    failure = from_exception(error)
+    alone = isinstance(failure, NonFiniteError | OutOfMemoryError)
+    # Every report has a number for the objective: schedulers ask for it.
+    result = {OBJECTIVE: float("nan"), STEP: step, FAILURE: json.dumps({**failure.to_record(), "alone": alone})}
+    report(result, None)
+
+
+class TrialProcess:
+    """Trains one trial on a Trainer that was made for it.
+
+    Args:
+        trial: id of the trial.
+        report: passes the values of an evaluation, and a pointer to the newest checkpoint, to the backend.
+    """
+
+    def __init__(self, trainer: Any, settings: SearchSettings, trial: str, report: Report) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._trial = trial
+        self._report = report
+        self._output = str(trainer.args.output_dir)  # of the search: while it trains, the Trainer has the trial's
+        self._pending: dict[str, Any] | None = None
+        self._values: dict[str, Any] = {}
+        self._place = Place("")
+        self._origin: Pointer | None = None
+
+    def run(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None, marker: str | None) -> None:
+        """Train from where the trial is to its end. What goes wrong is reported, not raised."""
+        try:
+            self._train(backend, given, pointer, marker)
+        except Exception as error:
+            report_failure(error, self._report, step=self._trainer.state.global_step)
+
+    def _train(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None, marker: str | None) -> None:
+        if marker is not None and not Path(marker).exists():
+            raise ConfigError(
+                f"The machine {socket.gethostname()} does not see this folder as the machine of the search does.",
+                field="output_dir",
+                value=self._output,
+                remedy="Use a store, or a folder, that all machines of the cluster share.",
+            )
+        values = self._values = json_values(given, _REMEDY)
+        name, hp_name = f"run-{self._trial}", self._settings.hp_name
+        if hp_name is not None:
+            name = f"{hp_name(values)}-{self._trial}".replace("/", "-")
+        place = self._place = find_place(self._output, self._trial, name, values, pointer)
+        self._origin = pointer if place.origin is not None else None
+        self._trainer.callback_handler.add_callback(_Reports(self))
+        run = TrialRun(place.folder, values, values, resumed=True, judge=self._judge, origin=place.origin)
+        trials = self._trainer._trainflow.trials
+        trials.train_one(self._settings, backend, run)
+        self.flush(ended=True)
+
+    def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
+        values = parse_objective(self._settings.compute_objective(dict(metrics)), 1)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        self._pending = {**numbers, OBJECTIVE: values[0], STEP: self._trainer.state.global_step}
+        return values, False
+
+    def flush(self, *, ended: bool = False) -> None:
+        """Report the newest evaluation, unless it was: after its step was saved, if it is saved at all."""
+        result, self._pending = self._pending, None
+        if result is None:
+            return
+        state = self._trainer.state
+        done = ended or 0 < state.max_steps <= state.global_step
+        pointer = self._pointer()
+        folder = self._place.folder if pointer is None else pointer["folder"]
+        self._report({**result, ENDED: done, FOLDER: folder}, pointer)
+
+    def _pointer(self) -> Pointer | None:
+        newest = next(iter(list_checkpoints(_child(self._output, self._place.folder))), None)
+        if newest is None:
+            return self._origin  # it has not saved anything yet
+        return {"trial": self._trial, "folder": self._place.folder, "step": newest.step, "values": self._values}
+
+
+class _Reports(TrainerCallback):
+    """Reports an evaluation as soon as its step is saved, or the next one begins."""
+
+    def __init__(self, process: TrialProcess) -> None:
+        self._process = process
+
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._process.flush()
+
+    @override
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._process.flush()
