@@ -210,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         publish_line(folder / "model", recipe=RECIPE)
-        publish_line(folder / "deep", recipe=RECIPE.replace("LAYERS = 0", "LAYERS = 40"))
+        publish_line(folder / "deep", recipe=RECIPE.replace("LAYERS = 0", "LAYERS = 100"))
         write_rows(folder, rows)
         result = {"rows": rows, "speed": speed(folder, runs), "workers": several(folder, launches)}
         write_rows(folder, 6_400 if rounds > 1 else 1_280)

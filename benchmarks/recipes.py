@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks._recipe_jobs import trainer_settings
 from benchmarks._result import arguments, publish, spread
 from flows.new_project.starter_data import code_lines, modules
 from trainer_lib import Trainer, TrainingArguments
@@ -42,6 +43,7 @@ from trainer_lib.storage import Store
 SIZES = {"smallest": (10, 1), "full": (200, 5)}  # optimizer steps a run, counted runs
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 BATCH = 16
+LENGTH = 64  # tokens of a row
 IGNORED = -100
 Prepared = tuple[Recipe, dict[str, list[dict[str, Any]]], DataInfo]
 TASKS: dict[str, tuple[str, Callable[[], str], dict[str, Any], str]] = {
@@ -58,7 +60,7 @@ def prepare(name: str, folder: Path) -> Prepared:
     recipe = load(recipe_file(name), folder)
     out = PrepareOutput(Store.open(folder / "out"), [str(folder / file)])
     split = {"validation": 0, "test": 0.3}
-    given = {**options, "vocabulary": 2000, "max_length": 64, "split": split}
+    given = {**options, "vocabulary": 2000, "max_length": LENGTH, "split": split}
     splits = {each: [dict(row) for row in rows] for each, rows in recipe.prepare(given, out).items()}
     counts = {each: {"rows": len(rows)} for each, rows in splits.items()}
     files = [vars(entry) for entry in out.files()]
@@ -90,7 +92,7 @@ def by_script(name: str, prepared: Prepared, steps: int, seed: int) -> tuple[flo
     tokenizer = kept_tokenizer(data)
     is_words = name == "token-classification"
     rows: dict[str, Any] = {
-        split: [_tokenize(row, tokenizer, is_words=is_words) for row in splits[split]] for split in splits
+        split: [tokenize(row, tokenizer, is_words=is_words) for row in splits[split]] for split in splits
     }
     collator = transformers.DataCollatorForTokenClassification if is_words else transformers.DataCollatorWithPadding
     with tempfile.TemporaryDirectory() as folder:
@@ -100,17 +102,18 @@ def by_script(name: str, prepared: Prepared, steps: int, seed: int) -> tuple[flo
             args=transformers.TrainingArguments(**_settings(folder, steps, seed)),
             data_collator=collator(tokenizer),
             train_dataset=rows["train"],
-            compute_metrics=_accuracy,
+            compute_metrics=measure_accuracy,
         )
         wall, cpu = _timed(trainer.train)
         accuracy = trainer.evaluate(eval_dataset=rows["test"])["eval_accuracy"]
     return wall, cpu, {"accuracy": float(accuracy)}
 
 
-def _tokenize(row: dict[str, Any], tokenizer: Any, *, is_words: bool) -> dict[str, Any]:
+def tokenize(row: dict[str, Any], tokenizer: Any, *, is_words: bool, length: int = LENGTH) -> dict[str, Any]:
+    """The features of a row, as the scripts of transformers make them: a text or the first token of each word."""
     if not is_words:
-        return {**tokenizer(row["line"], truncation=True, max_length=64), "labels": row["labels"]}
-    made = tokenizer(row["words"], is_split_into_words=True, truncation=True, max_length=64)
+        return {**tokenizer(row["line"], truncation=True, max_length=length), "labels": row["labels"]}
+    made = tokenizer(row["words"], is_split_into_words=True, truncation=True, max_length=length)
     words = made.word_ids()
     labels = [
         IGNORED if word is None or (place and words[place - 1] == word) else row["labels"][word]
@@ -119,7 +122,8 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, *, is_words: bool) -> dict[st
     return {**made, "labels": labels}
 
 
-def _accuracy(evaluation: Any) -> dict[str, float]:
+def measure_accuracy(evaluation: Any) -> dict[str, float]:
+    """The share of labels that are right, but for those that do not count."""
     guessed, labels = np.asarray(evaluation.predictions).argmax(axis=-1), np.asarray(evaluation.label_ids)
     return {"accuracy": float((guessed == labels)[labels != IGNORED].mean())}
 
@@ -131,20 +135,7 @@ def _timed(train: Callable[[], Any]) -> tuple[float, float]:
 
 
 def _settings(folder: str, steps: int, seed: int) -> dict[str, Any]:
-    return {
-        "output_dir": folder,
-        "seed": seed,
-        "max_steps": steps,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 1e-3,
-        "remove_unused_columns": False,
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    return trainer_settings(folder, steps=steps, seed=seed, batch=BATCH, rate=1e-3)
 
 
 def measure(name: str, steps: int, runs: int) -> dict[str, Any]:
