@@ -52,8 +52,10 @@ _OTHERS_S = 1.0
 # Seconds between two looks at whether the embedded server is there, and at whether it answers.
 _LOOK_S = 0.5
 _HEALTH_S = 5.0
-# Seconds without an answer after which it is killed and started again: it writes to a local database only.
+# Seconds without an answer, and looks in a row, after which it is killed and started again: it writes to a local
+# database only. Both, because a machine that slept, or had no processor for us, has missed one look after a long time.
 _HUNG_S = 30.0
+_HUNG_LOOKS = 3
 
 
 class Membership:
@@ -231,6 +233,7 @@ class _Keeper(threading.Thread):
         self._done = threading.Event()
         self._answered_s = time.monotonic()
         self._answering: int | None = None
+        self._missed = 0  # looks in a row without an answer
         self._pause_s = _LOOK_S
 
     @override
@@ -259,9 +262,12 @@ class _Keeper(threading.Thread):
             return
         pid = int(description["pid"])
         if is_healthy(description["url"]):
-            self._answered_s, self._answering = time.monotonic(), pid
+            self._answered_s, self._answering, self._missed = time.monotonic(), pid, 0
             self._pause_s = _LOOK_S
-        elif self._answering == pid and time.monotonic() - self._answered_s > _HUNG_S:
+            return
+        self._missed += 1
+        hangs = self._missed >= _HUNG_LOOKS and time.monotonic() - self._answered_s > _HUNG_S
+        if self._answering == pid and hangs:
             _log.warning("The embedded Prefect server does not answer; it is started again.")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
