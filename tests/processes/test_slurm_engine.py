@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.support.engine_launch import Launch
 from tests.support.launched import Owner, request, wait_until
 from tests.support.repository import ROOT
 from tests.support.slurm_programs import FakeSlurm
+from trainer_lib.engines.base import Job
+from trainer_lib.engines.slurm import Slurm
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -27,6 +30,8 @@ from trainer_lib.errors import (
     Preempted,
     TrainflowError,
 )
+from trainer_lib.launch import LaunchConfig, launch_workers, resolve_config
+from trainer_lib.launch.pool import apart
 from trainer_lib.requests import PreparedData, Request
 
 SLOW_RECIPE = """
@@ -35,6 +40,27 @@ import time
 def prepare(options, out):
     time.sleep(3)
     return {"t": [{"x": 1}]}
+
+def build_model(options, data): ...
+"""
+
+QUICK_RECIPE = SLOW_RECIPE.replace("time.sleep(3)", "")
+
+# Sources that two workers prepare: neither goes on before the other one has begun.
+SHARED_RECIPE = """
+import os, time
+from pathlib import Path
+
+def list_sources(options, out):
+    return list(range(12))
+
+def prepare_shard(source, options):
+    seen = Path(options["seen"])
+    (seen / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(seen.iterdir())) < options["workers"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {"t": [{"x": [float(source), float(n)]} for n in range(20)]}
 
 def build_model(options, data): ...
 """
@@ -307,3 +333,67 @@ def test_a_refusal_says_what_the_cluster_offers(
             "Requested node configuration is not available. The cluster offers debug: 2 machine(s)" in failure.message
         )
         assert failure.field == "train.launch.engine_options"
+
+
+def test_a_storage_that_the_machines_do_not_see(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set("unshared")
+    asked = request(tmp_path)
+    failure = SlurmLaunch(asked, max_restarts=3).failure()
+    assert type(failure) is ConfigError
+    assert failure.message == "The job 1 ended on n[1-2] before it had written into its folder."
+    assert failure.field == "train.launch.engine_options.folder"
+    assert failure.value == f"{asked.output}/attempts/slurm"
+    assert "that all machines of the cluster see" in str(failure.remedy)
+    assert fake_slurm.jobs() == ["1"]
+    assert leftovers(asked) == []
+
+
+def test_a_store_needs_a_folder_for_what_jobs_write(fake_slurm: FakeSlurm) -> None:
+    job = Job({"output": "s3://bucket/runs/train"}, LaunchConfig(engine="slurm", processes=1), {}, shared=False)
+    with pytest.raises(ConfigError, match="the storage is not one") as caught:
+        Slurm().place(job)
+    assert caught.value.field == "train.launch.engine_options.folder"
+    assert caught.value.remedy == "Name a folder that all machines of the cluster see."
+    assert fake_slurm.calls("sbatch") == []
+
+
+def test_the_files_of_jobs_are_in_the_folder_that_the_options_name(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.set("hold")
+    asked = request(tmp_path, QUICK_RECIPE)
+    started = SlurmLaunch(asked, engine_options={"folder": str(tmp_path / "seen by all"), "partition": "gpu"})
+    fake_slurm.wait_for("PENDING")
+    [base] = (tmp_path / "seen by all").iterdir()  # one for each output
+    wait_until(lambda: json.loads((base / "placed.json").read_text())["job"] == "1", 30)
+    folder = base / json.loads((base / "placed.json").read_text())["folder"]
+    assert sorted(path.name for path in folder.iterdir()) == ["job.json", "run.sh"]
+    fake_slurm.unset("hold")
+    assert started.join().splits["t"].rows == 1
+    [submitted] = fake_slurm.calls("sbatch")
+    assert "--folder" not in submitted and f"--output={folder}/job.out" in submitted
+    assert not (Path(asked.output) / "attempts" / "slurm").exists()
+    assert list(base.iterdir()) == []
+
+
+def test_workers_that_share_sources_are_placed_one_by_one(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    (tmp_path / "seen").mkdir()
+    options = {"seen": str(tmp_path / "seen"), "workers": 2}
+    shared = request(tmp_path, SHARED_RECIPE, shard_rows=8, options=options)
+    tiny.run(replace(shared, step="list"), kind="in_process")
+    config = LaunchConfig(engine="slurm", processes=2, threads=1, grace_s=5.0)
+    done = launch_workers(
+        replace(shared, step="parts"),
+        apart(resolve_config(config)),
+        env={},
+        on_line=lambda line: None,
+        on_event=lambda event: None,
+    )
+    assert (len(done.answers), done.lost) == (2, ())
+    assert [fake_slurm.state(number) for number in fake_slurm.jobs()] == ["COMPLETED"] * 2
+    first, second = fake_slurm.calls("sbatch")
+    assert "--nodes=1 " in first and "--cpus-per-task=1 " in first
+    assert re.findall(r"--job-name=(\S+)", first) != re.findall(r"--job-name=(\S+)", second)
+    assert len(list((tmp_path / "seen").iterdir())) == 2  # both have worked
+    assert leftovers(shared) == []
+    result = tiny.run(replace(shared, step="finish"), kind="in_process")
+    alone = replace(shared, output=str(tmp_path / "alone"), options={**options, "workers": 1})
+    assert result.splits == tiny.run(alone, kind="in_process").splits  # the files, by their digests

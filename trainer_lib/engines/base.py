@@ -44,13 +44,15 @@ class Job:
     def to_text(self) -> str:
         """Return what a member needs as JSON text, without the variables."""
         settings = {**asdict(self.config), "engine": None, "address": None, "engine_options": {}}
-        return json.dumps({"request": dict(self.request), "config": settings})
+        return json.dumps({"request": dict(self.request), "config": settings, "shared": self.shared})
 
 
-def read_member(text: str, **changes: Any) -> tuple[dict[str, Any], LaunchConfig]:
-    """Read the request and the settings of a member from `Job.to_text`; `changes` are those of its machine."""
+def read_member(text: str, **changes: Any) -> Job:
+    """Read the job of a member from `Job.to_text`; `changes` are the settings of its machine."""
     record = json.loads(text)
-    return record["request"], replace(from_settings(record["config"]), **changes)
+    config = replace(from_settings(record["config"]), **changes)
+    # A job may have waited in the queue since a version that did not write `shared`.
+    return Job(record["request"], config, {}, bool(record.get("shared", False)))
 
 
 def no_gpus_asked(machines: int) -> ConfigError:

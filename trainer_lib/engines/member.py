@@ -71,7 +71,8 @@ def _stop(parent: int | None) -> None:
 
 def _lead(given: argparse.Namespace) -> None:
     nodes: int | str = int(given.nodes) if given.nodes.isdigit() else given.nodes
-    request, config = read_member(given.job.read_text(encoding="utf-8"), nodes=nodes)
+    job = read_member(given.job.read_text(encoding="utf-8"), nodes=nodes)
+    config = job.config
     endpoint = f"{given.host}:{_free_port(given.host)}"
     if config.several_nodes:
         config = _changed(config, rendezvous=endpoint, node_rank=0)
@@ -80,18 +81,19 @@ def _lead(given: argparse.Namespace) -> None:
     temporary.replace(given.address)  # the others may be waiting for it
     _report(started=endpoint)
     result = launch(
-        read_request(request),
+        read_request(dict(job.request)),
         config,
         env={},
         on_line=lambda line: _report(line=line),
         on_event=lambda event: _report(event=event),
         should_cancel=_stopped.is_set,
+        shared=job.shared,  # the machine may have several workers of one output
     )
     _report(result=to_record(result))
 
 
 def _follow(given: argparse.Namespace) -> None:
-    _, config = read_member(given.job.read_text(encoding="utf-8"))
+    config = read_member(given.job.read_text(encoding="utf-8")).config
     deadline = time.monotonic() + config.join_timeout_s
     while not given.address.exists():
         if _stopped.is_set():

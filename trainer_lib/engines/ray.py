@@ -17,23 +17,26 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
-from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError, first_line
+from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
 from trainer_lib.launch.refusal import unshared
 from trainer_lib.launch.variables import thread_variables
 from trainer_lib.storage import Store
 
 SMALLER_S = 10.0  # for a group that would be placed with fewer machines
-CALL_S = 10.0
+CONNECT_S = 10.0
+START_S = 30.0
+ANSWER_S = 5.0  # for the answers of agents that are asked together
 LOOK_S = 1.0  # between two looks at the machines that follow, and at those that are drained
 SILENT_S = 15.0  # for an agent that does not answer while its machine counts as alive
 WAIT_S = 0.2  # for what comes next, in one poll
 _NAMES = {"cpus": "CPU", "gpus": "GPU"}
+_NOT_IMPORTED = "failed to import on the worker"  # what Ray's stand-in for a class raises in every call
 
 
 NO_CLUSTER = (RuntimeError, ValueError, OSError)  # what `join_cluster` raises where there is none to use
@@ -45,13 +48,13 @@ def join_cluster(address: str, **settings: Any) -> Any:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if address not in ("auto", "local"):
         host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=CALL_S).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     ray = importlib.import_module("ray")
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address, log_to_driver=False, configure_logging=False, namespace=uuid.uuid4().hex, **settings)
-    except ray.exceptions.RayError as error:
-        raise ConnectionError(first_line(error)) from error
+    except (ray.exceptions.RayError, RuntimeError) as error:
+        raise ConnectionError(_in_one_line(error)) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
@@ -135,12 +138,12 @@ class Ray:
         try:
             self._ray = join_cluster(address)
         except NO_CLUSTER as error:
-            raise self._unreachable(address, first_line(error)) from error
+            raise self._unreachable(address, _in_one_line(error)) from error
 
     def _unreachable(self, address: str, reason: str) -> ConfigError:
         versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
         return ConfigError(
-            f"The Ray cluster cannot be used from this machine: {reason.rstrip('.')}.",
+            f"The Ray cluster cannot be used from this machine: {reason}.",
             field="train.launch.address",
             value=address,
             remedy=f"Run the command on a machine of a cluster that has {versions} everywhere, with its token.",
@@ -197,12 +200,17 @@ class Ray:
         ready, _ = self._ray.wait(self._described, num_returns=self._count, timeout=WAIT_S)
         if len(ready) < self._count:
             return Alive(f"starts on {self._count} machine(s)")
-        self._places = [json.loads(text) for text in self._ray.get(self._described)]
+        described = self._answers(dict(enumerate(self._described)), ANSWER_S)
+        if len(described) < self._count:
+            return Lost(self._lost(min(self._silent)))
+        self._places = [described[index] for index in range(self._count)]
         for place in self._places:
             if not place["seen"]:
                 return Lost(unshared(place["host"], self._job.output))
         # All at once: the others load while the leading one does, and wait for its address.
-        self._ray.get([self._start(index) for index in range(self._count)], timeout=CALL_S * 3)
+        started = self._answers({index: self._start(index) for index in range(self._count)}, START_S)
+        if len(started) < self._count:
+            return Lost(self._lost(min(self._silent)))
         self._next = self._watch
         return Alive(f"runs on {', '.join(self.addresses())}")
 
@@ -219,23 +227,20 @@ class Ray:
             self._tell_leader()
 
     def _tell_leader(self) -> None:
-        for index in range(1, self._count):
-            if index not in self._told and self._call(index, "lead", leader=self._leader) is not None:
-                self._told.add(index)
+        untold = [index for index in range(1, self._count) if index not in self._told]
+        self._told |= set(self._call_all(untold, "lead", leader=self._leader))
 
     def _watch(self) -> State:
         """Look whether every machine is alive and none is drained."""
         if time.monotonic() - self._looked > LOOK_S:
             self._looked = time.monotonic()
-            for index in range(1, self._count):
-                self._call(index, "read", after=1 << 30)
+            self._call_all(range(1, self._count), "read", after=0)  # it keeps no lines; an answer is a sign of life
             if self._leader is not None:
                 self._tell_leader()
             self._look_for_drains()
+        dead = {each["NodeID"] for each in self._ray.nodes() if not each["Alive"]} if self._silent else set()
         for index, since in self._silent.items():
-            node = self._places[index]["node"]
-            dead = any(each["NodeID"] == node and not each["Alive"] for each in self._ray.nodes())
-            if dead or time.monotonic() - since > SILENT_S:
+            if self._places[index]["node"] in dead or time.monotonic() - since > SILENT_S:
                 return Lost(self._lost(index))
         return Alive(f"runs on {', '.join(self.addresses())}")
 
@@ -253,38 +258,62 @@ class Ray:
 
     def _call(self, index: int, method: str, **fields: Any) -> Any:
         """Call an agent; None when it does not answer, which is not yet a death."""
-        unavailable = (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError)
-        try:
-            ref = getattr(self._agents[index], method).remote(json.dumps(fields))
-            answer = json.loads(self._ray.get(ref, timeout=CALL_S))
-        except unavailable:
-            self._silent.setdefault(index, time.monotonic())
-            return None
-        except self._ray.exceptions.RayActorError as error:
-            error.trainflow_index = index
-            raise
-        self._silent.pop(index, None)
-        return answer
+        return self._call_all([index], method, **fields).get(index)
+
+    def _call_all(self, indices: Iterable[int], method: str, **fields: Any) -> dict[int, Any]:
+        """Call agents together. Returns the answers of those that answer."""
+        text = json.dumps(fields)
+        return self._answers({index: getattr(self._agents[index], method).remote(text) for index in indices}, ANSWER_S)
+
+    def _answers(self, calls: Mapping[int, Any], timeout: float) -> dict[int, Any]:
+        """Wait for the answers of several agents; one without an answer counts as silent from the call on."""
+        if not calls:
+            return {}
+        asked, answers = time.monotonic(), {}
+        ready, _ = self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
+        for index, call in calls.items():
+            try:
+                answers[index] = json.loads(self._ray.get(call, timeout=ANSWER_S if call in ready else 0))
+            except (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError):
+                self._silent.setdefault(index, asked)
+            except self._ray.exceptions.RayActorError as error:
+                error.trainflow_index = index
+                raise
+            else:
+                self._silent.pop(index, None)
+        return answers
 
     def _take(self, error: Any) -> State:
         """Return what an error of Ray means."""
-        known, reason = self._ray.exceptions, first_line(error)
+        known, reason = self._ray.exceptions, _in_one_line(error)
         if isinstance(error, known.OutOfMemoryError) or ("memory" in reason.lower() and "OOM" in str(error)):
             remedy = "Ask for more (engine_options.memory), or lower per_device_train_batch_size."
-            return Lost(OutOfMemoryError(f"Ray ended an agent for lack of memory: {reason}", remedy=remedy))
+            return Lost(OutOfMemoryError(f"Ray ended an agent for lack of memory: {reason}.", remedy=remedy))
         if isinstance(error, known.RuntimeEnvSetupError):
             remedy = "Correct the runtime environment of the cluster's job."
-            return Lost(ConfigError(f"Ray could not make the runtime environment: {reason}", remedy=remedy))
+            return Lost(ConfigError(f"Ray could not make the runtime environment: {reason}.", remedy=remedy))
+        if getattr(error, "actor_init_failed", False) or _NOT_IMPORTED in str(error):
+            return Lost(self._not_installed(error))
         if self._drained is not None or getattr(error, "preempted", False):
             return Lost(self._preempted())
-        if isinstance(error, known.RayActorError):
-            return Lost(self._lost(getattr(error, "trainflow_index", 0)))
+        if isinstance(error, known.RayActorError | known.NodeDiedError):
+            return Lost(self._lost(getattr(error, "trainflow_index", None)))
         return Lost(
-            InfrastructureError(f"Ray failed: {reason}", remedy="The same command continues.", details=str(error))
+            InfrastructureError(f"Ray failed: {reason}.", remedy="The same command continues.", details=str(error))
         )
 
-    def _lost(self, index: int) -> TrainflowError:
-        host = self._places[index]["host"] if self._places else "of an agent"
+    def _not_installed(self, error: Any) -> ConfigError:
+        last = str(error).strip().splitlines()[-1].strip().rstrip(".")
+        return ConfigError(
+            f"A machine of the cluster cannot load trainflow's agent: {last}.",
+            field="train.launch.engine",
+            value="ray",
+            remedy="Install the same trainflow, with its extra ray, on every machine of the cluster.",
+            details=str(error),
+        )
+
+    def _lost(self, index: int | None) -> TrainflowError:
+        host = "of an agent" if index is None or not self._places else self._places[index]["host"]
         return InfrastructureError(
             f"The machine {host} was lost: its agent does not answer.",
             field="train.launch.nodes",
@@ -335,3 +364,8 @@ def _marker(job: Job) -> Path | None:
     path = folder / f"seen-{uuid.uuid4().hex[:12]}"
     path.touch()
     return path
+
+
+def _in_one_line(error: Any) -> str:
+    """Return what an error of Ray says; the lines after its first have the cause."""
+    return " ".join(str(getattr(error, "cause", None) or error).split())[:300].rstrip(".: ") or type(error).__name__

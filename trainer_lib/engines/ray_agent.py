@@ -11,10 +11,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import IO
 
 from trainer_lib import guard
 
 KILL_S = 5.0
+MOST_LINES = 100_000
+"""Lines that wait for the driver; beyond them the member waits, as it does for any reader of its output."""
 
 
 class Agent:
@@ -22,6 +25,8 @@ class Agent:
 
     def __init__(self) -> None:
         self._lines: list[str] = []
+        self._first = 0  # the number of the first of them
+        self._room = threading.Condition()
         self._process: subprocess.Popen[bytes] | None = None
 
     def describe(self, text: str) -> str:
@@ -55,13 +60,22 @@ class Agent:
             env={**kept, **asked["env"]},
             start_new_session=True,
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        # The driver reads the lines of the leading member only.
+        listen = self._listen if asked["leads"] else self._drain
+        threading.Thread(target=listen, args=(self._process.stdout,), daemon=True).start()
         return "{}"
 
-    def _listen(self) -> None:
-        assert self._process is not None and self._process.stdout is not None  # noqa: S101
-        for line in self._process.stdout:
-            self._lines.append(line.decode(errors="replace").rstrip("\n"))
+    def _listen(self, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                with self._room:
+                    self._room.wait_for(lambda: len(self._lines) < MOST_LINES)
+                    self._lines.append(line.decode(errors="replace").rstrip("\n"))
+
+    def _drain(self, output: IO[bytes]) -> None:
+        with output:  # a member whose pipe is full would stand still
+            while output.read(1 << 16):
+                pass
 
     def lead(self, text: str) -> str:
         """Tell the member, which waits for it, where the leading machine is."""
@@ -72,9 +86,18 @@ class Agent:
         return "{}"
 
     def read(self, text: str) -> str:
-        """Return the lines from a number on, and the exit code once the member has ended."""
+        """Return the lines from a number on, and the exit code once the member has ended.
+
+        The driver has the lines before that number, so they are dropped. It asks for the same ones again when an
+        answer was lost, and a call that comes late asks for some that are gone.
+        """
         code = None if self._process is None else self._process.poll()
-        return json.dumps({"lines": self._lines[json.loads(text)["after"] :], "code": code})
+        with self._room:
+            read = max(0, int(json.loads(text)["after"]) - self._first)
+            del self._lines[:read]
+            self._first += read
+            self._room.notify()
+            return json.dumps({"lines": self._lines, "code": code})
 
     def tell(self, text: str) -> str:
         """Have the workers save and end, or kill them, after which the member is gone."""

@@ -7,6 +7,7 @@
     CLUSTER/silent              the controller does not answer       CLUSTER/refuse     sbatch refuses, for this reason
     CLUSTER/forgets             squeue knows no job                  CLUSTER/unaccounted   sacct knows none
     CLUSTER/unanswered          sbatch takes the job and its answer is lost
+    CLUSTER/unshared            the machines do not see the folder of a job
     CLUSTER/calls               every command line
     CLUSTER/jobs/N/state.json   state, code and who has cancelled it
 """
@@ -95,8 +96,7 @@ def _sbatch(folder: Path, rest: list[str], given: dict[str, str]) -> int:
     if (folder / "refuse").exists():
         return _fail((folder / "refuse").read_text())
     (folder / "jobs").mkdir(exist_ok=True)
-    number = str(len(list((folder / "jobs").iterdir())) + 1)
-    (folder / "jobs" / number).mkdir()
+    number = _new_number(folder / "jobs")
     script = rest[next(index for index, word in enumerate(rest) if not word.startswith("--")) :]
     least, _, most = given["nodes"].partition("-")
     nodes = min(int(most or least), int((folder / "machines").read_text()))
@@ -110,6 +110,17 @@ def _sbatch(folder: Path, rest: list[str], given: dict[str, str]) -> int:
     return 0
 
 
+def _new_number(jobs: Path) -> str:
+    """Return the number of a new job; others may be submitted at the same time."""
+    while True:
+        number = str(len(list(jobs.iterdir())) + 1)
+        try:
+            (jobs / number).mkdir()
+        except FileExistsError:
+            continue
+        return number
+
+
 def _run(folder: Path, rest: list[str], given: dict[str, str]) -> int:
     number = rest[0]
     job = json.loads((folder / "jobs" / number / "job.json").read_text())
@@ -117,6 +128,9 @@ def _run(folder: Path, rest: list[str], given: dict[str, str]) -> int:
         time.sleep(0.05)
         if state_of(folder, number)["state"] in ENDED:
             return 0
+    if (folder / "unshared").exists():  # slurmstepd cannot open the job's output there
+        set_state(folder, number, state="FAILED", code="0:53")
+        return 0
     set_state(folder, number, state="RUNNING")
     variables = {"SLURM_JOB_ID": number, "SLURM_NNODES": str(job["nodes"]), "FAKE_JOB": number}
     with Path(job["output"]).open("ab") as output:

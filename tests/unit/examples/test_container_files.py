@@ -1,9 +1,10 @@
-"""The files for containers: every placeholder has a variable, and where the schema tools are installed they agree."""
+"""The files for containers: every placeholder has a variable, and the schemas of Kubernetes and Kubeflow fit."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kubeflow_trainer_api.models
+import kubernetes_validate
 import pytest
 from ruamel.yaml import YAML
 
+from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
 from trainer_lib.errors import TrainflowError
 
@@ -51,10 +55,8 @@ def rendered(value: Any) -> Any:
 
 
 def validate(document: Any) -> None:
-    """By Kubernetes' own schemas (pip install kubernetes-validate), where they are installed."""
-    if importlib.util.find_spec("kubernetes_validate") is not None:
-        tool = importlib.import_module("kubernetes_validate")
-        tool.validate(document, "1.30", strict=True)
+    """By Kubernetes' own schemas."""
+    kubernetes_validate.validate(document, "1.30", strict=True)
 
 
 def test_the_job_of_the_pool_is_one_of_kubernetes() -> None:
@@ -93,11 +95,16 @@ def _codes(cls: type[TrainflowError]) -> Iterator[tuple[int, bool]]:
             yield from _codes(each)
 
 
-def test_the_failure_rules_are_those_of_the_errors() -> None:
+def _again_and_never() -> tuple[set[int], set[int]]:
+    """Exit codes that another try can help, and those that it cannot."""
     codes = set(_codes(TrainflowError))
     again = {code for code, retryable in codes if retryable}
     # 1 does not come from a typed error, and a container gets no Ctrl-C.
-    never = {code for code, _ in codes} - again - {1, 130}
+    return again, {code for code, _ in codes} - again - {1, 130}
+
+
+def test_the_failure_rules_are_those_of_the_errors() -> None:
+    again, never = _again_and_never()
     for name, count in (("kubernetes.yaml", 1), ("jobset.yaml", 1), ("trainjob.yaml", 1)):
         documents = _read(name)
         policies = list(_find(documents, "podFailurePolicy"))
@@ -125,17 +132,78 @@ def test_the_failure_rules_are_those_of_the_errors() -> None:
 def test_the_files_of_kubeflow_have_the_fields_of_its_api(name: str, kinds: list[str]) -> None:
     documents = _read(name)
     assert [document["kind"] for document in documents] == [re.sub(r"^\w+?V1alpha[12]", "", kind) for kind in kinds]
-    if importlib.util.find_spec("kubeflow_trainer_api") is None:  # pip install kubeflow-trainer-api
-        return
-    models = importlib.import_module("kubeflow_trainer_api.models")
     for document, kind in zip(documents, kinds, strict=True):
-        read = getattr(models, kind).from_dict(document)
+        read = getattr(kubeflow_trainer_api.models, kind).from_dict(document)
         # What it does not know is left out when it is written again.
         assert read.to_dict() == document
     for spec in _find(documents, "replicatedJobs"):
         validate(
             {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec[0]["template"]["spec"]}
         )
+
+
+# Of RayJobSpec and RayClusterSpec (KubeRay 1.5), for which there is no package of schemas.
+RAY_JOB = {
+    "submissionMode",
+    "entrypoint",
+    "backoffLimit",
+    "submitterConfig",
+    "shutdownAfterJobFinishes",
+    "rayClusterSpec",
+}
+RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+RAY_HEAD = {"rayStartParams", "template"}
+RAY_WORKERS = {*RAY_HEAD, "groupName", "replicas", "minReplicas", "maxReplicas"}
+
+
+def test_the_ray_job_has_the_fields_of_kuberay(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, job = _read("rayjob.yaml")
+    validate(script)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    head, [workers] = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    for found, known in ((spec, RAY_JOB), (cluster, RAY_CLUSTER), (head, RAY_HEAD), (workers, RAY_WORKERS)):
+        assert set(found) == known
+    for group in (head, workers):
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **group["template"]})
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+    [volume], [container] = (head["template"]["spec"][name] for name in ("volumes", "containers"))
+    assert volume["configMap"]["name"] == script["metadata"]["name"]
+    words = shlex.split(spec["entrypoint"])
+    assert words[:3] == ["sh", f"{container['volumeMounts'][0]['mountPath']}/run.sh", "$RAY_JOB_SUBMISSION_ID"]
+    assert words[3:5] == ["trainflow", "run"]
+    # What the launch asks for is what there is.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Ray need not be installed
+    launch = load_spec(ROOT / "examples" / "digits" / "pipeline.yaml", words[6:]).train.launch
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (launch.engine, launch.nodes, launch.processes) == ("ray", workers["replicas"], limits["nvidia.com/gpu"])
+    assert launch.engine_options == {"gpus": limits["nvidia.com/gpu"]}
+    assert limits["cpu"] >= launch.processes and head["rayStartParams"]["num-cpus"] == "0"
+
+
+@pytest.mark.parametrize("can_stop", [True, False])
+def test_a_ray_job_that_would_fail_alike_stops_itself(tmp_path: Path, can_stop: bool) -> None:
+    """KubeRay tries again what has failed, not what was stopped."""
+    again, never = _again_and_never()
+    (tmp_path / "run.sh").write_text(_read("rayjob.yaml")[0]["data"]["run.sh"])
+    programs = {
+        "trainflow": 'echo "$@"; exit $CODE',
+        "ray": f'echo "ray $@" >> calls; exit {0 if can_stop else 1}',
+        "sleep": 'echo "sleep $@" >> calls',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    for code in (0, 1, *sorted(again | never)):
+        (tmp_path / "calls").write_text("")
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+        command = ["sh", "run.sh", "job-1", "trainflow", "run", "a b"]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout.splitlines()[0]) == (code, "run a b")
+        calls = (tmp_path / "calls").read_text().splitlines()
+        stop = "ray job stop --no-wait --address http://127.0.0.1:8265 job-1"
+        assert calls == ([stop, "sleep 60"] if can_stop else [stop]) * (code in never)
 
 
 def test_the_dockerfile_copies_what_the_package_needs_and_installs_it() -> None:
