@@ -1,7 +1,10 @@
 """Declared sources of the data, each as one digest, before anything is prepared.
 
     data/labels.csv, data/scans/      SHA-256 of every file, remembered by (size, modification time, inode)
+    data/*.csv, s3://bucket/**/*.csv  the same of the files that match; `**` stands for any folders
     s3://bucket/path, gs://…          sorted names, sizes and the store's own content tags; nothing is downloaded
+    hf://datasets/org/name[@revision] the same, by git's names of the contents, of a repository on the Hub
+    sftp://host/path and others       SHA-256 of every file, which is read at each command
     https://host/file.csv             the server's ETag
     package:scikit-learn[/sub/path]   the digests an installed package was recorded with
     stdlib:[sub/path]                 the running interpreter's own library
@@ -25,8 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.data.row_sources import is_pattern, list_matches
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
-from trainer_lib.storage import Store
+from trainer_lib.storage import FileInfo, Store, split_root, split_url
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.suggestions import nearest
 
@@ -36,7 +40,8 @@ if TYPE_CHECKING:
 _HTTP_TIMEOUT_S = 30.0
 _RACY_NS = 2_000_000_000
 """A file changed this shortly before we looked may change again within its time stamp: its digest is not remembered."""
-_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+_TAGGED = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf")
+"""Schemes whose stores identify a file's content without reading it."""
 
 
 def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
@@ -47,7 +52,7 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
     """
     for source in sources:
         kind, rest = _kind(source, field)
-        if kind == "local" and not Path(rest).exists():
+        if kind == "local" and not Path(rest).exists() and not is_pattern(rest):
             raise ConfigError(
                 "This file or folder does not exist.", field=field, value=source, remedy="Check the path."
             )
@@ -61,7 +66,11 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
 def find_absent(sources: Sequence[str]) -> list[str]:
     """The local sources that do not exist on this machine."""
     kinds = [(source, *_kind(source, "prepare.sources")) for source in sources]
-    return [source for source, kind, rest in kinds if kind == "local" and not Path(rest).exists()]
+    return [source for source, kind, rest in kinds if kind == "local" and not _is_there(rest)]
+
+
+def _is_there(path: str) -> bool:
+    return Path(path).exists() or (is_pattern(path) and bool(list_matches(path)[1]))
 
 
 def find_remote(sources: Sequence[str]) -> list[str]:
@@ -99,7 +108,7 @@ def fingerprints(
     for source in sources:
         kind, rest = _kind(source, field)
         if kind == "local":
-            label, digest = _label(Path(rest), root), _combine(_local_files(Path(rest), known))
+            label, digest = _label(Path(rest), root), _combine(_local_files(Path(rest), known, field=field))
         elif kind == "stdlib":
             label = f"stdlib:{rest} (Python {sys.version_info.major}.{sys.version_info.minor})"
             digest = _combine(_local_files(_stdlib() / rest, known, keep=_is_library))
@@ -132,14 +141,10 @@ def _kind(source: str, field: str) -> tuple[str, str]:
         return "local", source
     if scheme in ("file", "local"):
         return "local", rest
-    if scheme in _STORES:
-        return "store", source
     if scheme in ("http", "https"):
         return "http", source
-    remedy = "Use a local path, s3://, gs://, https://, package:NAME or stdlib:."
-    if scheme == "hf":
-        remedy = "Download the data set to a folder and declare that, or let the recipe fetch a fixed revision."
-    raise ConfigError("A source of this kind is not tracked.", field=field, value=source, remedy=remedy)
+    split_root(*split_url(source, field=field), field=field)  # refuses unknown schemes and malformed addresses
+    return "store", source
 
 
 def _combine(files: Iterable[tuple[str, str]]) -> str:
@@ -200,11 +205,16 @@ class _Memory:
 
 
 def _local_files(
-    path: Path, known: _Memory, keep: Callable[[Path], bool] = lambda _: True
+    path: Path, known: _Memory, keep: Callable[[Path], bool] = lambda _: True, *, field: str = ""
 ) -> Iterator[tuple[str, str]]:
     """(name relative to `path`, size and SHA-256) of a file, or of every file below a folder; links are followed."""
     try:
-        files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+        if is_pattern(str(path)) and not path.exists():
+            store, matches = _list_matches(str(path), field)
+            path = store.local_path()
+            files = [path / info.path for info in matches]
+        else:
+            files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
         for file in files:
             name = file.relative_to(path)
             if keep(name):
@@ -264,12 +274,27 @@ def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
 # -- remote ones ------------------------------------------------------------------------------------------------------
 
 
+def _list_matches(source: str, field: str) -> tuple[Store, list[FileInfo]]:
+    store, files = list_matches(source, field=field)
+    if not files:
+        raise ConfigError(
+            "No file matches this pattern.", field=field, value=source, remedy="Correct the pattern, or name a folder."
+        )
+    return store, files
+
+
 def _store_files(source: str, field: str) -> list[tuple[str, str]]:
-    scheme, _, path = source.partition("://")
-    bucket, _, rest = path.partition("/")
-    files = Store.open(f"{scheme}://{bucket}", field=field).list(rest.strip("/"))
+    scheme, path = split_url(source, field=field)
+    if is_pattern(source):
+        store, files = _list_matches(source, field)
+    else:
+        root, rest = split_root(scheme, path, field=field)
+        store = Store.open(f"{scheme}://{root}", field=field)
+        files = store.list(rest)
     if not files:
         raise ConfigError("There is nothing at this address.", field=field, value=source, remedy="Check the URL.")
+    if scheme not in _TAGGED:
+        return [(info.path, f"{info.size} {store.digest(info.path)}") for info in files]
     untagged = [info.path for info in files if info.tag is None]
     if untagged:
         raise ConfigError(

@@ -1,11 +1,13 @@
-"""A Hugging Face Hub on loopback: the part of its protocol that uploading and downloading model repositories takes.
+"""A Hugging Face Hub on loopback: the part of its protocol that publishing models and reading data sets takes.
 
     with HubServer() as hub:            # hub.endpoint for HF_ENDPOINT, hub.token for HF_TOKEN
+        hub.add_dataset("org/name", {"a.csv": b"..."})
         ...
         hub.repos["org/name"].commits   # what really happened
 
-Repositories live in memory. `hub.fault` is asked before every request and may answer a status (or "drop" to cut the
-connection) instead of the server; `hub.after` may cut it once the work is done, so that only the answer is lost.
+Repositories live in memory, those of data sets as "datasets/org/name". `hub.fault` is asked before every request and
+may answer a status (or "drop" to cut the connection) instead of the server; `hub.after` may cut it once the work is
+done, so that only the answer is lost.
 """
 
 from __future__ import annotations
@@ -129,6 +131,12 @@ class HubServer:
         self._server.server_close()
         self._thread.join()
 
+    def add_dataset(self, name: str, files: dict[str, bytes]) -> Commit:
+        """Commit these files, and no others, to the data set "organisation/name"."""
+        repo = self.repos.setdefault(f"datasets/{name}", Repo(private=False))
+        blobs = {path: Blob(data, lfs=path.endswith(LFS_SUFFIXES)) for path, data in files.items()}
+        return repo.add("main", "data", "", blobs)
+
     def uploads(self) -> int:
         """Large files received so far."""
         return sum(method == "PUT" for method, _ in self.requests)
@@ -198,16 +206,18 @@ class _Handler(BaseHTTPRequestHandler):
             case ["POST", "api", "repos", "create"]:
                 return self._create(json.loads(body))
             case ["POST", org, name, "info", "lfs", "objects", "batch"] if name.endswith(".git"):
-                self._repo(org, name.removesuffix(".git"))
+                self._repo(f"{org}/{name.removesuffix('.git')}")
                 return self._batch(json.loads(body)["objects"])
-            case ["GET" | "HEAD", org, name, "resolve", revision, *file]:
-                return self._resolve(self._repo(org, name), revision, "/".join(file))
+            case ["GET" | "HEAD", *address] if "resolve" in address[2:4]:
+                return self._resolve(address)
             case ["GET" | "POST", "api", "models", org, name, *rest]:
-                return self._model(f"{org}/{name}", rest or ["revision", "main"], body)
+                return self._repository(f"{org}/{name}", rest or ["revision", "main"], body)
+            case ["GET", "api", "datasets", org, name, *rest]:
+                return self._repository(f"datasets/{org}/{name}", rest or ["revision", "main"], body)
         raise _Error(404, "", f"not served here: {self.command} {self.path}")
 
-    def _model(self, repo_id: str, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        repo = self._repo(*repo_id.split("/"))
+    def _repository(self, repo_id: str, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        repo = self._repo(repo_id)
         match [self.command, *parts]:
             case ["POST", "preupload", revision]:
                 return self._preupload(repo, revision, json.loads(body)["files"])
@@ -217,12 +227,12 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._commit(repo_id, repo, revision, body)
             case ["GET", "revision", revision]:
                 return self._info(repo_id, repo, revision)
-            case ["GET", "tree", revision, *_]:
-                return self._tree(repo, revision)
+            case ["GET", "tree", revision, *folder]:
+                return self._tree(repo, revision, "/".join(folder))
         raise _Error(404, "", f"not served here: {self.command} {self.path}")
 
-    def _repo(self, org: str, name: str) -> Repo:
-        return self.hub.repos.get(f"{org}/{name}") or _raise(404, "RepoNotFound", "Repository not found")
+    def _repo(self, repo_id: str) -> Repo:
+        return self.hub.repos.get(repo_id) or _raise(404, "RepoNotFound", "Repository not found")
 
     @staticmethod
     def _json(value: Any, status: int = 200) -> tuple[int, dict[str, str], bytes]:
@@ -308,22 +318,27 @@ class _Handler(BaseHTTPRequestHandler):
             {"id": repo_id, "sha": commit.sha, "private": repo.private, "tags": repo.tags, "siblings": names}
         )
 
-    def _tree(self, repo: Repo, revision: str) -> tuple[int, dict[str, str], bytes]:
-        assert parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+    def _tree(self, repo: Repo, revision: str, folder: str) -> tuple[int, dict[str, str], bytes]:
         commit = repo.at(revision) or _raise(404, "RevisionNotFound", "Invalid rev id")
-        items = []
-        for path, blob in sorted(commit.files.items()):
-            item: dict[str, Any] = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
-            if blob.lfs:
-                item["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": 130}
-            items.append(item)
-        return self._json(items)
+        below = f"{folder}/" if folder else ""
+        inside = {path: blob for path, blob in sorted(commit.files.items()) if path.startswith(below)}
+        if not inside:  # of a file as well
+            raise _Error(404, "EntryNotFound", f"{folder} does not exist on {revision}")
+        folders = {path[:end] for path in inside for end in range(len(below), len(path)) if path[end] == "/"}
+        items: list[dict[str, Any]] = [{"type": "directory", "path": path, "oid": "0", "size": 0} for path in folders]
+        items += [_listed(path, blob) for path, blob in inside.items()]
+        if parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() != "true":
+            items = [item for item in items if "/" not in item["path"][len(below) :]]
+        return self._json(sorted(items, key=lambda item: str(item["path"])))
 
-    def _resolve(self, repo: Repo, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    def _resolve(self, address: list[str]) -> tuple[int, dict[str, str], bytes]:
+        at = address.index("resolve")
+        repo, revision, path = self._repo("/".join(address[:at])), address[at + 1], "/".join(address[at + 2 :])
         commit = repo.at(revision) or _raise(404, "RevisionNotFound", "Invalid rev id")
         blob = commit.files.get(path) or _raise(404, "EntryNotFound", "Entry not found")
         headers = {"ETag": f'"{blob.etag}"', "X-Repo-Commit": commit.sha, "Content-Type": "application/octet-stream"}
-        return 200, headers, blob.data
+        start, _, end = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
+        return (206, headers, blob.data[int(start) : int(end) + 1]) if start and end else (200, headers, blob.data)
 
 
 class ImpatientTime:
@@ -333,6 +348,13 @@ class ImpatientTime:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
+
+
+def _listed(path: str, blob: Blob) -> dict[str, Any]:
+    item: dict[str, Any] = {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
+    if blob.lfs:
+        item["lfs"] = {"oid": blob.sha256, "size": len(blob.data), "pointerSize": 130}
+    return item
 
 
 def _raise(status: int, code: str, message: str) -> Any:

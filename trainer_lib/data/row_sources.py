@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.storage import Store
+from trainer_lib.storage import FileInfo, Store, split_root, split_url
 from trainer_lib.suggestions import nearest
 
 FIELD = "NEW_DATA"
@@ -78,10 +78,7 @@ def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = FORMAT
 
 
 def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
-    if address.startswith("hf://"):
-        remedy = "Download the data set to a folder, and give that."
-        raise ConfigError("Rows are not read from the Hub.", field=FIELD, value=address, remedy=remedy)
-    if _WILD.search(address.partition("://")[2] or address):
+    if is_pattern(address):
         return _expand(address, formats)
     folder, name = _split(address)
     store = Store.open(folder, field=FIELD)
@@ -103,20 +100,30 @@ def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     )
 
 
-def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
-    """The files that a pattern stands for: those below the folder in front of its first wildcard that match."""
+def is_pattern(address: str) -> bool:
+    """Return whether an address has wildcards."""
+    return _WILD.search(address.partition("://")[2] or address) is not None
+
+
+def list_matches(address: str, *, field: str = FIELD) -> tuple[Store, list[FileInfo]]:
+    """List the files of any format that a pattern stands for, below the folder in front of its first wildcard.
+
+    Raises:
+        ConfigError: the folder's address is malformed; the error names `field`. StorageError: it cannot be listed.
+    """
     scheme, separator, rest = address.rpartition("://")
     parts = rest.split("/")
     first = next(index for index, part in enumerate(parts) if _WILD.search(part))
     head = "/".join(parts[:first])
-    store = Store.open(f"{scheme}{separator}{head}" or ("/" if rest.startswith("/") else "."), field=FIELD)
-    listed = store.list()
-    files = [
-        RowFile(store.url, info.path, info.size) for info in listed if _matches(info.path.split("/"), parts[first:])
-    ]
-    known = [file for file in files if _is_data(file.path, formats)]
+    store = Store.open(f"{scheme}{separator}{head}" or ("/" if rest.startswith("/") else "."), field=field)
+    return store, [info for info in store.list() if _matches(info.path.split("/"), parts[first:])]
+
+
+def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
+    store, listed = list_matches(address)
+    known = [RowFile(store.url, info.path, info.size) for info in listed if _is_data(info.path, formats)]
     if not known:
-        what = "Files match this pattern, but none of a known format." if files else "No file matches this pattern."
+        what = "Files match this pattern, but none of a known format." if listed else "No file matches this pattern."
         raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
     return known
 
@@ -137,6 +144,8 @@ def _is_data(path: str, formats: Mapping[str, str]) -> bool:
 
 
 def _split(address: str) -> tuple[str, str]:
+    if address.startswith("hf://") and not split_root(*split_url(address, field=FIELD), field=FIELD)[1]:
+        return address, ""  # a whole repository: nothing above it is a folder
     head, slash, name = address.rstrip("/").rpartition("/")
     if not slash:
         return ".", name

@@ -50,7 +50,7 @@ _CLASSES = {
     "ConnectionError": _UNREACHABLE,
     "HTTPClientError": _UNREACHABLE,
 }
-_BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "500", "502", "503", "504"}
+_BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "502", "503", "504"}
 
 
 def describe_outage(error: BaseException) -> str | None:
@@ -89,7 +89,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def vendor_code(error: BaseException) -> str | None:
-    """Return the store's own error code, such as ``PreconditionFailed``; s3fs keeps it in the cause."""
+    """Return the store's own error code, such as ``PreconditionFailed``, or the Hub's HTTP status.
+
+    s3fs keeps it in the cause.
+    """
     return _answered(error, "Code")
 
 
@@ -104,4 +107,9 @@ def _answered(error: BaseException, field: str) -> str | None:
         if isinstance(response, dict):
             value = response.get("Error", {}).get(field)
             return None if value is None and field == "Message" else str(value)
+        # A client of the Hub: other clients' errors have a status as well, and words of their own.
+        status = getattr(response, "status_code", None) if hasattr(candidate, "server_message") else None
+        if status is not None:
+            words = getattr(candidate, "server_message", None) or getattr(response, "reason_phrase", None)
+            return str(status) if field == "Code" else words
     return None

@@ -16,7 +16,7 @@ from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.storage.files import FileInfo
 from trainer_lib.storage.outages import vendor_code
 from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
-from trainer_lib.storage.urls import checked_address
+from trainer_lib.storage.urls import HUB, checked_address
 
 if TYPE_CHECKING:  # its import takes a tenth of a second, which a local disk does not need
     import fsspec
@@ -55,6 +55,8 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
             if endpoint
             else {}
         )
+    if scheme == HUB and (endpoint := os.environ.get("HF_ENDPOINT")):
+        options["endpoint"] = checked_address(endpoint, field="HF_ENDPOINT", unset="huggingface.co").rstrip("/")
     try:
         return fsspec.filesystem(scheme, **options)
     except (TypeError, ValueError, OSError) as error:
@@ -76,8 +78,8 @@ def _missing(scheme: str, field: str) -> MissingExtraError:
 
 
 def _tag(info: dict[str, Any]) -> str | None:
-    # S3 and Azure call it ETag or etag, Google md5Hash or crc32c.
-    for name in ("ETag", "etag", "md5Hash", "crc32c", "content_md5"):
+    # S3 and Azure call it ETag or etag, Google md5Hash or crc32c; the Hub has git's name of the content.
+    for name in ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "xet_hash"):
         if info.get(name):
             return str(info[name]).strip('"')
     return None

@@ -142,11 +142,9 @@ class Store:
             # A local store's URL is its plain path.
             return cls(path, LocalBackend(Path(path)))
         # asyncio comes with these two: 30 ms, which a command on a local disk does without.
-        from trainer_lib.storage.remote import RemoteBackend
-        from trainer_lib.storage.s3 import S3Backend
+        from trainer_lib.storage.remote_kinds import open_backend
 
-        kind = S3Backend if scheme in ("s3", "s3a") else RemoteBackend
-        return cls(f"{scheme}://{path}", kind(scheme, path, field=field))
+        return cls(f"{scheme}://{path}", open_backend(scheme, path, field=field))
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer_lib.errors import StorageError, StorageFullError, StoreUnreachableError
 from trainer_lib.storage.outages import describe_outage, vendor_code, vendor_message
+from trainer_lib.storage.urls import HUB
 
 _VENDORS = {
     "botocore",
@@ -21,6 +22,10 @@ _VENDORS = {
     "azure",
     "aiohttp",
     "fsspec",
+    "httpcore",
+    "httpx",
+    "httpx2",
+    "huggingface_hub",
     "paramiko",
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -28,6 +33,7 @@ _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExcee
 """Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
+_DENIED_CODES = {"401", "403"}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -44,8 +50,10 @@ def absent(where: str) -> StorageError:
 
 def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
     """Return the error for a store that does not answer, for the reason that `describe_outage` found."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    asked = f" and the endpoint (AWS_ENDPOINT_URL is {endpoint})" if endpoint and where.startswith("s3") else ""
+    s3 = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    asked = f" and the endpoint (AWS_ENDPOINT_URL is {s3})" if s3 and where.startswith("s3") else ""
+    if where.startswith(f"{HUB}://") and (hub := os.environ.get("HF_ENDPOINT")):
+        asked = f" and the endpoint (HF_ENDPOINT is {hub})"
     return StoreUnreachableError(
         f"Could not {verb} it: the store does not answer ({outage}).",
         field=where,
@@ -109,7 +117,9 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
     if number in _NO_FOLDER:
         remedy = "Choose another storage, or move that file away."
         return StorageError("A file stands where a folder is needed.", field=where, remedy=remedy)
-    if number in _DENIED or isinstance(error, PermissionError):
+    if where.startswith(f"{HUB}://") and vendor_code(error) in _DENIED_CODES:
+        remedy = "Set HF_TOKEN to a token that may read it; a gated repository has conditions to accept first."
+    elif number in _DENIED or isinstance(error, PermissionError):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in _CREDENTIALS:
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."

@@ -13,6 +13,10 @@ from trainer_lib.suggestions import nearest
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = {"file", "local"}
 _PATH_BYTES, _NAME_BYTES = 1024, 255
+HUB = "hf"
+_REVISION = r"@(?:refs/convert/\w+|refs/pr/\d+|[^/]+)"  # a slash elsewhere is written %2F
+_KINDS = "(?:datasets|models|spaces|buckets)/"
+_REPOSITORY = re.compile(rf"((?:{_KINDS})?(?!{_KINDS})[^/@]+/[^/@*?\[]+(?:{_REVISION})?)(?:/(.*))?")
 
 
 def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
@@ -57,6 +61,26 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
             remedy=f"Write {scheme}://bucket/folder.",
         )
     return scheme, "/".join(parts)
+
+
+def split_root(scheme: str, path: str, *, field: str) -> tuple[str, str]:
+    """Return a remote path's bucket, or on the Hub its repository with the revision, and the path below that.
+
+    Raises:
+        ConfigError: an address on the Hub names no repository. The error names `field`.
+    """
+    if scheme != HUB:
+        bucket, _, rest = path.partition("/")
+        return bucket, rest
+    match = _REPOSITORY.fullmatch(path)
+    if match is None:
+        raise ConfigError(
+            "The address names no repository on the Hub.",
+            field=field,
+            value=f"{scheme}://{path}",
+            remedy="Write hf://datasets/organisation/name/file, or …/name@revision/file.",
+        )
+    return match[1], match[2] or ""
 
 
 def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
