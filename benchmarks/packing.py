@@ -7,9 +7,10 @@ thread: the tokenizer alone on batches of 64 files, and with packing, alternatin
 quartiles), their ratio, and the share of the rows' positions that hold a token, for several lengths of a row.
 
 train: texts with log-normal lengths (median 60 tokens, sigma 0.8, cut at 512) train a small Llama for one epoch, in a
-random order and grouped by length, padded to the longest of 16, and packed into rows of 512. The rows of a packed batch
-are so many that it has as many real tokens as a padded one. Reported: real tokens a second (median and quartiles), the
-ratio to the random order, and the loss per token on held-out texts, unpacked.
+random order and grouped by length, padded to the longest of 16, in a random order with the 16 end to end in one row
+("flat"), and packed into rows of 512. The rows of a packed batch are so many that it has as many real tokens as a
+padded one. Reported: real tokens a second (median and quartiles), the ratio to the random order, and the loss per token
+on held-out texts, unpacked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import io
 import os
 import tempfile
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import Trainer, TrainingArguments, set_seed
-from trainer_lib.recipes.packed_batches import collate_documents, collate_packed
+from trainer_lib.recipes.packed_batches import collate_documents, collate_flat, collate_packed
 from trainer_lib.recipes.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.text_documents import read_documents
 from trainer_lib.recipes.tokenizing import learn_byte_tokenizer, tokenize_documents
@@ -69,7 +71,8 @@ def prepare(files: int, runs: int) -> dict[str, Any]:
 
 def _tokenize(tokenizer: Any, texts: list[Any]) -> None:
     for start in range(0, len(texts), 64):
-        tokenizer([each.text for each in texts[start : start + 64]], verbose=False)
+        some = [each.text for each in texts[start : start + 64]]
+        tokenizer(some, return_attention_mask=False, return_token_type_ids=False, verbose=False)
 
 
 def _pack(tokenizer: Any, texts: list[Any]) -> None:
@@ -133,7 +136,7 @@ def epoch(way: str, texts: list[np.ndarray], held_out: list[np.ndarray]) -> tupl
             num_train_epochs=1,
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=BATCH,
-            train_sampling_strategy="random" if packed else way,
+            train_sampling_strategy=way if way == "group_by_length" else "random",
             learning_rate=3e-3,
             logging_strategy="no",
             save_strategy="no",
@@ -143,11 +146,13 @@ def epoch(way: str, texts: list[np.ndarray], held_out: list[np.ndarray]) -> tupl
             remove_unused_columns=False,
         )
         trainer = Trainer(model=model, args=args, train_dataset=Rows(rows))
-        trainer.data_collator = lambda some: (
-            collate_packed(some, pad=0, isolate="positions") if packed else collate_documents(some, pad=0)
-        )
+        padded = partial(collate_documents, pad=0)
+        trainer.data_collator = {
+            "packed": partial(collate_packed, pad=0, isolate="positions"),
+            "flat": partial(collate_flat, collate=padded, isolate="positions"),
+        }.get(way, padded)
         seconds = trainer.train().metrics["train_runtime"]
-        trainer.data_collator = lambda some: collate_documents(some, pad=0)
+        trainer.data_collator = padded
         loss = trainer.evaluate(eval_dataset=Rows(rows_of(held_out, packed=False)))["eval_loss"]
     return tokens / seconds, loss
 
@@ -155,7 +160,7 @@ def epoch(way: str, texts: list[np.ndarray], held_out: list[np.ndarray]) -> tupl
 def train(count: int, runs: int) -> dict[str, Any]:
     """Train alternating epochs."""
     texts, held_out = texts_of(count, 0), texts_of(max(32, count // 10), 1)
-    ways = ("random", "group_by_length", "packed")
+    ways = ("random", "group_by_length", "flat", "packed")
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(runs):
         for way in ways:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "smallest": {
         "parts": [(500, 1), (1_500, 1), (500, 4)],
         "records": [500, 1_500],
+        "resumed": [500, 1_500],
         "files": [1_000, 10_000],
         "checkpoints": [10, 100],
         "ranks": [8, 64],
@@ -48,6 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "full": {
         "parts": [(10_000, 1), (100_000, 1), (1_000_000, 1), (10_000, 16)],
         "records": [10_000, 100_000, 1_000_000],
+        "resumed": [10_000, 100_000],
         "files": [10_000, 100_000, 300_000],
         "checkpoints": [10, 100, 1_000, 10_000],
         "ranks": [100, 1_000, 10_000],
@@ -150,6 +153,23 @@ def prepare_records(total: int) -> dict[str, Any]:
             split.add(str(part), record["train"])
     assert split.rows == 10 * total
     return {"sources": total, **read.of(total)}
+
+
+def resume_preparation(total: int) -> dict[str, Any]:
+    """A command finds so many sources finished, with a file each: what it looks at first, and before the commit."""
+    store, counts = counting_store()
+
+    def parts(command: str) -> SourceParts:
+        return SourceParts(store, lambda part: {"source": f"s3://bucket/source-{part}.jsonl"}, command)
+
+    for part in range(total):
+        entry = store.write_bytes(f"data/train/{part:06d}-00000.arrow", bytes(100))
+        parts("first").write(part, {"train": {"rows": 10, "files": [asdict(entry)]}})
+    with _Measured(counts) as looked:
+        parts("second").forget_damaged(total)
+    with _Measured(counts) as verified:
+        assert sum(record is not None for _, record in parts("second").read_all(verify=True)) == total
+    return {"sources": total, "look": looked.of(total), "verify": verified.of(total)}
 
 
 # -- commits and checkpoints -------------------------------------------------------------------------------------------
@@ -303,6 +323,7 @@ def main() -> None:
     result = {
         "shared_parts": apart(_each, share_parts, size["parts"]),
         "prepare_records": apart(_each, prepare_records, [(count,) for count in size["records"]]),
+        "resumed_preparation": apart(_each, resume_preparation, [(count,) for count in size["resumed"]]),
         "commits": apart(_each, commit_files, [(count,) for count in size["files"]]),
         "checkpoints": _each(keep_checkpoints, [(count,) for count in size["checkpoints"]]),
         "shard_index": apart(_each, index_shards, [(count,) for count in size["ranks"]]),

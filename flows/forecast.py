@@ -143,6 +143,8 @@ class Forecast:
         seconds: of the stage train; None: not known.
         time_source: where `seconds` is from.
         alone: samples of the micro-batch of one process alone.
+        writers: ranks that write a part of FSDP's checkpoint; None: all.
+        only_model: checkpoints have no optimizer state.
         missing: sentences about what could not be found out, and what to do.
         error: what failed in the workers.
     """
@@ -156,6 +158,8 @@ class Forecast:
     seconds: float | None = None
     time_source: str = ""
     alone: int | None = None
+    writers: int | None = None
+    only_model: bool = False
     missing: list[str] = field(default_factory=list)
     error: TrainflowError | None = None
 
@@ -168,13 +172,18 @@ class Forecast:
 
     def footprints(self) -> list[Footprint]:
         """The bytes of a rank under every strategy, on as many processes as the spec has, or on two."""
-        return [] if self.estimate is None else footprints(self.estimate.size, max(2, self.processes), alone=self.alone)
+        return self._footprints(max(2, self.processes), alone=self.alone)
 
     @property
     def own(self) -> Footprint | None:
         """The bytes of a rank as the spec says it."""
-        found = [] if self.estimate is None else footprints(self.estimate.size, self.processes)
-        return next((each for each in found if each.strategy == self.strategy), None)
+        return next((each for each in self._footprints(self.processes) if each.strategy == self.strategy), None)
+
+    def _footprints(self, processes: int, *, alone: int | None = None) -> list[Footprint]:
+        if self.estimate is None:
+            return []
+        size, writers = self.estimate.size, self.writers
+        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -245,6 +254,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     if any(split not in data.facts.splits for split in (config.train_split, config.eval_split) if split is not None):
         return found  # what cannot work says which
     found.alone = rows_at_a_time(args, data_parallel_size=1)
+    found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     found.length = Length.of(args, data.facts, config, launch.world_size)
     asked = ask(data)
     found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
@@ -267,11 +277,27 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
     return "ddp" if launch.world_size > 1 else "single"
 
 
+def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
+    """How many ranks write a part of a checkpoint under the FSDP of these arguments; None: all, as by default."""
+    from trainer_lib.arguments.fsdp.fsdp_config import read_settings
+
+    settings = read_settings(args)
+    if settings is None:
+        return None
+    if not settings.sharded_checkpoints or settings.mode == "no_shard":
+        return 1
+    if "hybrid" not in settings.mode:
+        return None
+    # One copy is written; unset, a machine's processes share it.
+    return settings.hybrid_group or int(launch.processes)
+
+
 def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
     length, estimate = found.length, found.estimate
     size = None if found.probe is None else found.probe.checkpoint_bytes
-    if size is None and estimate is not None and estimate.size.checkpoint_bytes is not None:
-        size = estimate.size.checkpoint_bytes + _LOADING_BYTES
+    if size is None and estimate is not None:
+        tensors = estimate.size.checkpoint_bytes(only_model=found.only_model)
+        size = None if tensors is None else tensors + _LOADING_BYTES
     saves = 0 if length is None else length.saves
     limit = args.save_total_limit
     # The oldest goes after the newest is complete; the best one may stay beside those that are kept.

@@ -74,6 +74,10 @@ def plan_in_full(
     Raises:
         TrainflowError: the data could not be prepared, or the storage cannot be read.
     """
+    if probe:
+        from tasks.stage.rehearsal import announce_probe
+
+        announce_probe(plan.stages["train"].config, plan.context)
     if probe and plan.reasons["prepare-data"].manifest is None:
         with during("preparing the data"):
             plan = _prepared(plan)
@@ -106,11 +110,14 @@ def _prepared(plan: Plan) -> Plan:
 
 def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found:
     """What workers find out; a failure of the recipe's own code is kept as what cannot work."""
-    from tasks.stage.rehearsal import estimate_training, probe_training
+    from tasks.stage.rehearsal import estimate_training, needs_rehearsal, probe_training, rehearse_evaluation
 
     config, found = plan.stages["train"].config, Found()
     try:
         found.estimate = estimate_training(config, plan.context, data)
+        measured = None if plan.reasons["train"].hit else plan.stages.get("evaluate")
+        if measured is not None and needs_rehearsal(measured.config, plan.context):
+            rehearse_evaluation(measured.config, config, plan.context, data, on_event=lambda event: None)
         if probe:
             found.probe = probe_training(config, plan.context, data, on_line=lambda line: None)
     except TrainflowError as error:

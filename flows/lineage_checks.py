@@ -24,6 +24,7 @@ from tasks.stage.model_lineage import MODEL, find_inputs
 from tasks.stage.sources import find_absent, find_remote, fingerprints
 from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify_files
 from trainer_lib.errors import BrokenLineageError, ConfigError, DamagedError, StorageError
+from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.huggingface import MAX_RECORD_BYTES, RECORD
 from trainer_lib.model_folder.lineage import FILE, CheckpointLink, StageLink
 from trainer_lib.storage import FileEntry, Store, relative_problem
@@ -291,6 +292,8 @@ def _compare_with_training(chain: Chain, listed: dict[str, FileEntry], seen: _Lo
         return
     for entry in commit.files if commit is not None else ():
         path = entry.path.removeprefix(MODEL)
+        if path not in listed:  # adapters beside the weights that they are merged into
+            path = f"{ADAPTER}/{path}"
         is_weights = entry.path.startswith(MODEL) and path.endswith(".safetensors") and path in listed
         if is_weights and listed[path].sha256 != entry.sha256:
             seen.problems.append(f"{path}: not the weights that train committed")

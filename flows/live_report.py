@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flows.plan import Plan
@@ -26,12 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def live_report(plan: Plan, result: PipelineResult, folder: Store) -> Iterator[None]:
-    """Keep the report in `folder` up to date inside the block, from the start of the first stage that runs."""
+def live_report(plan: Plan, result: PipelineResult, folder: Store) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Keep the report in `folder` up to date inside the block, from the start of the first stage that runs.
+
+    Yields what returns the log of the training so far.
+    """
     writer = _Writer(plan, result, folder)
     with subscribe(writer.listen):
         try:
-            yield
+            yield lambda: list(writer.history)
         finally:
             writer.stop()
 
@@ -42,7 +45,7 @@ class _Writer:
     def __init__(self, plan: Plan, result: PipelineResult, folder: Store) -> None:
         self._plan, self._result, self._folder = plan, result, folder
         self._began, self._moment = time.monotonic(), time.time()
-        self._history: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = []
         self._running: dict[str, dict[str, Any]] = {}
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,12 +60,12 @@ class _Writer:
             known |= {name: value for name, value in event.items() if value is not None}
             known["reason"] = describe(known) or event.get("message") or known.get("reason")
         if kind == "resume" and isinstance(event.get("history"), list):
-            self._history = [dict(entry) for entry in event["history"]]
+            self.history = [dict(entry) for entry in event["history"]]
         if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
-            self._history.append({**event["logs"], "step": event.get("step")})
+            self.history.append({**event["logs"], "step": event.get("step")})
             # The curve is too dense to read: keep every other point.
-            if len(self._history) > _MOST_ENTRIES:
-                self._history = self._history[::2]
+            if len(self.history) > _MOST_ENTRIES:
+                self.history = self.history[::2]
 
     def stop(self) -> None:
         """End the thread; nothing is written afterwards."""
@@ -98,6 +101,6 @@ class _Writer:
         url = f"{self._folder.url}/{REPORT}"
         state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
         facts = collect_facts(self._plan, self._result)
-        page = render_report(state, list(self._history), facts=facts, refresh_s=max(1, round(EVERY_S)))
+        page = render_report(state, list(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
         if not self._done.is_set():
             self._folder.replace(REPORT, page.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,12 @@ from tasks.stage.model_flavor import describe_flavor
 from tasks.stage.portable_model import write_description
 from trainer_lib.errors import CodeError, StorageError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
+from trainer_lib.records import from_record
 from trainer_lib.storage import Store
+from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered
 from trainer_lib.trackers.model_record import Flavor
 
+_OUTCOME_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -76,6 +80,20 @@ class ModelTracking:
         if isinstance(manifest.facts, PredictFacts):
             write_or_warn("predicted columns", partial(log_outputs, run, exported, manifest))
 
+    def read_outcome(self, *, waits: bool) -> Registered | None:
+        """What came of the registration that this run asked for; None where it asked for none, or it is not known.
+
+        Args:
+            waits: give the server some seconds to decide it.
+        """
+        run, folder = self._run, self._folder
+        if run is None or self.registered is None:
+            return None
+        if waits:
+            run.wait_for(lambda: folder.exists(OUTCOME_FILE))
+        found = folder.read_if_exists(OUTCOME_FILE, limit=_OUTCOME_BYTES)
+        return None if found is None else from_record(Registered, json.loads(found), ignore_unknown=True)
+
     def close(self) -> None:
         """Wait for the pictures. Safe to repeat."""
         self._drawing.shutdown()
@@ -102,7 +120,8 @@ class ModelTracking:
     def _register(self, run: tracking.TrackedRun, exported: LoggedModel, manifest: StageManifest) -> None:
         is_whole = self._flavor is not None or self._plan.context.flavor is None
         if is_whole and judge(self._plan.spec.evaluate, manifest).passed:
-            register_model(run, exported, manifest, self._plan.spec.register, self._flavor)
+            self._folder.delete(OUTCOME_FILE)  # of an earlier command, perhaps about another name
+            register_model(run, exported, manifest, self._plan.spec.register, self._flavor, kept_in=self._folder.url)
             self.registered = registered_as(self._plan.spec.register)
 
 

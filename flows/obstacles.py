@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -56,9 +56,13 @@ class Obstacle:
 
 
 def find_obstacles(plan: Plan, found: Forecast) -> list[Obstacle]:
-    """Look for everything that will not work; asks servers, and writes a tiny file to the storage."""
+    """Look for everything that will not work; asks servers, and writes a tiny file where the run would write.
+
+    The file is removed at once.
+    """
     failed = [] if found.error is None else [Obstacle.of(found.error)]
-    return [*_splits(plan), *failed, *_storage(plan), *_room(plan, found), *_hub(plan), *_tracking(plan)]
+    places = [*_storage(plan), *_room(plan, found), *_publication(plan), *_named_repositories(plan)]
+    return [*_splits(plan), *failed, *places, *_tracking(plan)]
 
 
 def _splits(plan: Plan) -> Iterator[Obstacle]:
@@ -93,11 +97,35 @@ def _room(plan: Plan, found: Forecast) -> Iterator[Obstacle]:
         )
 
 
-def _hub(plan: Plan) -> Iterator[Obstacle]:
-    """The repository to publish to, and those that settings name: is there an answer, and may this user go on?"""
+def _publication(plan: Plan) -> Iterator[Obstacle]:
+    """The place to publish to: may this user write there?"""
     publish = plan.spec.publish
-    if publish.enabled and publish.to and publish.to.startswith(SCHEME) and not plan.reasons["push-to-hub"].hit:
+    # Unset, it lies below the storage, which is asked already.
+    if not publish.enabled or not publish.to or plan.reasons["push-to-hub"].hit:
+        return
+    if publish.to.startswith(SCHEME):
         yield from _ask_hub(publish.to, "publish.to", writes=True, revision=publish.revision)
+        return
+    try:
+        _nearest_folder(publish.to).ensure_writable(field="publish.to")
+    except TrainflowError as error:
+        yield replace(Obstacle.of(error), field="publish.to", value=publish.to)
+
+
+def _nearest_folder(target: str) -> Store:
+    """A folder, or where it is not there yet the one in which it would be made: a plan leaves no empty folder."""
+    store = Store.open(target, field="publish.to")
+    if not store.is_local:
+        return store
+    folder = store.local_path()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    # Where a file stands in the way, the target itself has the words for it.
+    return Store.open(folder) if folder.is_dir() else store
+
+
+def _named_repositories(plan: Plan) -> Iterator[Obstacle]:
+    """The repositories on a hub that settings name: is there an answer, and may this user read?"""
     for place, value in _addresses(plan):
         yield from _ask_hub(value, place, writes=False)
 

@@ -153,8 +153,9 @@ def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
             run_artifacts(result, record),
             record,
             keep_logs(record.folder),
-            live,
+            live as logged,
         ):
+            record.logged = logged
             yield record
     finally:
         wait_for_drawings()

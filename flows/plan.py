@@ -11,7 +11,7 @@ their results are committed, and the flow finds the others as they come.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from flows.spec.spec import PipelineSpec
 from flows.stages import Stage, all_stages, require_stage, stage_names
 from tasks.configs import StageSettings
 from tasks.stage import manifest as _manifests
+from tasks.stage.choosing_metrics import choosing_metrics
 from tasks.stage.closure import find_root
 from tasks.stage.context import StageContext
 from tasks.stage.facts import StageFacts, TrainFacts
@@ -178,11 +179,11 @@ class Plan:
             debug=debug,
             resolver=resolver,
         )
-        enabled = [stage for stage in all_stages() if stage.is_enabled(spec)]
+        context = replace(context, metrics=choosing_metrics(spec.train, spec.evaluate, context))
+        stages = {stage.name: _plan_stage(stage, spec, context) for stage in all_stages() if stage.is_enabled(spec)}
         past = find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name) if from_run else None
         if past is not None and only is None and start is None:
-            start = find_first_missing(past, [stage.name for stage in enabled])
-        stages = {stage.name: _plan_stage(stage, spec, context) for stage in enabled}
+            start = find_first_missing(past, list(stages))
         return cls(spec, context, stages, only, start, past)
 
     @cached_property

@@ -16,7 +16,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ from flows.spec.prepared_checks import check_splits
 from flows.spec.spec import PipelineSpec
 from tasks.stage import keys as _keys
 from tasks.stage import manifest as _manifests
+from tasks.stage.choosing_metrics import choosing_metrics
 from tasks.stage.context import StageContext
 from tasks.stage.made_with import find_processor, find_versions
 from tasks.stage.manifest import StageManifest
@@ -124,6 +125,7 @@ class _Proof:
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
             resolver=spec.resolver,
         )
+        self._context = replace(self._context, metrics=choosing_metrics(spec.train, spec.evaluate, self._context))
         self._data = self._prepared()
         check_splits(spec, self._data.facts.splits)
 
@@ -187,6 +189,7 @@ class _Proof:
             model=train.model,
             train_split=train.train_split,
             eval_split=train.eval_split,
+            metrics=self._context.metrics,
             proof=proof,
         )
         return self._launched(request, attempt)

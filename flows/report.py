@@ -23,12 +23,13 @@ import jinja2
 
 from flows.charts import draw_charts, number_text
 from flows.sizes import describe_bytes, describe_seconds
-from trainer_lib.hub.metric_tables import slice_tables, whole_metrics
+from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
 
 if TYPE_CHECKING:
     from flows.report_facts import ReportFacts
+    from trainer_lib.trackers.mlflow_registry import Registered
 
 REPORT = "report.html"
 _PAGE = Path(__file__).parent / "report.html.j2"
@@ -46,7 +47,8 @@ def render_report(
 
     Args:
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
-            and `versions` (package to version), and `compared` (rows of `flows.plan_record.compare`).
+            and `versions` (package to version), `compared` (rows of `flows.plan_record.compare`), and `registers` (the
+            name that the registry was asked for) with `registered` (what came of it).
         history: the trainer's log, one mapping per entry with its `step` (`TrainerState.log_history`).
         facts: settings, machine, attempts; None leaves them out.
         refresh_s: the run is at work, and the page reloads itself after as many seconds; None: it has ended.
@@ -64,6 +66,9 @@ def render_report(
         started=_moment(result.get("started")),
         stages=stages,
         charts=draw_charts(history),
+        baselines=_baselines(result),
+        registered=_registered(result.get("registered")),
+        registers=result.get("registers"),
         tables=[*_metric_tables(result), *_slice_tables(result)],
         gates=[{**gate, "value": number_text(gate["value"])} for gate in result.get("gates") or ()],
         compared=[row.in_words() for row in result.get("compared") or ()],
@@ -118,13 +123,42 @@ def _metric_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def _baselines(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Each metric that has a margin over what needs no model, as rows of texts, and how sure its interval is."""
+    manifests = {each["stage"]: each.get("manifest") or {} for each in result.get("stages", ())}
+    sizes = manifests.get("prepare-data", {}).get("metrics") or {}
+    rows = []
+    for split, values in (manifests.get("evaluate", {}).get("metrics") or {}).items():
+        numbers = {name: each for name, each in values.items() if isinstance(each, int | float)}
+        size = sizes.get(f"{split}_rows")
+        shown = "" if size is None else f"{size:,}"
+        rows += [[split, shown, *row] for row in compare_with_baselines(numbers)]
+    confidence = (manifests.get("evaluate", {}).get("meta") or {}).get("confidence")
+    return {"rows": rows, "confidence": None if confidence is None else f"{confidence:.4g}"}
+
+
+def _registered(outcome: Registered | None) -> dict[str, Any] | None:
+    """What came of the registration, and the comparison with the champion on the same rows where there was one."""
+    if outcome is None:
+        return None
+    verdict, row = outcome.verdict, None
+    if verdict.metric is not None and outcome.value is not None and outcome.best is not None:
+        interval = "not known"
+        if verdict.low is not None and verdict.high is not None:
+            interval = f"{number_text(verdict.low)} to {number_text(verdict.high)}"
+        values = (number_text(each) for each in (outcome.value, outcome.best, verdict.difference))
+        row = [verdict.champion, verdict.metric, *values, interval, "replaced" if verdict.promoted else "kept"]
+    return {"name": outcome.name, "version": outcome.version, "reason": verdict.reason, "row": row}
+
+
 def _slice_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One table per split and column of slices: rows are the values of the column, columns are metrics."""
     tables = []
     for stage in result.get("stages", ()):
         metrics = (stage.get("manifest") or {}).get("metrics") or {}
         for split, values in metrics.items():
-            for column, found in slice_tables(values).items() if isinstance(values, Mapping) else ():
+            for column, whole in slice_tables(values).items() if isinstance(values, Mapping) else ():
+                found = whole.with_intervals()
                 rows = [(name, [number_text(value) for value in cells]) for name, *cells in found.cells]
                 tables.append(
                     {"stage": f"{split} by {column}", "first": column, "columns": found.columns, "rows": rows}

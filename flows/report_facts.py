@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,13 @@ from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
+from trainer_lib.verb_results import STATISTICS
 
 _HARDEST = 10  # rows of the report; MLflow has more
 _CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
+_COLUMNS = 40  # of which the report shows the statistics
+_VALUES = 10  # of a column's counts
+_STATISTICS_BYTES = 16 << 20
 Rows = list[tuple[str, str]]
 
 
@@ -83,6 +88,7 @@ class ReportFacts:
 
     Attributes:
         settings: hyperparameters as the spec has them, by dotted name.
+        data: warnings about the prepared rows, and the statistics of their columns where sources were prepared.
         machine: where the command ran, and on what the model was trained.
         spec: the resolved spec as YAML.
         attempts: those of the stages that this command ran or found.
@@ -102,6 +108,7 @@ class ReportFacts:
     confusions: list[Confusion] = field(default_factory=list)
     calibrations: list[Calibration] = field(default_factory=list)
     residuals: list[Residuals] = field(default_factory=list)
+    data: Rows = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -121,6 +128,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         hardest=list(_hardest(outcomes)),
         **tables_of_classes(outcomes),
         residuals=list(draw_residuals(outcomes)),
+        data=describe_data(found.get("prepare-data")),
     )
 
 
@@ -134,6 +142,45 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
     elif rows and facts is not None:
         rows.append(("MFU", "not known: the peak of this device is not in the table"))
     return rows
+
+
+def describe_data(prepared: StageManifest | None) -> Rows:
+    """Warnings about prepared data and the statistics of its columns, as rows of a table; none where there are none."""
+    if prepared is None:
+        return []
+    rows = [("warning", mask(text)) for text in getattr(prepared.facts, "warnings", ())]
+    try:
+        return rows + _describe_columns(prepared)
+    except (TrainflowError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return rows  # the file is damaged, or another stage's
+
+
+def _describe_columns(prepared: StageManifest) -> Rows:
+    if not any(entry.path == STATISTICS for entry in prepared.files):
+        return []
+    splits = json.loads(prepared.store().read_bytes(STATISTICS, limit=_STATISTICS_BYTES))
+    columns = [(f"{split}.{name}", one) for split, found in splits.items() for name, one in found.items()]
+    columns = [(name, one) for name, one in columns if not name.endswith(".row_id")]
+    rows = [(name, mask(_describe_column(one))) for name, one in columns[:_COLUMNS]]
+    left = len(columns) - _COLUMNS
+    return rows if left <= 0 else [*rows, (STATISTICS, f"has {left:,} more columns")]
+
+
+def _describe_column(found: Mapping[str, Any]) -> str:
+    """The statistics of a column (`trainer_lib.data.statistics`) in words."""
+    rows = int(found["rows"])
+    texts = [f"{rows:,} rows"]
+    if "longest" in found:
+        mean = number_text(found["elements"] / rows)
+        texts.append(f"length {found['shortest']:,} to {found['longest']:,}, on average {mean}")
+    if "counts" in found:
+        counts = sorted(found["counts"].items(), key=lambda one: (-one[1], one[0]))
+        more = f" and {len(counts) - _VALUES:,} more" if len(counts) > _VALUES else ""
+        texts.append(", ".join(f"{value}: {count:,}" for value, count in counts[:_VALUES]) + more)
+    elif "sum" in found:
+        least, most, mean = (number_text(each) for each in (found["min"], found["max"], found["sum"] / rows))
+        texts.append(f"{least} to {most}, on average {mean}")
+    return "; ".join(texts)
 
 
 def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,9 +36,9 @@ from flows.run_lineage import write_lineage
 from flows.run_names import name_run
 from flows.run_tracking import RunTracking
 from flows.stages import all_stages
-from flows.training_history import read_training_history
+from flows.training_history import read_training_history, read_unfinished_history
 from tasks import tracking
-from tasks.stage.manifest import StageManifest
+from tasks.stage.manifest import StageManifest, stage_folder
 from tasks.stage.retry import now
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
@@ -75,6 +75,7 @@ class RunRecord:
 
     Attributes:
         pictures: the curves as PNG by name, once the report was written.
+        logged: returns what the events of this command's training had for the log.
     """
 
     def __init__(self, plan: Plan, result: PipelineResult) -> None:
@@ -91,9 +92,12 @@ class RunRecord:
         self._tracking: RunTracking | None = None
         self._is_unchanged = False
         self._is_reported = False
+        self._waits = True
         self._leftovers: tracking.Background | None = None
         self._model: ModelTracking | None = None
         self.pictures: dict[str, bytes] = {}
+        self.logged: Callable[[], list[dict[str, Any]]] = list
+        self._training: str | None = None
 
     @property
     def id(self) -> str:
@@ -238,7 +242,7 @@ class RunRecord:
         if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
         compared = compare(read_plan_record(self.folder))
-        result = {**self.result.to_dict(), "started": self._started, "compared": compared}
+        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
         history = self._read_history()
         text = render_report(result, history, facts=collect_facts(self.plan, self.result))
         self.folder.replace(REPORT, text.encode())
@@ -248,8 +252,15 @@ class RunRecord:
             log_pictures(self.tracked, self.pictures)
         self._is_reported = True
 
+    def _read_registered(self) -> dict[str, Any]:
+        """What came of the registration, for the report. Only the first call waits: a signal may interrupt that."""
+        waits, self._waits = self._waits and self.result.ok, False
+        if self._model is None or self._model.registered is None:
+            return {}
+        return {"registered": self._model.read_outcome(waits=waits), "registers": self._model.registered}
+
     def _read_history(self) -> list[dict[str, Any]]:
-        """The trainer's log, from the stage that left one."""
+        """The trainer's log, from the stage that left one; of a training that failed, what it had logged until then."""
         for outcome in self.result.stages:
             if outcome.manifest is None:
                 continue
@@ -258,12 +269,18 @@ class RunRecord:
                     return history
             except (ValueError, StorageError):
                 continue
-        return []
+        seen = self.logged()
+        if self._training is None:
+            return seen
+        storage = Store.open(self.plan.spec.storage)
+        return read_unfinished_history(stage_folder(storage, "train", self._training), seen)
 
     def note_begin(self, stage: str, key: str) -> None:
         """Record the folder that a stage is about to look into, so that nothing in it is cleaned up from now on."""
         if self._model is not None:
             self._model.note_begin(stage)
+        if stage == "train":
+            self._training = key
         if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):
             return
         self._worked_in[stage] = key

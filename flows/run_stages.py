@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from flows.stages import stage_names
 from tasks.stage import progress
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.gates import judge
-from tasks.stage.manifest import StageManifest
+from tasks.stage.manifest import StageManifest, look_up
+from tasks.stage.rehearsal import needs_rehearsal, rehearse_evaluation
 from tasks.stage.track import track_gates, track_stage
 from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
@@ -47,6 +48,8 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
             if not plan.is_wanted(name):
                 run.leave_out(name)
         wanted = [plan.stages[name] for name in group if plan.is_wanted(name)]
+        if any(each.stage.name == "train" for each in wanted):
+            run.rehearse_evaluation()
         if len(wanted) > 1:
             run.run_together(wanted)
         elif wanted:
@@ -78,6 +81,11 @@ def _warn(plan: Plan) -> None:
     for name, sentences in plan.warnings.items():
         for sentence in sentences:
             progress.publish({"event": "warning", "stage": name, "message": sentence})
+
+
+def _pass_warning(event: Mapping[str, Any]) -> None:
+    if event.get("event") == "warning":
+        progress.publish({"event": "warning", "stage": "evaluate", "message": event.get("message")})
 
 
 def expect_launches(plan: Plan) -> None:
@@ -171,6 +179,26 @@ class _StageRun:
         if not verdict.passed:
             self._skip_rest("held back by the gate")
             verdict.enforce("published")
+
+    def rehearse_evaluation(self) -> None:
+        """Refuse what evaluate could not measure now, not after the training; nothing where that is committed.
+
+        Raises:
+            ConfigError: a setting of evaluate does not suit the recipe or the data.
+        """
+        plan, measured = self._plan, self._plan.stages.get("evaluate")
+        data = self._manifests.get("prepare-data")
+        if measured is None or data is None or not needs_rehearsal(measured.config, self._context):
+            return
+        is_forced = "train" in self._context.force
+        if not is_forced and look_up(self._context.storage, plan.key_of("train", self._manifests))[0] is not None:
+            return
+        train = plan.stages["train"].config
+        try:
+            rehearse_evaluation(measured.config, train, self._context, data, on_event=_pass_warning)
+        except ConfigError:
+            self._skip_rest("evaluate could not measure what the spec asks for")
+            raise
 
     def _note_begin(self, plan: StagePlan) -> None:
         """Record which folder the stage looks into before it does: what a run's record names is not cleaned up."""

@@ -10,12 +10,15 @@ from trainer_lib.secrets import mask
 
 
 def summarize(result: PipelineResult) -> str:
-    """Stages with their times and reasons, then the places of the results."""
+    """Stages with their times and reasons, warnings about the data, then the places of the results."""
     ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
     lines = [f"# {_text(result.name)}: {_text(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
     for each in result.stages:
         took = duration(each.seconds) if each.seconds >= 0.5 else ""
         lines.append(f"| {each.stage} | {each.status} | {took} | {_text(each.reason)} |")
+    found = [(outcome.manifest or {}).get("meta", {}).get("warnings") for outcome in result.stages]
+    warnings = [f"- warning: {_text(str(text))}" for each in found if isinstance(each, list) for text in each]
+    lines += ["", *warnings] if warnings else []
     places = {label: url for outcome in result.stages for label, url in outcome.places.items()}
     places |= {"report": result.report_url or "", "MLflow run": result.run_url or _mlflow_words(result)}
     lines += ["", *(f"- {label}: {_link(url)}" for label, url in places.items() if url)]

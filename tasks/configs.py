@@ -21,7 +21,7 @@ from tasks.keyed_settings import Settings as Settings
 from tasks.keyed_settings import refuse_unknown
 from tasks.keyed_settings import setting as setting
 from tasks.recipe_path import RecipePath
-from tasks.requirements import read_metric_name, read_requirement
+from tasks.requirements import read_metric, read_metric_list, read_requirement
 from tasks.runner_settings import RunnerSettings, read_runner
 from trainer_lib.durations import describe
 from trainer_lib.launch.config import LaunchConfig
@@ -100,7 +100,8 @@ class PrepareConfig(StageSettings):
     sources: list[str] = setting(
         affects="result",
         default_factory=list,
-        description="What the data is made from: local paths, s3:// or gs:// or https:// URLs, package:NAME, stdlib:. "
+        description="What the data is made from: local paths, hf://datasets/, s3://, https:// and other URLs, "
+        "patterns, package:NAME, stdlib:. "
         "A changed source is prepared again; an undeclared one is tracked by the recipe's code only.",
     )
     shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
@@ -215,11 +216,14 @@ class EvaluateConfig(StageSettings):
         description="Write beside each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
         "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
     )
-    metrics: list[Annotated[str, AfterValidator(read_metric_name)]] = setting(
+    metrics: Annotated[
+        list[Annotated[str | Options, BeforeValidator(read_metric)]], AfterValidator(read_metric_list)
+    ] = setting(
         affects="result",
         default_factory=list,
         description="Metrics by name, beside those of compute_metrics: "
-        f"of classes {', '.join(CLASS_METRICS)}; of numbers {', '.join(NUMBER_METRICS)}.",
+        f"of classes {', '.join(CLASS_METRICS)}; of numbers {', '.join(NUMBER_METRICS)}; of an installed package "
+        "package.module:name, or {name: package.module:name, as: RESULT, ARGUMENT: VALUE}.",
     )
     slices: list[str] = setting(
         affects="result",
@@ -320,6 +324,12 @@ class PublishConfig(StageSettings):
         affects="result",
         default_factory=dict,
         description="TrainingArguments that the published model predicts with; what is unset comes from predict.args.",
+    )
+    merge_adapters: bool = setting(
+        affects="result",
+        default=False,
+        description="Publish the base model's weights with the trained adapters merged in, as from_pretrained loads "
+        "them; the adapters go along in adapter/.",
     )
     code: bool | None = setting(
         affects="result",

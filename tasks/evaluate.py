@@ -18,6 +18,7 @@ from tasks.stage.worker import launch_request, launch_shared
 from trainer_lib.data.part_records import RECORDS
 from trainer_lib.data.row_parts import SUMS, sum_parts
 from trainer_lib.launch.pool import apart
+from trainer_lib.metric_names import read_metrics
 from trainer_lib.requests import EvaluateRequest
 
 
@@ -49,7 +50,7 @@ def evaluate(
             splits=tuple(config.splits),
             resamples=config.resamples,
             confidence=config.confidence,
-            metrics=tuple(config.metrics),
+            metrics=read_metrics(config.metrics),
             slices=tuple(config.slices),
             rows_per_range=config.rows_per_range,
         ),

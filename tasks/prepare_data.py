@@ -39,8 +39,9 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
         )
         result = _prepare(request, config, context, attempt)
         attempt.store.delete_tree(CLAIMS)
-        facts = PrepareFacts(result.splits, result.info)
+        facts = PrepareFacts(result.splits, result.info, result.warnings)
         record = to_record(facts)
+        del record["warnings"]  # about the data, and no part of it
         for split in record["splits"].values():
             if not split["lengths"]:  # as earlier versions wrote it: the keys of what follows cover this file
                 del split["lengths"]

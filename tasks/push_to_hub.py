@@ -13,6 +13,7 @@ from tasks.stage.context import StageContext
 from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from tasks.stage.keys import publish_key, publishes_code
 from tasks.stage.manifest import StageManifest
+from tasks.stage.merged_model import published_model, require_adapters
 from tasks.stage.model_card import add_outcomes, describe_card, draw_files
 from tasks.stage.model_lineage import add_lineage, describe_lineage
 from tasks.stage.outcome_tables import read_outcomes
@@ -38,7 +39,6 @@ from trainer_lib.storage import FileEntry, Store
 from trainer_lib.verb_results import OUTCOMES
 
 STAGE = "push-to-hub"
-MODEL = "model/"
 CARD = "README.md"
 # A file of the model with such a name would take the place of what the publication writes itself.
 _MADE_HERE = {CARD, "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE, PROVENANCE_FILE}
@@ -63,19 +63,24 @@ def push_to_hub(
     Returns:
         The stage's manifest; its facts say where the publication is.
     """
-    name, inputs = context.name, _inputs(data.with_facts(PrepareFacts), model.with_facts(TrainFacts), evaluation)
-    trained = _model_with_code(config, context, data.with_facts(PrepareFacts), model.with_facts(TrainFacts))
-    bare = _content(config, name, inputs, trained)
-    to = publication_target(config, context)
+    data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
+    inputs: list[StageManifest] = [data, model, *([] if evaluation is None else [evaluation])]
+    trained = _model_with_code(config, context, data, model)
+    require_adapters(config, model)
     key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
+        with published_model(config, context, data, model, attempt) as files:
+            return publish(_content(config, context.name, inputs, trained, files), attempt)
+
+    def publish(bare: Content, attempt: StageAttempt) -> StageOutput:
+        to = publication_target(config, context)
         code = None if trained is None else trained.description.code_digest
         hub = open_hub(to, revision=config.revision, private=config.private)
         card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
         mine = replace(bare, texts={**bare.texts, CARD: card.encode()})
-        content = add_lineage(mine, describe_lineage(name, inputs, code_digest=code))
-        done = hub.publish(content, message=f"Publish {config.title or name} ({content.digest[:12]})")
+        content = add_lineage(mine, describe_lineage(context.name, inputs, code_digest=code))
+        done = hub.publish(content, message=f"Publish {config.title or context.name} ({content.digest[:12]})")
         if not done.created:
             message = f"{done.target} holds just this content already: no new revision"
             _progress.publish({"event": "progress", "stage": STAGE, "message": message})
@@ -90,10 +95,6 @@ def push_to_hub(
         return find_publication_problem(config, context, manifest)
 
     return run_stage(key, context, work, retries=config.retries, inspect=inspect)
-
-
-def _inputs(data: StageManifest, model: StageManifest, evaluation: StageManifest | None) -> list[StageManifest]:
-    return [data, model, *([] if evaluation is None else [evaluation])]
 
 
 def _model_with_code(
@@ -115,13 +116,16 @@ def _model_with_code(
     return trained
 
 
-def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trained: TrainedModel | None) -> Content:
+def _content(
+    config: PublishConfig,
+    name: str,
+    inputs: list[StageManifest],
+    trained: TrainedModel | None,
+    of_model: Mapping[str, Source],
+) -> Content:
     data, model, *rest = inputs
-    files = {
-        entry.path.removeprefix(MODEL): Source(model.store(), entry)
-        for entry in model.files
-        if entry.path.startswith(MODEL) and entry.path.removeprefix(MODEL) not in _MADE_HERE
-    }
+    of_model = {path: source for path, source in of_model.items() if path not in _MADE_HERE}
+    files = dict(of_model)
     if not files:
         raise ConfigError(
             "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
@@ -134,12 +138,13 @@ def _content(config: PublishConfig, name: str, inputs: list[StageManifest], trai
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
     outcomes = [each for one in rest for each in read_outcomes(one, data.facts.info)]
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
-    card = describe_card(config, name, inputs, None if trained is None else trained.description, metrics, published)
+    described = None if trained is None else trained.description
+    card = describe_card(config, name, inputs, described, metrics, published, of_model)
     card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
     texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
     if trained is not None:
-        weights = tuple(entry for entry in trained.description.weights if entry.path in files)
+        weights = tuple(FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(of_model.items()))
         files |= asset_sources(trained.description, data)
         texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)

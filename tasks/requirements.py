@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from trainer_lib.metric_names import NAMES
-from trainer_lib.suggestions import suggestion
+from trainer_lib.errors import ConfigError
+from trainer_lib.metric_names import MetricCall, read_metrics
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -70,13 +70,29 @@ def read_requirement(value: Any) -> str:
         raise PydanticCustomError("requirement", "not a requirement", {"hint": _HELP}) from error
 
 
-def read_metric_name(value: str) -> str:
-    """A metric by name, as it is.
+def read_metric(value: Any) -> str | dict[str, Any]:
+    """A metric of a spec: its name, or a mapping with its name and what it is called with.
 
     Raises:
-        PydanticCustomError: no metric has this name; the error has the nearest.
+        PydanticCustomError: it is not a metric; the error has the nearest name.
     """
-    if value in NAMES:
-        return value
-    hint = suggestion(value, NAMES)
-    raise PydanticCustomError("metric_name", "no metric {value}. {hint}", {"value": value, "hint": hint})
+    try:
+        MetricCall.of(value)
+    except ConfigError as error:
+        shown = f"{error.message.removesuffix('.')}: {error.value}."
+        raise PydanticCustomError("metric", "not a metric", {"problem": shown, "hint": error.remedy}) from error
+    return value if isinstance(value, str) or set(value) != {"name"} else str(value["name"])
+
+
+def read_metric_list(values: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
+    """The metrics of a spec, as they are.
+
+    Raises:
+        PydanticCustomError: two have one name among the results.
+    """
+    try:
+        read_metrics(values)
+    except ConfigError as error:
+        shown = f"{error.message.removesuffix('.')}: {error.value}."
+        raise PydanticCustomError("metric", "not metrics", {"problem": shown, "hint": error.remedy}) from error
+    return values

@@ -18,7 +18,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
 COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
 ANSWER_S = 3.0  # how long it waits for one answer
+_LOOK_S = 0.05
 LOCAL_CLOSE_S = 30.0  # a database on this machine answers as fast as the machine is
 
 _log = logging.getLogger(__name__)
@@ -130,6 +131,10 @@ class TrackedRun:
         if tags:
             self._write({"tags": _clean_tags(tags)})
 
+    def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
+        """Wait for what comes of something that was logged, while the server takes it; return whether it has come."""
+        return self._background.wait_for(has_arrived)
+
     def end(self, status: str) -> None:
         """Note that the run has ended as "FINISHED", "FAILED", "KILLED" or "DISCARDED"; nothing is logged after it."""
         if status not in STATUSES:
@@ -186,6 +191,16 @@ class Background:
         if self._is_local and stages:
             return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S, foreign_s=self._foreign_s)
         return self._shipper.close(float(stages), stages / 2)
+
+    def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
+        """Wait until `has_arrived`, at most some seconds, and not for a server that cannot be reached."""
+        deadline = time.monotonic() + (COMPLETE_S if self._is_local else ANSWER_S)
+        self._shipper.wake()
+        while not has_arrived():
+            if self._shipper.failure is not None or not self._shipper.is_alive() or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def complete(self) -> bool:
         """Wait while the server answers, at most half a minute: for a command that has nothing else to do."""

@@ -66,6 +66,7 @@ def _train(
         train_split=config.train_split,
         eval_split=config.eval_split,
         flavor=context.flavor,
+        metrics=context.metrics,
         preemption=None if config.preemption is None else config.preemption.to_request(),
     )
     result = launch_request(request, config.launch, context, attempt)

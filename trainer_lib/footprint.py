@@ -1,14 +1,17 @@
 """How many bytes a rank holds while it trains, under each strategy. Arithmetic on a model's sizes, without torch.
 
-W processes, parameters P (trained ones T), gradients G, optimizer state O, activations A, all in bytes::
+W processes, parameters P (trained ones T), gradients G, optimizer state O, activations A, stored weights S, in bytes::
 
-    strategy   parameters    gradients   optimizer   for the exchange
-    single     P             G           O           -
-    DDP        P             G           O           G: the buckets, copies of the gradients
-    FSDP       P/W           G/W         O/W         gathered units, and their gradients
-    ZeRO 1     P + T/W       G           O/W         two buckets
-    ZeRO 2     P + T/W       G/W         O/W         two buckets
-    ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters
+    strategy   parameters    gradients   optimizer   for the exchange                          written in a checkpoint
+    single     P             G           O           -                                         S + O
+    DDP        P             G           O           G: the buckets, copies of the gradients   S + O by the first rank
+    FSDP       P/W           G/W         O/W         gathered units, and their gradients       (S + O)/W by each
+    ZeRO 1     P + T/W       G           O/W         two buckets                               S + O by the first rank
+    ZeRO 2     P + T/W       G/W         O/W         two buckets                               S + O by the first rank
+    ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters          S + O by the first rank
+
+What ZeRO shards is gathered for a checkpoint, tensor by tensor. FSDP is asked for one by FULL_STATE_DICT, and writes as
+DDP does; of hybrid copies the first is written. With `save_only_model` O is left out.
 
 Activations, with the temporary tensors of the peak, are those of one micro-batch under every strategy. ZeRO holds a
 second copy of what is trained, from which the optimizer works.
@@ -54,9 +57,14 @@ class ModelSize:
     stored_bytes: int
     micro_batch: int = 1
 
-    @property
-    def checkpoint_bytes(self) -> int | None:
-        """The bytes of one checkpoint: weights and optimizer state, and not the few kilobytes beside them."""
+    def checkpoint_bytes(self, *, only_model: bool = False) -> int | None:
+        """The bytes of one checkpoint: weights and optimizer state, and not the few kilobytes beside them.
+
+        Args:
+            only_model: it has no optimizer state.
+        """
+        if only_model:
+            return self.stored_bytes
         return None if self.optimizer_bytes is None else self.stored_bytes + self.optimizer_bytes
 
 
@@ -70,6 +78,8 @@ class Footprint:
         exchange: of buffers and gathered tensors that only the exchange between ranks needs.
         activations: with temporary tensors, at the peak of a step; None: not known.
         evaluation: beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.
+        checkpoint: what a rank that writes writes into one checkpoint; None: not known.
+        writers: ranks that write as much; the others write a few kilobytes.
     """
 
     strategy: str
@@ -80,6 +90,8 @@ class Footprint:
     exchange: int
     activations: int | None
     evaluation: int | None = None
+    checkpoint: int | None = None
+    writers: int = 1
 
     @property
     def total(self) -> int | None:
@@ -91,14 +103,23 @@ class Footprint:
 
 
 def footprints(
-    size: ModelSize, processes: int, *, alone: int | None = None, bucket_elements: int = ZERO_BUCKET_ELEMENTS
+    size: ModelSize,
+    processes: int,
+    *,
+    alone: int | None = None,
+    bucket_elements: int = ZERO_BUCKET_ELEMENTS,
+    writers: int | None = None,
+    only_model: bool = False,
 ) -> list[Footprint]:
     """The bytes of a rank under every strategy; all but "single" on `processes` ranks.
 
     Args:
         alone: samples of the micro-batch of one process alone, whose activations grow with it; None: as on each rank.
         bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
+        writers: ranks that write a part of FSDP's checkpoint; None: all of them.
+        only_model: checkpoints have no optimizer state.
     """
+    written = size.checkpoint_bytes(only_model=only_model)
     share = _divided_by(processes)
     whole, gradients, optimizer = size.parameter_bytes, size.gradient_bytes, size.optimizer_bytes
     gathered = min(size.gathered_bytes, whole)
@@ -122,8 +143,11 @@ def footprints(
             exchange=exchange,
             activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
             evaluation=size.evaluation_bytes,
+            checkpoint=_divided_by(parts)(written),
+            writers=parts,
         )
         for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
+        for parts in [(writers or processes) if name == "fsdp" else 1]
     ]
 
 

@@ -1,12 +1,19 @@
-"""The errors of a recipe's own code as ours: where they were raised, and the traceback cut to the user's frames."""
+"""The errors of a recipe's own code as ours: where they were raised, and the traceback cut to the user's frames.
+
+A source that is gone is not an error of the code: `vanished_source` recognizes it.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from trainer_lib.errors import CodeError, TrainflowError, from_exception
+from trainer_lib.errors import CodeError, DataError, TrainflowError, first_line, from_exception
 
 OURS = ("flows", "tasks", "trainer_lib")
 
@@ -66,3 +73,66 @@ def _hint_at_hidden_package(error: BaseException, root: Path) -> str:
     if isinstance(error, ImportError) and name in OURS and ((root / name).exists() or (root / f"{name}.py").exists()):
         return f" (`import {name}` means trainflow's package, not {root / name}: rename yours.)"
     return ""
+
+
+_ONLY_PATH = re.compile(r"\S*[/.]\S+")
+
+
+def vanished_source(error: TrainflowError, source: Any, shown: str) -> DataError | None:
+    """Return our error for a source whose file does not exist; None where another thing failed.
+
+    Args:
+        error: what `user_error` made of the recipe's error.
+        source: the source, as `list_sources` gave it.
+        shown: its text.
+    """
+    cause = error.__cause__ if isinstance(error, CodeError) else None
+    for _ in range(5):  # a reader of another package may wrap it
+        if _is_absent(cause) and _may_be_of(cause, source):
+            return DataError(
+                f"The source does not exist ({first_line(cause)}).",
+                field="prepare_shard",
+                value=shown,
+                remedy="Restore it, or leave it out of the list of sources, and run the command again.",
+                details=error.details,
+            )
+        cause = None if cause is None else cause.__cause__
+    return None
+
+
+def _is_absent(error: BaseException | None) -> TypeGuard[OSError]:
+    # By the number as well: a store's client may raise a class of its own.
+    return isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.errno == errno.ENOENT)
+
+
+def _may_be_of(error: OSError, source: Any) -> bool:
+    """Whether a missing file is, or may be, the source's: the error names it, or names no file."""
+    name = error.filename
+    if isinstance(name, bytes | os.PathLike):
+        name = os.fsdecode(name)
+    if not isinstance(name, str):  # fsspec's errors have the path alone, others a sentence
+        name = next((each for each in error.args[:1] if isinstance(each, str) and _ONLY_PATH.fullmatch(each)), None)
+    if name is None:
+        return True
+    scalars = list(_list_scalars(source))
+    if texts := [_path_of(each) for each in scalars if isinstance(each, str)]:
+        return any(_is_within(text, name) or _is_within(_path_of(name), text) for text in texts)
+    numbers = {int(digits) for digits in re.findall(r"\d+", Path(name).name)}
+    return any(each in numbers for each in scalars)
+
+
+def _list_scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_scalars(each)
+    else:
+        yield value
+
+
+def _path_of(text: str) -> str:
+    return text.partition("://")[2].rstrip("/") or text.rstrip("/")
+
+
+def _is_within(part: str, path: str) -> bool:
+    """Whether a path has another as a part, not ending inside of a word."""
+    return bool(part) and re.search(rf"(?<!\w){re.escape(part)}(?!\w)", path) is not None

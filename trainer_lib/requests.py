@@ -21,6 +21,7 @@ from typing_extensions import override
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.footprint import Estimate, Probe
+from trainer_lib.metric_names import MetricCall
 from trainer_lib.path_options import PathOptions
 from trainer_lib.preemption import Preemption
 from trainer_lib.records import from_record, to_record
@@ -31,6 +32,7 @@ from trainer_lib.verb_results import (
     EvaluateResult,
     ImportResult,
     MeasureResult,
+    MergeResult,
     PredictResult,
     PreparedSplit,
     PrepareResult,
@@ -38,36 +40,15 @@ from trainer_lib.verb_results import (
     TrainResult,
 )
 
-__all__ = [
-    "FORMAT",
+__all__ = [  # beside what is defined here: results that those who ask import with their requests
     "CheckpointMetrics",
-    "CompareRequest",
     "CompareResult",
-    "EstimateRequest",
-    "EvaluateCheckpointRequest",
-    "EvaluateRequest",
     "EvaluateResult",
-    "FilePair",
-    "ImportRequest",
     "ImportResult",
-    "MeasureRequest",
-    "MeasureResult",
-    "ModelRequest",
-    "PredictRequest",
     "PredictResult",
-    "PrepareRequest",
     "PrepareResult",
-    "PreparedData",
     "PreparedSplit",
-    "ProbeRequest",
-    "Proof",
-    "RecipeFile",
-    "Request",
-    "ScoreRequest",
-    "ScoreResult",
-    "TrainRequest",
     "TrainResult",
-    "read_request",
 ]
 
 FORMAT = 1
@@ -202,12 +183,14 @@ class ModelRequest(Request[R], Generic[R]):
         data: the prepared data.
         model: settings that build_model is given.
         args: training arguments by name.
+        metrics: those that the spec asks for, measured by evaluations beside those of compute_metrics.
     """
 
     uses_devices: ClassVar[bool] = True
     data: PreparedData
     model: dict[str, Any] = field(default_factory=dict)
     args: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[MetricCall, ...] = ()
 
     def model_options(self) -> dict[str, Any]:
         """The model's settings as build_model gets them: each declared path as an absolute `pathlib.Path`."""
@@ -263,13 +246,12 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model exported at `model_url` on each split; `step` is one of `worker.evaluate_ranges`."""
+    """Measure the model at `model_url` on each split. `step`: of `worker.evaluate_ranges` or `worker.measurable`."""
 
     model_url: str
     splits: tuple[str, ...]
     resamples: int = 0
     confidence: float | None = None
-    metrics: tuple[str, ...] = ()
     slices: tuple[str, ...] = ()
     rows_per_range: int = 10_000
     step: str = "all"
@@ -292,6 +274,15 @@ class PredictRequest(ModelRequest[PredictResult], verb="predict", result=Predict
     split: str
     rows_per_file: int = 10_000
     sort_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=MergeResult):
+    """Merge the adapters exported at `model_url` into the weights of their base model."""
+
+    uses_devices: ClassVar[bool] = False
+
+    model_url: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ from trainer_lib.storage import FileEntry
 
 OUTCOMES = "outcomes"
 """Folder in the result of evaluate: what the model got right and wrong, a JSON file for each split."""
+STATISTICS = "statistics.json"
+"""File in the result of prepare-data by sources: split -> column -> statistics (`data.statistics`)."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,12 @@ class PreparedSplit:
 
 @dataclass(frozen=True)
 class PrepareResult:
-    """Files written, the splits they hold, and what the recipe notes for its model."""
+    """Files written, the splits they hold, what the recipe notes for its model, and what may be wrong with the rows."""
 
     files: tuple[FileEntry, ...]
     splits: dict[str, PreparedSplit]
     info: dict[str, Any]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,13 @@ class PredictResult:
 
     parts: int
     rows: int
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """Files written: the weights with the adapters merged in, and the configuration that loads them."""
+
+    files: tuple[FileEntry, ...]
 
 
 @dataclass(frozen=True)

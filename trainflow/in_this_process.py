@@ -16,7 +16,7 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
     """Run a pipeline.
 
     Args:
-        progress: show how it goes: drawn on a terminal and in a notebook, lines elsewhere.
+        progress: show how it goes: drawn on a terminal, lines elsewhere, also in a notebook.
         choice: which stages, as `flows.pipeline.run_pipeline` takes them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The stages of trainflow in a flow of your own, with a stage of your own beside them.
+"""The five stages of trainflow in a flow of your own, with a stage of your own between two of them.
 
     python examples/own_flow/flow.py examples/digits/pipeline.yaml
 
@@ -18,7 +18,9 @@ from prefect import flow
 from flows.server.api import prefect_api, quiet_environment
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.evaluate import evaluate
+from tasks.predict import predict
 from tasks.prepare_data import prepare_data
+from tasks.push_to_hub import push_to_hub
 from tasks.stage.facts import PrepareFacts, StageFacts
 from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage, stage_key
 from tasks.stage.task import stage_task
@@ -46,14 +48,22 @@ def count_rows(context: StageContext, data: StageManifest[PrepareFacts]) -> Stag
 
 @flow(name="own-flow", persist_result=False, validate_parameters=False)
 def own_flow(spec: PipelineSpec) -> dict[str, Any]:
-    """Prepare, count beside the training, evaluate."""
+    """Prepare, count rows, train on the split that has most of them, evaluate and predict side by side, publish."""
     context = StageContext(name=spec.name, recipe=spec.recipe, storage=spec.storage)
     data = prepare_data(spec.prepare, context)
-    rows = count_rows.submit(context, data)
-    model = train.with_options(retries=1)(spec.train, context, data)
-    metrics = evaluate.submit(spec.evaluate_config(), context, data, model)
-    counted = rows.result()
-    return {"rows": counted.metrics, "largest": counted.facts.largest, "metrics": metrics.result().metrics}
+    counted = count_rows(context, data)
+    config = spec.train.model_copy(update={"train_split": counted.facts.largest})
+    model = train.with_options(retries=1)(config, context, data)
+    predicting = predict.submit(spec.predict_config(), context, data, model)
+    measured = evaluate(spec.evaluate_config(), context, data, model)
+    published = push_to_hub(spec.publish_config(), context, data, model, measured)
+    return {
+        "rows": counted.metrics,
+        "trained on": counted.facts.largest,
+        "metrics": measured.metrics,
+        "predicted": predicting.result().facts.rows,
+        "published": published.facts.published_url,
+    }
 
 
 if __name__ == "__main__":

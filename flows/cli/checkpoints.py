@@ -46,8 +46,11 @@ def verify(
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
     from flows.cli import inventory
 
+    found = inventory.find(url)
+    total = sum(entry.bytes for entry in found if entry.info is not None)
     # Read in full before anything is printed: the JSON form is one object.
-    problems = inventory.damage(inventory.find(url))
+    with terminal.reading(terminal.console(stderr=True), total, quiet=quiet or as_json) as on_read:
+        problems = inventory.damage(found, on_read)
     if as_json:
         code = DamagedError.exit_code if any(problems.values()) else 0
         print_json({"ok": not code, "exit_code": code, "checkpoints": problems})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,15 +171,16 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
     return None
 
 
-def damage(found: Sequence[Entry]) -> dict[str, list[str]]:
+def damage(found: Sequence[Entry], on_read: Callable[[int], object] | None = None) -> dict[str, list[str]]:
     """URL -> what is wrong with each committed checkpoint, one line each; an empty list: every byte is as committed.
 
-    Those that were set aside are damaged too; what was never committed is not looked at.
+    Those that were set aside are damaged too; what was never committed is not looked at. `on_read` takes the number of
+    bytes of each piece that was read.
     """
     problems: dict[str, list[str]] = {}
     for entry in found:
         if entry.info is not None:
-            problems[entry.url] = verify_files(entry.root.child(entry.name), entry.info.commit)
+            problems[entry.url] = verify_files(entry.root.child(entry.name), entry.info.commit, on_read=on_read)
         elif entry.state == "damaged":
             problems[entry.url] = list(entry.problems)
     return problems

@@ -15,7 +15,7 @@ from flows.cli.presentation import printable
 from flows.cli.run_choice import Chosen, Run, StorageUrl, choose
 from flows.cli.signals import stoppable
 from flows.stages import find_stage, stage_names
-from trainer_lib.errors import ConfigError, Interrupted
+from trainer_lib.errors import ConfigError, Interrupted, Preempted
 from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def logs(
     out = terminal.console()
     count = 0
     if follow:
-        with contextlib.suppress(Interrupted), stoppable(lambda _: None, remedy=""):
+        with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
             for line in follow_lines(reader, lambda: not _is_at_work(chosen, past.id)):
                 out.print(_line(line))
                 count += 1

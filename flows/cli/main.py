@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli import presentation, terminal
+from flows.cli import presentation, terminal, usage_errors
 from flows.cli.examples import epilog
 from flows.cli.execution import execute
 from flows.cli.join import follow as follow_leader
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug, as_json = "--debug" in given, "--json" in given
     try:
         wanted = next((word for word in given if not word.startswith("-")), None)
-        application(wanted)(args=given, prog_name="trainflow")
+        usage_errors.call(application(wanted), given)
     except TrainflowError as error:
         if as_json:
             print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})

@@ -25,6 +25,7 @@ _NAMES = {
     "zero-3": "ZeRO stage 3",
 }
 _COLUMNS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
+_WRITES = "writes"
 _UNKNOWN = "?"
 
 
@@ -72,13 +73,14 @@ def _memory(found: Forecast) -> list[Text]:
     processes = max(each.processes for each in ranks)
     heading = f"memory of a rank on {processes} processes ({found.estimate.device}), by strategy; * is the spec's"
     lines.append(_row("memory", heading))
-    table = [("", *_COLUMNS), *(_cells(each, own=each.strategy == found.strategy) for each in ranks)]
+    table = [("", *_COLUMNS, _WRITES), *(_cells(each, own=each.strategy == found.strategy) for each in ranks)]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for number, row in enumerate(table):
         cells = "  ".join(
             [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         )
         lines.append(Text(f"    {cells}", "dim" if number == 0 else "bold" if row[0].startswith("*") else ""))
+    lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
     if found.peak_bytes is not None:
         lines.append(_row("", _peak(found)))
     return lines + [_row("", note, "yellow") for note in found.estimate.notes]
@@ -95,9 +97,14 @@ def _peak(found: Forecast) -> str:
 
 
 def _cells(rank: Footprint, *, own: bool) -> tuple[str, ...]:
-    values = (getattr(rank, name) for name in _COLUMNS)
+    values = [_bytes(getattr(rank, name)) for name in _COLUMNS]
     mark = "* " if own else "  "
-    return (mark + _NAMES[rank.strategy], *(_UNKNOWN if value is None else describe_bytes(value) for value in values))
+    each = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
+    return (mark + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + each)
+
+
+def _bytes(value: int | None) -> str:
+    return _UNKNOWN if value is None else describe_bytes(value)
 
 
 def _room(found: Forecast) -> Iterator[Text]:

@@ -93,10 +93,10 @@ def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], 
     """
     reverse, name = text.startswith("-"), text.removeprefix("-")
     metrics = sorted({metric for run in runs for metric in run.metrics})
-    if name not in _FIELDS and name not in metrics and runs:
-        raise ConfigError(
-            "Runs cannot be sorted by this.", field="--sort", value=text, remedy=suggestion(name, [*_FIELDS, *metrics])
-        )
+    if name not in _FIELDS and name not in metrics:
+        # A metric is known by the runs that have it.
+        why = "Runs cannot be sorted by this." if metrics else "There is no run with a metric to sort by."
+        raise ConfigError(why, field="--sort", value=text, remedy=suggestion(name, [*_FIELDS, *metrics]))
 
     def key(status: RunStatus) -> Any:
         run = status.run

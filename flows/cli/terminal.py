@@ -11,13 +11,14 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -251,6 +252,18 @@ def progress(out: Console, *, plain: bool = False) -> Iterator[Display]:
             yield display
     else:
         yield PlainDisplay(out)
+
+
+@contextlib.contextmanager
+def reading(out: Console, total: int, *, quiet: bool) -> Iterator[Callable[[int], object]]:
+    """On a terminal, draw how many of `total` bytes are read and how long the rest takes; yields what counts them."""
+    if quiet or not out.is_terminal or out.is_dumb_terminal:
+        yield lambda size: None
+        return
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("reading", *columns, console=out, transient=True) as drawn:
+        task = drawn.add_task("reading", total=total)
+        yield lambda size: drawn.advance(task, size)
 
 
 class _Warnings(logging.Handler):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from flows.cli.presentation import shown
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.configs import TrackingConfig
 from tasks.tracking import default_tracking_uri
@@ -24,6 +25,7 @@ from trainer_lib import guard
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
+from trainer_lib.suggestions import nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,19 +87,40 @@ def find_storage(
         command: what asks, for the message of an error.
 
     Raises:
-        ConfigError: the spec is bad, both are given, or this folder has neither.
+        ConfigError: the spec is bad, both are given, this folder has neither, or the storage is not a folder.
     """
     spec, storage = choose_spec(spec, storage)
     if spec is not None:
         parsed = load_spec(spec, overrides)
+        # It need not exist: the first run makes it.
         return parsed.tracking, Store.open(parsed.storage)
     if storage is not None:
-        return TrackingConfig(), Store.open(storage, field="--storage")
+        return TrackingConfig(), _existing(storage)
     raise ConfigError(
         "No runs were named, and this folder has neither pipeline.yaml nor .trainflow.",
         field=command,
         remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
     )
+
+
+def _existing(storage: str) -> Store:
+    """The storage that a user named; whether one on an object store is there cannot be known.
+
+    Raises:
+        ConfigError: it is a path where no folder is.
+    """
+    store = Store.open(storage, field="--storage")
+    if not store.is_local or (folder := store.local_path()).is_dir():
+        return store
+    if folder.exists():
+        remedy = "Name the folder that a run used as its storage."
+        raise ConfigError("This is a file, not a folder.", field="--storage", value=storage, remedy=remedy)
+    beside = [each.name for each in folder.parent.iterdir() if each.is_dir()] if folder.parent.is_dir() else []
+    close = nearest(folder.name, beside)
+    remedy = (
+        f'Did you mean "{shown(str(folder.with_name(close)))}"?' if close else "Name the folder or URL that a run used."
+    )
+    raise ConfigError("There is no such folder.", field="--storage", value=storage, remedy=remedy)
 
 
 def choose_spec(spec: Path | None, storage: str | None) -> tuple[Path | None, str | None]:

@@ -1,16 +1,20 @@
-"""Crashed runs run again: two automations of Prefect's server for one deployment, and the end of the tries.
+"""Crashed runs run again: automations of Prefect's server for one deployment, and the end of the tries.
 
 A run is Crashed when its process ended without a word: the worker sees the exit code, `trainflow status` the dead
-process. The first automation puts such a run back into the queue. The second one covers a worker or machine that is
-gone, too: a run whose heartbeat falls silent is set to Crashed. The crashes of a run are counted when it starts again;
-the last one that is allowed ends it as Failed.
+process. An automation puts such a run back into the queue. A worker reports each death twice, the second time after it
+has looked for hooks of the flow, and that report would take the run out of the queue again. So the run first gets the
+state CrashedAtWork, which no report replaces, and a second automation puts it into the queue some time later. A further
+one covers a worker or machine that is gone, too: a run whose heartbeat falls silent is set to Crashed. The crashes of a
+run are counted when it starts again; the last one that is allowed ends it as Failed.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, TypedDict
 
 from trainer_lib.errors import InfrastructureError
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.events.schemas.automations import AutomationCore
 
 CRASHES = "TRAINFLOW_CRASH_RETRIES"
 """Variable of a run's process: how many of its crashes are followed by another try."""
@@ -27,7 +32,11 @@ HEARTBEAT_S = 30
 _SILENT = timedelta(seconds=4 * HEARTBEAT_S)
 # A crash counts when the run was at work; one that never began would only crash again, at once and for ever.
 _LONGEST = timedelta(days=60)
-_ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Paused", "Suspended", "AwaitingRetry")
+# A worker's second report comes seconds after the first one, on a busy machine ten.
+_REPORTED = timedelta(seconds=20)
+_CRASHED, _AT_WORK, _QUEUED = "Crashed", "CrashedAtWork", "AwaitingRetry"
+_BEGINNINGS = (_QUEUED, "Scheduled", "Pending", "Running", "Cancelled", "Failed")
+_ENDS = ("Completed", "Failed", "Cancelled", _CRASHED, "Paused", "Suspended", _QUEUED)
 
 
 def run_environment(retries: int) -> dict[str, str]:
@@ -35,15 +44,15 @@ def run_environment(retries: int) -> dict[str, str]:
     return {CRASHES: str(retries), "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)} if retries else {}
 
 
-def set_retries(client: SyncPrefectClient, deployment_id: UUID, name: str, retries: int, *, heartbeats: bool) -> None:
+def set_retries(client: SyncPrefectClient, deployment_id: UUID, name: str, retries: int, *, by_worker: bool) -> None:
     """Create, replace or remove the automations of a deployment.
 
     Args:
         name: of the deployment.
         retries: how often a crashed run runs again; 0 removes the automations.
-        heartbeats: whether its runs send heartbeats.
+        by_worker: whether a pool's worker starts its runs; they send heartbeats, those of `serve` do not.
     """
-    wanted = _automations(deployment_id, name, heartbeats=heartbeats) if retries else []
+    wanted = _automations(deployment_id, name, by_worker=by_worker) if retries else []
     known = set(_names(name))
     for found in client.read_automations():
         if found.name in known:
@@ -70,7 +79,7 @@ def require_another_try(environ: dict[str, str] | os._Environ[str] | None = None
     if run is None or run.run_count <= allowed + 1:
         return
     with get_client(sync_client=True) as client:
-        crashes = sum(state.is_crashed() for state in client.read_flow_run_states(run.id))
+        crashes = sum(state.name == _CRASHED for state in client.read_flow_run_states(run.id))
     if crashes > allowed:
         raise InfrastructureError(
             f"This run has crashed {crashes} times, and is not tried again.",
@@ -80,56 +89,58 @@ def require_another_try(environ: dict[str, str] | os._Environ[str] | None = None
         )
 
 
-def _names(name: str) -> tuple[str, str]:
-    return f"trainflow: crashed runs of pipeline/{name} run again", f"trainflow: silent runs of pipeline/{name} crash"
+def _names(name: str) -> tuple[str, str, str]:
+    run = f"runs of pipeline/{name}"
+    return f"trainflow: crashed {run} run again", f"trainflow: crashed {run} wait", f"trainflow: silent {run} crash"
 
 
-def _automations(deployment_id: UUID, name: str, *, heartbeats: bool) -> list[Any]:
+def _automations(deployment_id: UUID, name: str, *, by_worker: bool) -> list[AutomationCore]:
+    again, wait, silent = _names(name)
+    make = partial(_automation, deployment_id)
+    crashes: _When = {"after": "Running", "expect": (_CRASHED,), "within": _LONGEST, "is_absence": False}
+    if not by_worker:
+        return [make(again, crashes, _QUEUED, "It crashed.")]
+    rests: _When = {"after": _AT_WORK, "expect": _BEGINNINGS, "within": _REPORTED, "is_absence": True}
+    beat = "heartbeat"
+    falls_silent: _When = {"after": beat, "expect": (beat, *_ENDS), "within": _SILENT, "is_absence": True}
+    return [
+        make(wait, crashes, _AT_WORK, "It crashed, and runs again soon."),
+        make(again, rests, _QUEUED, "It crashed."),
+        make(silent, falls_silent, _CRASHED, "Its heartbeat fell silent."),
+    ]
+
+
+class _When(TypedDict):
+    """Events of a run that set an automation off: one that comes within some time after another, or does not come."""
+
+    after: str
+    expect: Sequence[str]
+    within: timedelta
+    is_absence: bool
+
+
+def _automation(deployment_id: UUID, name: str, when: _When, state: str, message: str) -> AutomationCore:
+    """An automation that gives a run of the deployment a state."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-    crashed, silent = _names(name)
-    runs = {
-        "match": {"prefect.resource.id": "prefect.flow-run.*"},
-        "match_related": {
-            "prefect.resource.id": f"prefect.deployment.{deployment_id}",
-            "prefect.resource.role": "deployment",
-        },
-        "for_each": {"prefect.resource.id"},
-        "threshold": 1,
-    }
-    again = AutomationCore(
-        name=crashed,
+    kind = StateType.SCHEDULED if state == _QUEUED else StateType.CRASHED
+    return AutomationCore(
+        name=name,
         description="Made by `trainflow deploy --retry-crashed`.",
         trigger=EventTrigger(
-            **runs,  # type: ignore[arg-type]
-            after={"prefect.flow-run.Running"},
-            expect={"prefect.flow-run.Crashed"},
-            posture=Posture.Reactive,
-            within=_LONGEST,
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related={
+                "prefect.resource.id": f"prefect.deployment.{deployment_id}",
+                "prefect.resource.role": "deployment",
+            },
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            after={f"prefect.flow-run.{when['after']}"},
+            expect={f"prefect.flow-run.{each}" for each in when["expect"]},
+            posture=Posture.Proactive if when["is_absence"] else Posture.Reactive,
+            within=when["within"],
         ),
-        actions=[
-            ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="It crashed.", force=True)
-        ],
+        actions=[ChangeFlowRunState(state=kind, name=state, message=message, force=True)],
     )
-    if not heartbeats:
-        return [again]
-    beat = "prefect.flow-run.heartbeat"
-    watch = AutomationCore(
-        name=silent,
-        description="Made by `trainflow deploy --retry-crashed`.",
-        trigger=EventTrigger(
-            **runs,  # type: ignore[arg-type]
-            after={beat},
-            expect={beat, *(f"prefect.flow-run.{state}" for state in _ENDS)},
-            posture=Posture.Proactive,
-            within=_SILENT,
-        ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CRASHED, name="Crashed", message="Its heartbeat fell silent.", force=True
-            )
-        ],
-    )
-    return [again, watch]

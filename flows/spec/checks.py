@@ -10,12 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.spec.adapters import check_adapters
 from tasks.configs import LaunchSettings
 from tasks.runner_settings import check_runner
+from tasks.stage.metric_packages import refuse_project_modules
 from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
 from trainer_lib.durations import describe
 from trainer_lib.errors import ConfigError
+from trainer_lib.metric_names import read_metrics
 from trainer_lib.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.suggestions import nearest, suggestion
 
@@ -88,8 +91,10 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_tracking(spec)
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
+    _check_metrics(spec)
     _check_gates(spec)
     _check_register(spec, resolver)
+    check_adapters(spec)
     spec.notify.check()
 
 
@@ -292,6 +297,13 @@ def _require_one_machine(settings: LaunchSettings, field: str) -> None:
         )
 
 
+def _check_metrics(spec: PipelineSpec) -> None:
+    calls = read_metrics(spec.evaluate.metrics)
+    recipes = {Path(recipe).parent for recipe in (spec.evaluate.recipe, spec.recipe) if recipe}
+    roots = [] if spec.root is None else [Path(spec.root), Path(spec.root) / "src"]
+    refuse_project_modules(calls, [*roots, *recipes])
+
+
 def _check_gates(spec: PipelineSpec) -> None:
     """Refuse gates that nothing could pass, and a run that would go around them."""
     config = spec.evaluate
@@ -346,6 +358,10 @@ def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
     """The names that the recipe's compute_metrics returns; None where that is known only when it runs."""
     from tasks.stage.closure import top_level_names
 
+    calls = read_metrics(spec.evaluate.metrics)
+    if any(call.module is not None for call in calls):  # some return several numbers
+        return None
+    named = [call.result for call in calls]
     for recipe in dict.fromkeys((spec.evaluate.recipe or spec.recipe, spec.recipe)):
         defined = top_level_names(Path(recipe))
         files = resolver.closure(recipe, spec.root)
@@ -355,8 +371,8 @@ def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
         if measures := next((name for name in ("compute_metrics", "metrics_from_sums") if name in defined), None):
             names = find_returned_names(tree, measures)
             # The Trainer takes its prefix off those that have it already.
-            return None if names is None else [*(name.removeprefix("eval_") for name in names), *spec.evaluate.metrics]
-    return list(spec.evaluate.metrics)
+            return None if names is None else [*(name.removeprefix("eval_") for name in names), *named]
+    return named
 
 
 def names_no_split(metric: str, splits: Sequence[str], *, field: str, value: str) -> ConfigError:

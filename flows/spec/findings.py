@@ -44,6 +44,7 @@ _OWN = {
     "duration": "This is not a duration.",
     "recipe_name": "No recipe has this name.",
     "sweep": "This sweep cannot work.",
+    "metric": "This is not a metric.",
     "place": "This is not the name of a place.",
 }
 _BOUNDS = {

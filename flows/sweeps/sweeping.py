@@ -239,6 +239,9 @@ class _Sweep:
                 {"event": "warning", "message": f"A slot ended (code {slot.process.poll()}); another takes its place."}
             )
             slot.wait(0.0)
+            # It may have died behind its last line: the next pipe would meet this one's number.
+            with contextlib.suppress(KeyError):
+                ready.unregister(slot.output)
             slot.output.close()
             slots[index] = SlotProcess(slot.number, self._orders(), self._ledger.folder)
             ready.register(slots[index].output, selectors.EVENT_READ, slots[index])

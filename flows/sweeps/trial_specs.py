@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flows.plan import Plan
@@ -12,6 +13,7 @@ from flows.spec.checks import find_measured, names_no_split
 from flows.spec.spec import PipelineSpec, parse_spec
 from flows.spec.spec_overrides import set_field
 from tasks.notify_settings import NotifySettings
+from tasks.stage.closure import top_level_names
 from tasks.stage.manifest import compare_keys
 from tasks.stage.resolver import Resolver
 from tasks.sweep_settings import Range, SweepSettings
@@ -24,6 +26,7 @@ _VARIED = ("prepare", "train", "evaluate")
 _EVALUATED = "eval_"
 # What every evaluation reports, beside what compute_metrics returns.
 _ALWAYS = ("loss", "runtime", "samples_per_second", "steps_per_second", "rows")
+_TRAINED = "train_"
 # A change of these makes trials that cannot be compared with the earlier ones.
 _FIXED = ("space", "objective", "direction", "sampler", "seed")
 
@@ -236,7 +239,8 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
         _require_evaluations(spec, resolver, field=field, value=name)
         _check_measured(spec, name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
         return
-    if name.startswith("train_"):
+    if name.startswith(_TRAINED):
+        _check_trained(spec, name, resolver, field)
         return
     if not spec.evaluate.enabled:
         raise ConfigError(
@@ -250,6 +254,43 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     names = [f"{split}_{each}" for split in spec.evaluate.splits for each in _measured(spec, resolver)]
     if not name.startswith("overall_"):
         _check_measured(spec, name, names, field)
+
+
+def _check_trained(spec: PipelineSpec, name: str, resolver: Resolver, field: str) -> None:
+    """Refuse a metric that train does not report, unless the recipe may add it."""
+    trained = {each: f"{_TRAINED}{each}" for each in _of_training(spec, resolver)}
+    measured = _measured(spec, resolver)
+    splits = spec.evaluate.splits if spec.evaluate.enabled else []
+    # A split may be called train as well: its metrics have the same prefix.
+    is_open = "train" in splits and not measured
+    evaluated = [f"{split}_{each}" for split in splits for each in measured]
+    if is_open or name in (*trained.values(), *evaluated) or _may_train_otherwise(spec):
+        return
+    # Without the prefix, which would make all of them alike.
+    own = nearest(name.removeprefix(_TRAINED), trained)
+    near = nearest(name, evaluated) if own is None else trained[own]
+    raise ConfigError(
+        "Train does not report this metric.",
+        field=field,
+        value=name,
+        remedy=f'Did you mean "{near}"?' if near else f"Choose one of: {', '.join(trained.values())}.",
+    )
+
+
+def _of_training(spec: PipelineSpec, resolver: Resolver) -> Iterator[str]:
+    """What the train stage reports, without its prefix, and the rows that prepare counts of a split called train."""
+    args = resolver.arguments(spec.train.args)
+    yield from _ALWAYS
+    if args.include_tokens_per_second:
+        yield "tokens_per_second"
+    if not args.skip_memory_metrics:
+        yield from (f"mem_{device}_{what}_delta" for device in ("cpu", "gpu") for what in ("alloc", "peaked"))
+
+
+def _may_train_otherwise(spec: PipelineSpec) -> bool:
+    """Whether the recipe may have a `Trainer` or callbacks of its own, which can add to what train reports."""
+    found = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
+    return any(names is None or names & {"Trainer", "callbacks"} for names in found)
 
 
 def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:

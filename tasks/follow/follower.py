@@ -278,6 +278,7 @@ class Follower:
             data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
             model=config.model,
             args=args,
+            metrics=context.metrics,
             checkpoint=info.url,
             train_split=config.train_split,
             eval_split=str(config.eval_split),

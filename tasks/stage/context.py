@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tasks.configs import MaxAge
 from tasks.stage.resolver import Resolver
 from tasks.tracking import RunHandle
+from trainer_lib.metric_names import MetricCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class StageContext:
         run_name: the run's name, for those that wait for its devices; None: the pipeline's.
         flavor: the flavor of MLflow that the trained model is to have, so the library that its class must be of; None:
             any.
+        metrics: those of evaluate that evaluations while training measure, because they choose its weights.
         limit: rows of each split in a check of the pipeline; None: all rows.
         refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").
@@ -49,6 +51,7 @@ class StageContext:
     tracking: RunHandle | None = None
     run_name: str | None = None
     flavor: str | None = None
+    metrics: tuple[MetricCall, ...] = ()
     limit: int | None = None
     refresh: Mapping[str, MaxAge] = field(default_factory=dict)
     force: frozenset[str] = frozenset()

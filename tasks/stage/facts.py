@@ -53,10 +53,11 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class PrepareFacts(StageFacts, stage="prepare-data"):
-    """The prepared splits by name, and what the recipe notes about the data for its model."""
+    """The prepared splits by name, what the recipe notes about the data for its model, and warnings about the rows."""
 
     splits: dict[str, PreparedSplit]
     info: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

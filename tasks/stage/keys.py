@@ -29,11 +29,14 @@ from tasks.configs import (
     TrainConfig,
 )
 from tasks.stage.declared_paths import keyed_options, path_options
+from tasks.stage.metric_packages import metric_packages
 from tasks.stage.reach import Place, Reach
 from tasks.stage.sources import memory
 from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, evaluations_matter_to, reach_of_predict, reach_of_train
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
+from trainer_lib.metric_names import read_metrics
+from trainer_lib.records import to_record
 
 if TYPE_CHECKING:
     from tasks.stage.context import StageContext
@@ -205,6 +208,9 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
         **_options("train", config, context),
     )
     fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
+    if context.metrics:  # others are measured by evaluate alone, and change no weight
+        packages = metric_packages(context.metrics)
+        fields |= {"metrics": [to_record(each) for each in context.metrics], "metric_packages": packages}
     return stage_key("train", fields, schema=2, places=code.places)
 
 
@@ -220,6 +226,8 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     for name in ("metrics", "slices"):
         if not getattr(config, name):
             fields.pop(name, None)
+    if packages := metric_packages(read_metrics(config.metrics)):
+        fields["metric_packages"] = packages
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)

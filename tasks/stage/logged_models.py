@@ -82,8 +82,14 @@ def register_model(
     evaluation: StageManifest | None,
     config: RegisterConfig,
     flavor: Flavor | None = None,
+    *,
+    kept_in: str | None = None,
 ) -> None:
-    """Ask the registry for a version of the model; delivered with everything else of the run, once."""
+    """Ask the registry for a version of the model; delivered with everything else of the run, once.
+
+    Args:
+        kept_in: URL of the run's folder, which gets what came of it.
+    """
     if config.name is None:
         return
     record = exported.record
@@ -96,7 +102,7 @@ def register_model(
         score=None if evaluation is None else _score(evaluation, config),
         flavor=flavor,
     )
-    run.log_model({"registration": to_record(asked)}, {})
+    run.log_model({"registration": to_record(asked), "kept_in": kept_in}, {})
 
 
 def _measured(evaluation: StageManifest | None) -> str:

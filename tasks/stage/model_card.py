@@ -12,12 +12,14 @@ from tasks.stage.facts import TrainFacts
 from tasks.stage.goodput import Goodput
 from tasks.stage.keys import versions
 from tasks.stage.manifest import StageManifest
-from tasks.stage.model_lineage import MODEL, changed_arguments, describe_lineage
+from tasks.stage.merged_model import CONFIG
+from tasks.stage.model_lineage import changed_arguments, describe_lineage
 from tasks.stage.outcome_tables import Outcome
 from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.base import ADAPTER, Source
 from trainer_lib.hub.card import Card
 from trainer_lib.hub.card_results import HardRows, Picture
 from trainer_lib.hub.outcome_pictures import as_file
@@ -35,6 +37,7 @@ def describe_card(
     trained: ModelDescription | None,
     metrics: Mapping[str, Mapping[str, float]],
     files: Sequence[FileEntry],
+    of_model: Mapping[str, Source],
 ) -> Card:
     """The content of the card.
 
@@ -43,13 +46,13 @@ def describe_card(
         inputs: the manifests of prepare-data, train and, where there is one, evaluate.
         trained: the description of the model with its code; None: the weights are published alone.
         metrics: split -> name -> value.
-        files: what is published besides the card.
+        files, of_model: what is published besides the card, and the files of the model among it, by path.
     """
     data, model = inputs[0], inputs[1]
     base, _, base_revision = (config.base_model or "").partition("@")
     given = {} if trained is None else trained.info.get("new_columns") or trained.columns
     columns = {key: kind for key, kind in given.items() if key != "row_id"}
-    loader = _loader(model)
+    loader = _loader(of_model)
     return Card(
         title=config.title or name,
         description=config.description,
@@ -74,6 +77,7 @@ def describe_card(
         columns={key: kind for key, kind in columns.items() if key not in LABELS},
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=files,
+        is_merged=f"{ADAPTER}/{CONFIG}" in of_model,
         confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
     )
 
@@ -152,15 +156,15 @@ def _history(model: StageManifest) -> list[dict[str, Any]]:
     return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
 
-def _loader(model: StageManifest) -> tuple[str, str] | None:
+def _loader(of_model: Mapping[str, Source]) -> tuple[str, str] | None:
     """The library and the class whose `from_pretrained` loads the model; None for a model of another kind."""
-    names = {entry.path.removeprefix(MODEL) for entry in model.files}
-    if "adapter_config.json" in names:
+    if CONFIG in of_model:
         return "peft", "AutoPeftModel"
-    if "config.json" not in names:
+    if "config.json" not in of_model:
         return None
+    found = of_model["config.json"]
     try:
-        config = json.loads(model.store().read_bytes(f"{MODEL}config.json", limit=_CONFIG_BYTES))
+        config = json.loads(found.store.read_bytes(found.entry.path, limit=_CONFIG_BYTES))
     except (TrainflowError, ValueError):
         return None
     if not isinstance(config, dict) or "model_type" not in config:

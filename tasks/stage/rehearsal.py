@@ -8,21 +8,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tasks.configs import TrainConfig
+from tasks.configs import EvaluateConfig, StageSettings, TrainConfig
 from tasks.stage.context import StageContext
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.progress import StageProgress
 from tasks.stage.runner import StageAttempt
 from tasks.stage.spec_words import in_words_of_spec
+from tasks.stage.stage_code import code_of
 from tasks.stage.worker import model_fields, sent_arguments
+from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
 from trainer_lib.footprint import Estimate, Probe
-from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import EstimateRequest, ProbeRequest
+from trainer_lib.launch import LaunchConfig, launch, warm
+from trainer_lib.launch.variables import threads_of
+from trainer_lib.metric_names import read_metrics
+from trainer_lib.requests import EstimateRequest, EvaluateRequest, ProbeRequest
 from trainer_lib.storage import Store
 
 PROBED_STEPS = 13
 _FOLDER = "probe"
+_REHEARSED = {f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples")}
 _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole training mean nothing here
     "max_steps": PROBED_STEPS,
     "warmup_steps": 0,
@@ -36,6 +41,17 @@ _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole train
     "push_to_hub": False,
     "report_to": "none",
 }
+
+
+def announce_probe(config: TrainConfig, context: StageContext) -> None:
+    """Have the workers of an estimate and a probe forked as those of a run are, so that a start takes as long as there.
+
+    Call it first: the process that they are forked from loads torch meanwhile. It is not asked to train: in a run whose
+    data is prepared, as after a probe, it loads what the first optimizer step needs when the training is launched.
+    """
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    warm.expect({"estimate": own, "probe": own})
 
 
 def estimate_training(config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts]) -> Estimate:
@@ -54,15 +70,74 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
         eval_split=config.eval_split,
         processes=own.world_size,
     )
-    alone = LaunchConfig(
+    with in_words_of_spec("train"):
+        return launch(request, _alone(own), env={}, on_line=_ignore, on_event=_ignore)
+
+
+def needs_rehearsal(config: EvaluateConfig, context: StageContext) -> bool:
+    """Whether an evaluation may refuse something that neither the spec nor the data's columns show."""
+    if config.metrics or config.slices:
+        return True
+    code = code_of(config, context)
+    # A name that is not defined as a function may be an object, which is given batch by batch.
+    is_open = code.defines("compute_metrics") and not code.functions("compute_metrics")
+    return bool(config.resamples) and (is_open or bool(context.resolver.arguments(config.args).batch_eval_metrics))
+
+
+def rehearse_evaluation(
+    config: EvaluateConfig,
+    train: TrainConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    *,
+    on_event: Callable[[dict[str, Any]], None],
+) -> None:
+    """Have one worker try what evaluate is asked to measure, on a few rows and the model as it begins.
+
+    Args:
+        on_event: takes a warning where it could not be tried.
+
+    Raises:
+        ConfigError: it could not be measured after the training either.
+    """
+    args = context.resolver.arguments(config.args, prefix="evaluate.args")
+    own = context.resolver.launch(config.launch or train.launch, use_cpu=args.use_cpu)
+    request = EvaluateRequest(
+        **_fields(config, context, data, Store.open(context.storage), stage="evaluate"),
+        args=sent_arguments(config.args, context),
+        model=train.model,
+        model_url="",
+        splits=tuple(config.splits),
+        resamples=config.resamples,
+        confidence=config.confidence,
+        metrics=read_metrics(config.metrics),
+        slices=tuple(config.slices),
+        step="rehearse",
+    )
+    try:
+        with in_words_of_spec("evaluate"):
+            launch(request, _alone(own), env={}, on_line=_ignore, on_event=on_event, should_cancel=context.stop.is_set)
+    except (Interrupted, Preempted):
+        raise
+    except TrainflowError as error:
+        if isinstance(error, ConfigError) and error.field in _REHEARSED:
+            raise
+        message = f"The metrics could not be tried before the training ({error.message})."
+        on_event({"event": "warning", "message": message})
+
+
+def _alone(own: LaunchConfig) -> LaunchConfig:
+    """How one worker is started where `own` says how all are."""
+    here = own.engine is None and own.kind != "in_process"
+    return LaunchConfig(
         kind="in_process" if own.kind == "in_process" else "process",
         processes=1,
+        # As many as each of all has, or it could not be forked from the same process.
+        threads=int(threads_of(own, {**os.environ, **own.env})) if here else None,
         env=own.env,
         devices=own.devices,
         device_order=own.device_order,
     )
-    with in_words_of_spec("train"):
-        return launch(request, alone, env={}, on_line=_ignore, on_event=_ignore)
 
 
 def probe_training(
@@ -105,9 +180,9 @@ def _rows(data: StageManifest[PrepareFacts], split: str | None) -> int:
 
 
 def _fields(
-    config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts], store: Store
+    config: StageSettings, context: StageContext, data: StageManifest[PrepareFacts], store: Store, stage: str = "train"
 ) -> dict[str, Any]:
-    attempt = StageAttempt("train", store, 1, 0, StageProgress("train"), lambda: False)
+    attempt = StageAttempt(stage, store, 1, 0, StageProgress(stage), lambda: False)
     try:
         return {**model_fields(config, context, attempt, data), "tracking": False}
     finally:

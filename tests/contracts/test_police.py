@@ -92,6 +92,36 @@ def test_a_process_of_another_program_is_looked_at_once_and_forgotten_when_it_en
     assert child.pid not in others, "the number may be that of our own process"
 
 
+@pytest.mark.parametrize(
+    ("home", "argument", "holds_lock", "is_leak"),
+    [
+        ("own", "{folder}", False, False),
+        ("own", "--early", True, False),  # a command of the test has put its own server in the place
+        ("own", "--early", False, True),
+        ("other", "{folder}", True, True),
+    ],
+)
+def test_the_sessions_own_embedded_server_may_be_replaced_and_every_other_one_is_a_leak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, argument: str, holds_lock: bool, is_leak: bool
+) -> None:
+    monkeypatch.setattr(police, "SETTLE_S", 0.05)
+    program = tmp_path / "flows" / "server" / "embedded.py"
+    program.parent.mkdir(parents=True)
+    program.write_text("input()\n")
+    folder = tmp_path / home / "trainflow" / "0123456789ab"
+    folder.mkdir(parents=True)
+    command = [sys.executable, str(program), argument.format(folder=folder)]
+    with police.server_kept(tmp_path / "own"):
+        before = police.Scene.look(())
+        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as server:
+            if holds_lock:
+                (folder / "server.lock").write_text(str(server.pid))
+            found = police.leaks(before, ())
+            server.communicate(b"\n", timeout=60)
+    assert [line.partition(":")[0] for line in found] == ([f"process {server.pid}"] if is_leak else [])
+    assert (server.returncode == 0) is not is_leak
+
+
 def test_a_process_group_left_open_is_destroyed(tmp_path: Path) -> None:
     import torch.distributed as dist
 

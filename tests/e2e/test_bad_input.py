@@ -17,6 +17,7 @@ import pytest
 from tests.support import toy
 from tests.support.command import Done, engine, trainflow
 from tests.support.prefect_home import make_home
+from tests.support.s3 import NOWHERE, S3_AWAY
 
 # The data has a file of its own, so that a change of the model's file does not prepare it again.
 DATA, MODEL = toy.RECIPE.split("def build_model")
@@ -129,14 +130,7 @@ def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, url: 
     assert do in rows["do"]
 
 
-NOWHERE = "http://127.0.0.1:9"
-S3_AWAY = {
-    "AWS_ENDPOINT_URL": NOWHERE,
-    "AWS_ACCESS_KEY_ID": "a",
-    "AWS_SECRET_ACCESS_KEY": "b",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_MAX_ATTEMPTS": "1",
-}
+SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, direction: minimize, trials: 2}"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +138,12 @@ S3_AWAY = {
     [
         (
             "run",
+            "storage=s3://bucket/x",
+            "storage = s3://bucket/x",
+            "the store does not answer (the connection is refused)",
+        ),
+        (
+            "sweep",
             "storage=s3://bucket/x",
             "storage = s3://bucket/x",
             "the store does not answer (the connection is refused)",
@@ -156,7 +156,8 @@ S3_AWAY = {
 def test_what_is_out_of_reach_is_named_in_plain_words(
     plain: Path, command: str, override: str, where: str, why: str
 ) -> None:
-    done = trainflow(command, plain, override, cwd=plain.parent, env=S3_AWAY)
+    more = (SWEEP,) if command == "sweep" else ()
+    done = trainflow(command, plain, override, *more, cwd=plain.parent, env=S3_AWAY)
     rows = told(done, 14, "storage out of reach")
     assert rows["where"].startswith(where)
     assert why in rows["why"]

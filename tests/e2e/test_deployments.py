@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
@@ -22,6 +17,7 @@ from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import running, trainflow
 from tests.support.prefect_home import make_home
+from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 
@@ -29,15 +25,6 @@ from tests.support.runs import IN_PROCESS
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
 SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
 ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
-
-
-def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120) -> Any:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"{what}: not within {timeout:g} s")
 
 
 def trained(store: Path) -> list[Path]:
@@ -101,82 +88,6 @@ def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path, prefect_database: P
 
 
 # -------------------------------------------------------------------------------------------------------------- deploy
-class Server:
-    """A Prefect server with a home of its own, and one worker of the pool `main`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log = folder / "server.log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.environ = {
-            "PREFECT_HOME": str(folder),
-            "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
-            "PREFECT_API_DATABASE_TIMEOUT": "60",
-            "TMPDIR": str(folder),
-        }
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def start(self, *command: str) -> subprocess.Popen[bytes]:
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env={**os.environ, **self.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes.append(process)
-        return process
-
-    def serve(self) -> None:
-        factory = ("--factory", "prefect.server.api.server:create_app")
-        process = self.start("uvicorn", *factory, "--port", str(self.port), "--log-level", "error")
-        wait_for("the server", lambda: self.answers() or process.poll() is not None, 150)
-        assert process.poll() is None, self.log.read_text()
-
-    def stop(self) -> None:
-        for process in reversed(self._processes):
-            process.terminate()
-            process.wait(40)
-
-    def answers(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self.api("GET", "health") is True
-        return False
-
-    def api(self, method: str, path: str, body: Any = None) -> Any:
-        deadline = time.monotonic() + 60
-        while True:
-            answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=20)
-            # Its database is busy; Prefect's own clients ask again, too.
-            if answer.status_code != 503 or time.monotonic() > deadline:
-                break
-            time.sleep(1)
-        assert answer.is_success, f"{answer.status_code} {answer.text}"
-        return answer.json() if answer.content else None
-
-    def runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
-        wanted = {
-            "deployments": {"name": {"any_": [deployment]}},
-            "flow_runs": {"state": {"type": {"any_": list(states)}}},
-        }
-        return list(self.api("POST", "flow_runs/filter", wanted))
-
-    def prefect(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
-            env={**os.environ, **self.environ},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Server]:
     server = Server(make_home(tmp_path_factory.mktemp("server"), prefect_database))
@@ -189,28 +100,30 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
         server.stop()
 
 
-@pytest.mark.timeout(300)
-def test_a_deployed_schedule_fires_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project")
     deployed = trainflow("deploy", spec, *SHORT, "--pool", "main", "--interval", "15", env=server.environ)
     assert deployed.code == 0, deployed.err
     assert "Deployed pipeline/toy to the work pool main: every 15 s." in deployed.out
-    [run, *_] = wait_for("a scheduled run that completes", lambda: server.runs("toy", "COMPLETED"))
-    assert run["auto_scheduled"] is True
+    wait_for("two runs that complete", lambda: len(server.runs("toy", "COMPLETED")) > 1, 240)
+    assert {run["auto_scheduled"] for run in server.runs("toy", "COMPLETED")} == {True}
+    # The worker's log has what a terminal shows at the end of each run.
+    summaries = ("  train         ran ", "  train         cached")
+    wait_for("a summary of each run", lambda: all(line in server.log.read_text() for line in summaries))
     [commit] = trained(tmp_path / "project" / "store")
     assert (commit.parent / "model" / "model.safetensors").exists()
     server.prefect("deployment", "delete", "pipeline/toy")
-    wait_for("the end of what had started", lambda: not training(), 40)
+    wait_for("the end of what had started", lambda: not training(), 90)
 
 
 def test_a_cancelled_deployed_run_leaves_no_process(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
     deployed = trainflow("deploy", spec, *ENDLESS, "--pool", "main", "--name", "endless", env=server.environ)
     assert deployed.code == 0, deployed.err
-    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["endless"]}}})
-    run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+    run = server.run("endless")
     wait_for("training", lambda: has_begun(tmp_path / "project" / "store"))
-    server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    server.api("POST", f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for("the cancelled state", lambda: server.runs("endless", "CANCELLED"), 60)
     wait_for("the end of every process", lambda: not training(), 30)
     assert not trained(tmp_path / "project" / "store")
@@ -229,14 +142,13 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     store, repaired = folder / "store", folder / "r"
     ways = (*SHORT, *IN_PROCESS)
     assert trainflow("deploy", spec, *ways, "--pool", "main", "--name", "retried", env=server.environ).code == 0
-    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["retried"]}}})
-    run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+    run = server.run("retried")
     wait_for("the failure", lambda: server.runs("retried", "FAILED"))
     repaired.write_text("now")
     # What the button "Retry" in the UI sends.
-    server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
+    server.api("POST", f"flow_runs/{run}/set_state", {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}})
     [completed] = wait_for("the same run to complete", lambda: server.runs("retried", "COMPLETED"))
-    assert (completed["id"], completed["run_count"]) == (run["id"], 2)
+    assert (completed["id"], completed["run_count"]) == (run, 2)
     assert attempts(store, "prepare-data") == 1
     assert attempts(store, "train") == 2
     assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
@@ -251,6 +163,59 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     assert server.api("GET", f"flow_runs/{failed['id']}")["state"]["type"] == "COMPLETED"
     assert len(trained(store)) == 2
     assert {past.status for past in list_runs(str(store))} == {"FINISHED"}
+
+
+@pytest.mark.timeout(500)
+def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(server: Server, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    held = f"import pathlib, time\n            while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+    recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
+    store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
+    retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
+    deployed = trainflow("deploy", spec, *SHORT, *retried, env=server.environ)
+    assert deployed.code == 0, deployed.err
+    run = server.run("killed")
+    wait_for("training", lambda: has_begun(store))
+    [process] = [each for each in training() if "prefect.engine" in _line(each)]
+    process.kill()
+    go.touch()
+    [completed] = wait_for("the same run to complete", lambda: server.runs("killed", "COMPLETED"), 300)
+    assert (completed["id"], completed["run_count"]) == (run, 2)
+    states = [state["name"] for state in server.api("GET", f"flow_run_states/?flow_run_id={run}")]
+    assert [state for state in states if state not in ("Scheduled", "Pending", "Submitting")] == [
+        # The worker reports the death twice; the second report takes the run out of no queue.
+        *("Running", "Crashed", "CrashedAtWork", "AwaitingRetry", "Running", "Completed")
+    ]
+    assert (attempts(store, "prepare-data"), attempts(store, "train")) == (1, 2)
+    assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
+    wait_for("the end of what had started", lambda: not training(), 90)
+
+
+def test_new_data_starts_one_run_of_a_deployment_and_none_again_after_a_restart(server: Server, tmp_path: Path) -> None:
+    data, spec = tmp_path / "data", toy.project(tmp_path / "project")
+    data.mkdir()
+    # No worker takes its runs: that they start is the point.
+    unattended = ("--pool", "unattended", "--create-pool", "--name", "watched")
+    assert trainflow("deploy", spec, *unattended, env=server.environ).code == 0
+    watching = ("watch", data, "pipeline/watched", "--every", "1")
+
+    def notes() -> list[Path]:
+        return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
+
+    for number in (1, 2):
+        with running(*watching, log=tmp_path / f"{number}.log", env=server.environ) as watch:
+            watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
+            wait_for("the first look", notes)
+            (data / f"{number}.csv").write_text("1\n")
+            watch.wait_for(f"New data under {data}: the run ")
+            assert watch.stop() == 0, watch.output
+        runs = server.runs("watched", "SCHEDULED")
+        assert len(runs) == number, "each change has started one run, and the restart none"
+        assert [run["tags"] for run in runs] == [["new-data"]] * number
+        # The folder is none of prepare.sources, so in no key.
+        assert runs[0]["parameters"]["force"] == ["prepare-data"]
+    [note] = notes()
+    assert json.loads(note.read_text())["started"] == 2
 
 
 def attempts(store: Path, stage: str) -> int:
@@ -275,31 +240,36 @@ def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> 
     image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
     deployed = trainflow("deploy", spec, *image, "--name", "boxed", "--limit-runs", "1", env=server.environ)
     assert deployed.code == 0, deployed.err
-    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["boxed"]}}})
+    deployment = server.deployment("boxed")
     variables = deployment["job_variables"]
     assert (variables["image"], variables["mem_limit"]) == ("registry.example/toy:1", "2g")
     assert deployment["global_concurrency_limit"]["limit"] == 1
 
 
-def test_a_crashed_run_runs_again_but_one_that_never_began_does_not(server: Server, tmp_path: Path) -> None:
+def test_a_crashed_run_waits_for_another_try_but_one_that_never_began_does_not(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path)
     server.prefect("work-pool", "create", "--type", "process", "idle")  # no worker: what happens to states is the point
     retried = ("--pool", "idle", "--name", "crashing", "--retry-crashed", "2")
     assert trainflow("deploy", spec, *retried, env=server.environ).code == 0
     assert trainflow("deploy", spec, *retried, env=server.environ).code == 0
-    automations = [each["name"] for each in server.api("POST", "automations/filter", {})]
-    assert sorted(automations) == [
+
+    def automations() -> list[str]:
+        names = [str(each["name"]) for each in server.api("POST", "automations/filter", {})]
+        return sorted(name for name in names if "crashing" in name)
+
+    assert automations() == [
         "trainflow: crashed runs of pipeline/crashing run again",
+        "trainflow: crashed runs of pipeline/crashing wait",
         "trainflow: silent runs of pipeline/crashing crash",
     ]
-    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["crashing"]}}})
+    deployment = server.deployment("crashing")
     assert deployment["job_variables"]["env"]["TRAINFLOW_CRASH_RETRIES"] == "2"
 
     def crashed(*states: str) -> str:
-        run = server.api("POST", f"deployments/{deployment['id']}/create_flow_run", {})
+        run = server.run("crashing")
         for state in (*states, "CRASHED"):
-            server.api("POST", f"flow_runs/{run['id']}/set_state", {"state": {"type": state}, "force": True})
-        return str(run["id"])
+            server.api("POST", f"flow_runs/{run}/set_state", {"state": {"type": state}, "force": True})
+        return run
 
     never_began, were_at_work = crashed("PENDING"), list[str]()
 
@@ -310,18 +280,20 @@ def test_a_crashed_run_runs_again_but_one_that_never_began_does_not(server: Serv
     for _ in range(4):
         were_at_work.append(crashed("PENDING", "RUNNING"))
         with contextlib.suppress(AssertionError):
-            wait_for("a retry", lambda: "AwaitingRetry" in map(state_of, were_at_work), 25)
+            wait_for("a crash at work", lambda: "CrashedAtWork" in map(state_of, were_at_work), 25)
             break
-    assert "AwaitingRetry" in map(state_of, were_at_work)
+    [waits, *_] = [run for run in were_at_work if state_of(run) == "CrashedAtWork"]
+    server.api("POST", f"flow_runs/{waits}/set_state", {"state": {"type": "CRASHED"}})  # a worker reports it once more
+    assert state_of(waits) in ("CrashedAtWork", "AwaitingRetry")
     assert state_of(never_began) == "Crashed"
     assert trainflow("deploy", spec, "--pool", "idle", "--name", "crashing", env=server.environ).code == 0
-    assert server.api("POST", "automations/filter", {}) == []
+    assert automations() == []
 
 
 def test_the_example_file_deploys_the_digits_every_night(server: Server) -> None:
     server.prefect("work-pool", "create", "--type", "process", "trainflow")
     server.prefect("deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
-    [deployment] = server.api("POST", "deployments/filter", {"deployments": {"name": {"any_": ["digits-nightly"]}}})
+    deployment = server.deployment("digits-nightly")
     assert deployment["entrypoint"] == "flows/pipeline.py:pipeline"
     assert [schedule["schedule"]["cron"] for schedule in deployment["schedules"]] == ["0 3 * * *"]
     wait_for("planned runs", lambda: server.runs("digits-nightly", "SCHEDULED"))

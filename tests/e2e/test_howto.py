@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -23,14 +24,13 @@ pytestmark = pytest.mark.timeout(900)
 WINE = "trainflow init wine --quiet && mv wine/* ."
 RUN = "trainflow run --quiet"
 # A run of some minutes, whose command is killed once it has saved something.
-KILLED = """
+UNTIL_SAVED = (
+    "command=$!; until ls .trainflow/stages/train/*/checkpoints/*/COMMIT.json > found 2> missing; "
+    "do kill -0 $command; sleep 0.1; done; kill -9 $command"
+)
+KILLED = f"""
 trainflow run --quiet train.args.max_steps=600 train.args.save_strategy=steps train.args.save_steps=3 &
-command=$!
-until ls .trainflow/stages/train/*/checkpoints/*/COMMIT.json > found 2> missing; do
-  kill -0 $command
-  sleep 0.1
-done
-kill -9 $command
+{UNTIL_SAVED}
 """
 
 
@@ -58,6 +58,12 @@ class Page:
 PAGES = {
     "csv": Page(before=()),
     "debug": Page(before=(WINE, RUN, f"{RUN} train.args.seed=4"), read_as={"compare RUN last": "compare wine-1 last"}),
+    "finetune": Page(
+        before=(),
+        read_as={
+            "$ trainflow run adapted.yaml": f"$ {RUN} adapted.yaml train.args.max_steps=300 & {UNTIL_SAVED}",
+        },
+    ),
     "gpus": Page(),
     # Both machines are this one, and the data has few rows.
     "machines": Page(
@@ -173,8 +179,11 @@ class Project:
         (folder / "points.csv").write_text("a,b,kind\n" + "\n".join(points) + "\n")
 
     def take(self, block: Block) -> None:
-        """Put the settings of a page into the spec, and its recipe beside it."""
-        if block.language == "yaml":
+        """Put the settings of a page into the spec, and its recipe and other specs beside it."""
+        named = re.match(r"# (\w+\.yaml)\n", block.text)
+        if block.language == "yaml" and named is not None and named[1] != "pipeline.yaml":
+            (self.folder / named[1]).write_text(block.text)
+        elif block.language == "yaml":
             self.take_settings(block.text)
         elif block.language == "python" and block.text.startswith("# recipe.py"):
             (self.folder / "recipe.py").write_text(block.text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,10 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
     for name in ("notebook", "tabular"):
         shutil.copytree(ROOT / "examples" / name, tmp_path / name)
     folder = tmp_path / "notebook"
+    given = (folder / NOTEBOOK.name).read_text("utf-8")
+    several = given.replace("train.args.max_steps=60", 'train.args.max_steps=60\\", \\"train.launch.processes=2')
+    assert several != given
+    (folder / NOTEBOOK.name).write_text(several, "utf-8")
     # A process of its own: the client leaves threads, and the kernel is a child of it.
     client = [sys.executable, "-c", "from nbclient.cli import main; main()"]
     command = [*client, NOTEBOOK.name, "--output", "executed.ipynb", "--timeout", "500"]
@@ -38,6 +44,10 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
     assert "'wine'" in shown[0]
     assert "never run before" in shown[1]
     assert shown[3].endswith("'finished'")
+    # Lines below the cell say how it goes.
+    assert re.search(r"train +.*step \d+/60", shown[3]), shown[3]
+    [commit] = (folder / ".trainflow" / "stages" / "train").glob("*/COMMIT.json")
+    assert json.loads(commit.read_text("utf-8"))["meta"]["meta"]["world_size"] == 2
     assert "test_accuracy" in shown[4]
     assert len(shown[5].splitlines()) >= 4
     assert "row_id" in shown[6]

@@ -105,3 +105,8 @@ def test_a_project_runs_outside_of_the_repository(light: Path, distributions: Pa
         done = _run(light / "trainflow", "run", "wine/pipeline.yaml", "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert {stage["status"] for stage in json.loads(done.stdout)["stages"]} == {status}
+    shutil.copytree(ROOT / "examples" / "digits", tmp_path / "digits")
+    quick = ("storage=store", "train.args.num_train_epochs=1", "train.launch.processes=2", "--json")
+    demo = _run(light / "trainflow", "run", "digits/pipeline.yaml", *quick, cwd=tmp_path)
+    assert demo.returncode == 0, demo.stderr
+    assert {stage["status"] for stage in json.loads(demo.stdout)["stages"]} == {"ran"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from rich.console import Console
 
 from flows.cli import inventory, presentation
 from flows.cli import main as cli
@@ -103,8 +106,22 @@ def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
         inventory.find(str(tmp_path / "absent"))
 
 
-def test_every_damaged_byte_is_found_by_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_damaged_byte_is_found_by_verify_which_shows_how_far_it_is(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = told(capsys, "checkpoints", "list", root)
     assert told(capsys, "checkpoints", "verify", root)[0] == 0
+    progress = []
+    for option in ("", "", "--quiet", "--json"):
+        words = ["checkpoints", "verify", str(root), *filter(None, [option])]
+        with contextlib.suppress(typer.Exit):
+            cli.application()(words, standalone_mode=False)
+        progress.append(capsys.readouterr().err)
+        monkeypatch.setattr(Console, "is_terminal", property(lambda self: self.stderr))
+        monkeypatch.setenv("TERM", "xterm")
+    total = sum(entry["bytes"] for entry in whole["checkpoints"]) / 1000
+    assert [progress[0], *progress[2:]] == ["", "", ""], "nothing is drawn without a terminal, or unasked"
+    assert all(part in progress[1] for part in ("reading", f"{total:.1f}/{total:.1f} kB", "0:00:00"))
     file = root / "checkpoint-2" / "optimizer.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

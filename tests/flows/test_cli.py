@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import re
 import shutil
 import signal
@@ -14,13 +13,15 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support import toy
-from tests.support.command import TRAINFLOW, Done, running, trainflow
+from tests.support.command import TRAINFLOW, Done, Running, running, trainflow
+from tests.support.terminal import Terminal, on_a_terminal
 
 # The shortest chain that trains: two launches.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -81,7 +82,7 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path) -> None:
         (["ui", "pipeline.yaml", "--storage", "elsewhere"], "not both"),
         (["checkpoints", "list", "."], "No committed checkpoint is there."),
         (["predict", "lst", "new.csv"], "No run with this id, name or tag"),
-        (["rnu"], "No such command"),
+        (["rnu"], 'Did you mean "run"?'),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(spec: Path, arguments: list[str], expected: str) -> None:
@@ -287,31 +288,46 @@ def test_a_notice_of_preemption_saves_and_ends_the_run_without_a_retry(tmp_path:
 
 
 # --------------------------------------------------------------------------------------------------------- a terminal
+def held_until(go: Path) -> str:
+    """A recipe whose training goes on after its third step once a file is there."""
+    held = "import pathlib, time\n            self.calls = getattr(self, 'calls', 0) + 1\n"
+    held += f"            while self.calls > 3 and not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+    return toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
+
+
+@contextlib.contextmanager
+def following(spec: Path, log: Path) -> Iterator[tuple[Terminal, Running]]:
+    """`status --watch` on a terminal and `logs --follow` beside the run of a spec."""
+    status = Terminal([*TRAINFLOW, "status", str(spec), "--watch"])
+    try:
+        with running("logs", "last", spec, "--follow", log=log) as logs:
+            yield status, logs
+    finally:
+        status.close()
+
+
 def test_on_a_terminal_the_progress_is_drawn_while_another_command_runs_beside_it(tmp_path: Path) -> None:
-    drawn, beside = (toy.project(tmp_path / name) for name in ("drawn", "beside"))
+    drawn, go = toy.project(tmp_path / "drawn", recipe=SLOW_RECIPE), tmp_path / "go"
+    beside = toy.project(tmp_path / "beside", recipe=held_until(go))
     with running("run", beside, *SHORT, log=tmp_path / "beside.log") as other:
-        out, code = on_a_terminal([*TRAINFLOW, "run", str(drawn), *SHORT])
-        assert other.process.wait(120) == 0, other.output
+        other.wait_for("train         starts")
+        with following(beside, tmp_path / "logs") as (status, logs):
+            out, code = on_a_terminal([*TRAINFLOW, "run", str(drawn), *SHORT])
+            status.wait_for(r"train +running +[━╌]{20} +\d+%")
+            logs.wait_for("step 2/8")
+            go.touch()
+            assert other.process.wait(120) == 0, other.output
+            assert status.wait() == 0, status.text
+            assert logs.process.wait(60) == 0, logs.output
+        # Each has ended with the run: the bars are gone, the list is left; the log goes on to the end of the training.
+        assert re.search(r"toy +finished ", status.text.rpartition("state")[2])
+        assert re.search(r"train │ step 8/8, .*\n.* train │ committed: never run before\n$", logs.output), logs.output
     assert code == 0, out
     assert re.search(r"step \d/8", out)  # how many of them is a matter of the machine's speed
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
     summary = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out[out.rindex("why") :])
     assert re.search(r"train +ran ", summary)
     assert "report" in summary
-
-
-def on_a_terminal(command: list[str], **env: str) -> tuple[str, int]:
-    """Run a command on a terminal of its own: everything it wrote there, and its exit code."""
-    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **env}
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True)
-    os.close(theirs)
-    chunks: list[bytes] = []
-    with contextlib.suppress(OSError):  # Linux says so when the other side is closed
-        while data := os.read(ours, 65536):
-            chunks.append(data)
-    os.close(ours)
-    return b"".join(chunks).decode(errors="replace"), process.wait(30)
 
 
 # ----------------------------------------------------------------------------------------------------------------- ui

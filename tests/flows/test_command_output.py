@@ -76,9 +76,33 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toy.project(folder, spec=spec + REGISTERED)
     (folder / "sweep.yaml").write_text(spec + SWEEP.replace("trials: 4", "trials: 2"))
     (folder / "new.jsonl").write_text('{"x": [0.5]}\n{"x": [-0.25]}\n')
+    planned = trainflow("plan", "pipeline.yaml", "--probe", "--json", cwd=folder)
+    assert planned.code == 0, planned.err
+    (folder / "planned.json").write_text(planned.out)
     done = trainflow("run", "pipeline.yaml", "--quiet", cwd=folder)
     assert (done.code, done.out, done.err) == (0, "", "")
     return folder
+
+
+def test_what_a_probe_planned_on_unprepared_data_is_compared_with_what_came(project: Path) -> None:
+    planned = json.loads((project / "planned.json").read_text())
+    stages = {each["stage"]: (each["hit"], each["reason"].split()[0]) for each in planned["stages"]}
+    assert stages["prepare-data"] == (True, "committed"), "the probe has prepared the data"
+    assert stages["train"] == (False, "never")
+    assert (planned["length"]["steps"], planned["length"]["samples"]) == (8, 64)
+    assert planned["time_source"] == "a probe of a few steps"
+    assert planned["missing"] == []
+    assert planned["probe"]["step_s"] > 0
+    shown = json.loads(trainflow("show", "toy-1", "--json", cwd=project).out)
+    compared = {each["quantity"]: each for each in shown["compared"]}
+    assert set(compared) == {"seconds", "peak_bytes", "steps", "samples", "checkpoint_bytes"}
+    for same in ("steps", "samples"):
+        assert compared[same]["difference"] == 0, compared[same]
+    for measured in ("seconds", "peak_bytes", "checkpoint_bytes"):
+        assert compared[measured]["planned"] > 0
+        assert compared[measured]["actual"] > 0
+    assert abs(compared["peak_bytes"]["difference"]) < 0.5, compared["peak_bytes"]
+    assert not list((project / "store").glob("probe-*"))
 
 
 def test_every_command_has_a_case() -> None:

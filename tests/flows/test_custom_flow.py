@@ -22,16 +22,21 @@ from trainer_lib.storage import FileEntry
 
 
 def test_a_users_flow_with_a_stage_of_its_own(prefect_server: str, tmp_path: Path) -> None:
-    overrides = ["prepare.launch=in_process", "train.launch=in_process"]
-    spec = load_spec(project(tmp_path / "project"), overrides)
+    hub = tmp_path / "hub"
+    overrides = ["prepare.launch=in_process", "train.launch=in_process", f"publish.to={hub}"]
+    # Without the stage between them, train would look for this split.
+    spec = load_spec(project(tmp_path / "project"), [*overrides, "train.train_split=absent"])
 
     first = own_flow(spec)
-    assert (first["rows"], first["largest"]) == ({"train": 64, "test": 16}, "train")
+    assert (first["rows"], first["trained on"]) == ({"train": 64, "test": 16}, "train")
+    assert (first["predicted"], first["metrics"].keys()) == (16, {"test"})
+    assert first["published"].startswith(str(hub))
+    assert {"README.md", "model.safetensors"} <= {each.name for each in Path(first["published"]).iterdir()}
     _manifests._verified.clear()
     before = sorted(path for path in Path(spec.storage).rglob("*") if path.name == "COMMIT.json")
     assert own_flow(spec) == first
     assert sorted(path for path in Path(spec.storage).rglob("*") if path.name == "COMMIT.json") == before
-    assert len([path for path in before if "stages" in path.parts and "checkpoints" not in path.parts]) == 4
+    assert len([path for path in before if "stages" in path.parts and "checkpoints" not in path.parts]) == 6
 
 
 def test_a_stage_runs_alone(prefect_server: str, tmp_path: Path) -> None:

@@ -71,11 +71,31 @@ def test_a_version_that_misses_a_requirement_is_promoted_only_on_demand(
         promote("toy-line", "1", storage=str(folder / "store"))
 
 
-def test_nothing_new_is_published_and_the_evaluation_stays_committed(folder: Path) -> None:
-    held = run(folder, MISSED, "train.args.seed=5")
+def test_nothing_new_is_published_or_registered_and_the_evaluation_stays_committed(
+    folder: Path, tmp_path: Path
+) -> None:
+    uri = fresh_store(tmp_path / "mlflow")
+    registering = ("train.args.seed=5", "tracking.enabled=true", f"tracking.uri={uri}", "register.name=toy-line")
+    held = run(folder, MISSED, *registering)
     assert isinstance(held.error, GateError)
     assert ran(held) == {"train", "evaluate", "predict"}
-    assert run(folder, "train.args.seed=5").ok
+    assert isinstance(run(folder, MISSED, *registering).error, GateError), "nor with the evaluation from before"
+    assert registered(uri) == []
+    passed = run(folder, PASSED, *registering)
+    assert passed.ok
+    assert ran(passed) == {"push-to-hub"}
+    champion = [("1", passed.mlflow_run_id, {"candidate", "champion"})]
+    assert registered(uri) == champion
+    # A new training that misses the requirement leaves the champion alone.
+    assert isinstance(run(folder, MISSED, *registering, "train.args.seed=6").error, GateError)
+    assert registered(uri) == champion
+
+
+def registered(uri: str) -> list[tuple[str, str, set[str]]]:
+    """Version, run and aliases of everything in a registry."""
+    versions = client(uri).search_model_versions("")
+    named = [client(uri).get_model_version(each.name, each.version) for each in versions]
+    return [(str(each.version), each.run_id, set(each.aliases)) for each in named]
 
 
 @pytest.mark.parametrize("how", [{"only": "push-to-hub"}, {"start": "push-to-hub"}, {"only": "evaluate"}])

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows import prefect_artifacts
 from flows.past_runs import list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import explain
 from flows.results import PipelineResult
 from flows.spec.spec import load_spec
 from flows.stages import stage_names
+from tasks.prefect_client import quick_client
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
 from tests.support.mlflow_store import runs
-from tests.support.runs import ALL, IN_PROCESS, broken, newest_state, ran, reason, run, spec_of
+from tests.support.runs import (
+    ALL,
+    IN_PROCESS,
+    artifacts_of,
+    broken,
+    newest_flow_run,
+    newest_state,
+    ran,
+    reason,
+    run,
+    spec_of,
+)
 from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
+
+PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -138,6 +155,43 @@ def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
     shown = tracked(folder)  # everything is cached, but no run is known that shows it
     assert ran(shown) == set()
     assert mlflow_run(shown).data.tags["trainflow.origin_run"] == first.mlflow_run_id
+
+
+def test_prefect_mlflow_and_the_report_show_the_name_of_a_run_and_how_it_went(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What nothing waits for takes longer on a busy machine than a run would grant it.
+    monkeypatch.setattr(prefect_artifacts, "LIMIT_S", PATIENCE_S)
+    monkeypatch.setattr(run_link, "quick_client", lambda: quick_client(PATIENCE_S))
+    result = tracked(folder, "train.args.learning_rate=1e-2")
+    shown, in_prefect = mlflow_run(result), newest_flow_run()
+    assert result.run_name == shown.info.run_name == in_prefect.name == "toy-lr0.01-2"
+
+    goodput = shown.data.metrics["train/goodput"]
+    assert 0 < goodput <= 1
+    text = Path(result.report_url or "").read_text()
+    assert f"{goodput:.1%} of " in text
+    assert "Where the time of training went" in text
+
+    ended = {f"{stage}-progress" for stage in ran(result)}
+    wanted = {"summary", "metrics", "loss", *ended}
+
+    def is_complete(found: Mapping[str, Any]) -> bool:
+        return wanted <= set(found) and all(found[key].data == 100 for key in ended)
+
+    found = artifacts_of(in_prefect.id)
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_complete(found) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = artifacts_of(in_prefect.id)
+    assert {key: found[key].data for key in ended} == dict.fromkeys(ended, 100)
+    assert set(found) == wanted
+    assert found["train-progress"].description.startswith("step 8/8, loss ")
+    kinds = {key: found[key].type for key in ("summary", "metrics", "loss", "train-progress")}
+    assert kinds == {"summary": "markdown", "metrics": "table", "loss": "image", "train-progress": "progress"}
+    assert str(result.mlflow_run_id) in found["summary"].data
+    assert [row["metric"] for row in json.loads(found["metrics"].data) if row["metric"] == "error"] == ["error"]
+    assert found["loss"].data.startswith("data:image/png;base64,iVBORw0KGgo")
 
 
 def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:

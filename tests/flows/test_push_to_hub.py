@@ -325,6 +325,10 @@ def test_a_manifest_of_the_wrong_stage_or_without_a_model_is_bad_input(storage: 
     inputs = _inputs(storage)
     with pytest.raises(ConfigError, match="train"):
         _push(storage, PublishConfig(), {**inputs, "model": inputs["data"]})
+    with pytest.raises(ConfigError, match="no adapters") as refused:
+        _push(storage, PublishConfig(merge_adapters=True), inputs)
+    assert (refused.value.field, refused.value.value) == ("publish.merge_adapters", "true")
+    assert "train.model.lora" in str(refused.value.remedy)
     empty = _stage(storage, "train", {"x": 1}, {"other.txt": b""})
     with pytest.raises(ConfigError, match="no model"):
         _push(storage, PublishConfig(), {**inputs, "model": empty})

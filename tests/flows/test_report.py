@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -16,7 +17,9 @@ from flows.report import render_report
 from flows.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
 from tasks.stage.outcome_tables import Outcome
 from tests.support.repository import ROOT
+from trainer_lib.trackers.mlflow_registry import Registered, Registration, Score, Verdict
 
+MEASURED = ("prepare-data", "evaluate")
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 
@@ -201,6 +204,70 @@ def test_a_metric_has_its_interval_beside_it() -> None:
     evaluation["manifest"]["metrics"] = {"test": {"f1": 0.9, "f1_low": 0.8, "f1_high": 0.95, "spread_low": 3}}
     words = Page(render_report(result)).words
     assert "f1 0.9 (0.8 to 0.95) spread_low 3" in words
+
+
+def _with_interval(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def test_what_needs_no_model_stands_beside_the_model_with_the_margin_and_its_interval() -> None:
+    result = _result()
+    prepared, evaluation = (next(each for each in result["stages"] if each["stage"] == name) for name in MEASURED)
+    prepared["manifest"]["metrics"] = {"train_rows": 1000, "test_rows": 1250, "val_rows": 30}
+    evaluation["manifest"]["meta"] = {"confidence": 0.9}
+    evaluation["manifest"]["metrics"] = {
+        "val": {"accuracy": 0.9, "majority_accuracy": 0.6},
+        "test": {
+            **_with_interval("accuracy", 0.8, 0.7, 0.85),
+            **_with_interval("majority_accuracy", 0.4, 0.3, 0.5),
+            **_with_interval("accuracy_over_majority", 0.4, 0.25, 0.5),
+            "mase": 0.7,
+            "naive_mase": 1.1,
+            "mase_below_naive": 0.4,
+            "accuracy/sex/a": 0.1,
+        },
+    }
+    words = Page(render_report(result)).words
+    assert (
+        "The model and what needs no model Both were measured on the same rows. A margin above zero is in the model's "
+        "favour. In brackets: the interval, by a bootstrap over the rows, with a probability of 0.9. "
+        "split rows metric the model without a model margin "
+        "test 1,250 accuracy 0.8 (0.7 to 0.85) majority: 0.4 (0.3 to 0.5) 0.4 (0.25 to 0.5) "
+        "test 1,250 mase 0.7 naive: 1.1 0.4"
+    ) in words
+    assert "val 30" not in words
+    assert "without a model" not in Page(render_report(_result())).words
+
+
+def test_the_comparison_with_the_champion_is_a_row() -> None:
+    verdict = Verdict(
+        promoted=False,
+        reason="It is not clearly better.",
+        candidate="3",
+        champion="2",
+        metric="test_error",
+        difference=0.02,
+        low=-0.01,
+        high=0.05,
+        resamples=1000,
+    )
+    score = Score(metric="test_error", value=0.4, rows="a" * 64, is_greater_better=False)
+    asked = Registration(name="line <b>", digest="d" * 64, score=score)
+    page = Page(render_report(_result(registers="line <b>", registered=Registered.of(asked, "3", verdict))))
+    assert (
+        "Registered line <b> version 3. It is not clearly better. Both versions were measured on the same rows. "
+        "The difference is positive where this model is better; from 5 % to 95 % of the resamples of these rows. "
+        "champion metric this model the champion difference interval "
+        "2 test_error 0.4 0.42 0.02 -0.01 to 0.05 kept"
+    ) in page.words
+    better = Registered.of(asked, "3", replace(verdict, promoted=True))
+    assert "0.05 replaced" in Page(render_report(_result(registers="line", registered=better))).words
+    first = Registered.of(asked, "1", Verdict(promoted=True, reason="It is the first champion.", candidate="1"))
+    words = Page(render_report(_result(registers="line", registered=first))).words
+    assert "line <b> version 1. It is the first champion." in words
+    assert "same rows" not in words
+    assert "line: MLflow had not answered" in Page(render_report(_result(registers="line", registered=None))).words
+    assert "Registered" not in Page(render_report(_result())).words
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:

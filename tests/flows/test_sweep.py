@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
 import trainflow
+from flows.sweeps.sweeping import run_sweep
 from tests.support import toy
 from tests.support.command import trainflow as command
-from tests.support.sweeps import SLOW_RECIPE, sweep_project
-from trainer_lib.errors import ConfigError
+from tests.support.pages import blocks
+from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
+from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.gpu_selection import num_cores
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
+SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x.float())", "y = self.linear(x.float()) + self.shift").replace(
+    "self.linear = torch.nn.Linear(1, 1)",
+    'self.linear, self.shift = torch.nn.Linear(1, 1), options["shift"]\n'
+    "            torch.nn.init.zeros_(self.linear.weight)",
+)
+SHIFTED_RECIPE += "\n\ndef sizes(p):\n    return float(abs(p.predictions).mean())\n"
+SHIFTED_RECIPE = SHIFTED_RECIPE.replace("p.label_ids).mean())}", 'p.label_ids).mean()), "size": sizes(p)}')
 
 
 def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, prefect_server: str) -> None:
     path = sweep_project(tmp_path, recipe=SLOW_RECIPE, tracked=True)
     pruned = ("sweep.pruner=asha", "train.args.max_steps=24", "sweep.sampler=grid", "sweep.trials=")
     space = "sweep.space={train.args.learning_rate: [1.0, 1.0e-4, 2.0e-4]}"
-    spec = trainflow.Spec.load(path, *EVALUATED, *pruned, space)
+    required = ("register.name=toy-line", "register.metric=test_error", "evaluate.require={test_error: '< 1'}")
+    spec = trainflow.Spec.load(path, *EVALUATED, *pruned, space, *required)
     sweep = spec.sweep(progress=False)
 
     table = sweep.trials
@@ -51,6 +64,7 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
     assert "better than eval_error" in str(ended["1"])
     assert sweep.run().mlflow_run_id in [run.info.run_id for run in children]
 
+    _check_promotion(spec, sweep, client)
     listed = command("runs", "--storage", tmp_path / "store")
     assert "and 2 more: trainflow runs --sweep sweep" in listed.out
     trials = json.loads(command("runs", "--storage", tmp_path / "store", "--sweep", "sweep", "--json").out)["runs"]
@@ -61,18 +75,26 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
     ]
 
 
+def _check_promotion(spec: trainflow.Spec, sweep: trainflow.Sweep, client: MlflowClient) -> None:
+    """The best spec passes the gate and is registered, which no trial is; one that requires more is held back."""
+    assert client.search_registered_models() == []
+    held = trainflow.Spec.load(sweep.spec_file(), "evaluate.require={test_error: '< 0'}")
+    with pytest.raises(GateError, match="must be < 0"):
+        held.run(progress=False)
+    assert client.search_registered_models() == []
+    # As docs/python.md shows it.
+    [shown] = [block.text for block in blocks("python.md") if ".sweep()" in block.text]
+    exec(shown.replace('trainflow.Spec.load("pipeline.yaml")', "spec"), {"trainflow": trainflow, "spec": spec})
+    best = trainflow.Run("last", storage=spec.storage)
+    champion = client.get_model_version_by_alias("toy-line", "champion")
+    assert champion.run_id == best.mlflow_run_id
+
+
 @pytest.mark.timeout(600)
 def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everything(
     tmp_path: Path, prefect_server: str
 ) -> None:
-    recipe = toy.RECIPE.replace("y = self.linear(x.float())", "y = self.linear(x.float()) + self.shift").replace(
-        "self.linear = torch.nn.Linear(1, 1)",
-        'self.linear, self.shift = torch.nn.Linear(1, 1), options["shift"]\n'
-        "            torch.nn.init.zeros_(self.linear.weight)",
-    )
-    recipe += "\n\ndef sizes(p):\n    return float(abs(p.predictions).mean())\n"
-    recipe = recipe.replace("p.label_ids).mean())}", 'p.label_ids).mean()), "size": sizes(p)}')
-    path = sweep_project(tmp_path, recipe=recipe, tracked=True)
+    path = sweep_project(tmp_path, recipe=SHIFTED_RECIPE, tracked=True)
     # A line that learns fits better and says larger numbers; one that is shifted is worse in both.
     space = "sweep.space={train.args.learning_rate: [1.0e-4, 0.3], train.model.shift: [0, 9]}"
     several = ("sweep.objective=[test_error, test_size]", "sweep.direction=[minimize, minimize]")
@@ -91,7 +113,10 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     assert table["test_size"][0] < table["test_size"][2]
     page = sweep.report()
     assert page.count("Not beaten:") == 2
-    assert "Best compromises" in page
+    pictures = [
+        f"{what} {name}" for name in sweep.result.objective for what in ("History of", "Importance for", "Values and")
+    ]
+    assert [title for title in ("Best compromises", *pictures) if f"<h2>{title}</h2>" not in page] == []
     client = MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     parent = client.get_run(str(sweep.result.mlflow_run_id))
     assert parent.data.tags["trainflow.sweep.best_trials"] == "0, 2"
@@ -106,10 +131,18 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     assert chosen.why()["hit"][["prepare-data", "train", "evaluate"]].all()
     assert chosen.run().metrics["value"]["test_error"] == table["test_error"][2]
 
+    # The same ledger with another spec: its trials would not compare.
+    refused = command("sweep", path, *words, "train.args.max_steps=9")
+    assert refused.code == 2, refused.out + refused.err
+    assert "made with something else: args.max_steps: 8 -> 9" in refused.err
+    assert len(sweep.trials) == 4
+
 
 def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path: Path, prefect_server: str) -> None:
-    spec = trainflow.Spec.load(sweep_project(tmp_path), "sweep.objective=train_los")
-    with pytest.raises(ConfigError, match="Did you mean 'train_loss'"):
+    # What after_evaluate measures is known only when it runs.
+    recipe = f"{toy.RECIPE}\n\ndef after_evaluate(model, data, options):\n    return {{'metrics': {{'slope': 2.0}}}}\n"
+    spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), "sweep.objective=overall_slop")
+    with pytest.raises(ConfigError, match="Did you mean 'overall_slope'"):
         spec.sweep(progress=False)
     # Nothing has come of it, so the corrected spec takes the study over, and the training is there already.
     corrected = trainflow.Spec.load(tmp_path / "pipeline.yaml", "sweep.objective=train_loss", "sweep.trials=1")
@@ -117,12 +150,28 @@ def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path
     assert len(list((tmp_path / "store" / "stages" / "train").iterdir())) == 1
 
 
-def test_slots_share_the_cores(tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_share_the_cores_and_one_that_dies_is_replaced(
+    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     recipe = toy.RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
         "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
     )
     words = ("sweep.objective=test_threads", "sweep.trials=2", "sweep.parallel=2", "evaluate.launch.processes=1")
-    sweep = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words).sweep(progress=False)
-    assert list(sweep.trials["test_threads"]) == [max(1, num_cores() // 2)] * 2
+    spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words)
+    events: list[Mapping[str, Any]] = []
+
+    def kill_one(event: Mapping[str, Any]) -> None:
+        events.append(event)
+        if [each["event"] for each in events].count("began") == 1 and event["event"] == "began":
+            slots = [each for each in psutil.Process().children() if "flows.sweeps.trial_slot" in each.cmdline()]
+            slots[0].kill()
+
+    result = run_sweep(spec.settings, listener=kill_one)
+    result.raise_for_error()
+    assert [each["message"] for each in events if each["event"] == "warning"] == [
+        "A slot ended (code -9); another takes its place."
+    ]
+    assert [each.objective for each in result.trials] == [(max(1, num_cores() // 2),)] * 2
+    assert all(ends.count("committed") == 1 for ends in attempts(tmp_path / "store").values())

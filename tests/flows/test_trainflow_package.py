@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import pytest
 
 import trainflow
 from tests.support.model_folders import remove_fetched_code
+from tests.support.pages import blocks
 from tests.support.runs import IN_PROCESS, broken
-from trainer_lib.errors import CodeError, ConfigError
+from tests.support.s3 import S3_AWAY
+from trainer_lib.errors import CodeError, ConfigError, StorageError
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,34 @@ def test_a_spec_runs_goes_on_and_begins_in_the_middle(folder: Path, prefect_serv
     assert list(again.predictions()["row_id"]) == list(mended.predictions()["row_id"])
 
 
+def test_the_snippets_of_the_readme_and_the_page_do_what_they_say(
+    folder: Path, prefect_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme, page = (
+        [block.text for block in blocks(name) if block.language == "python" and "trainflow" in block.text]
+        for name in ("../README.md", "python.md")
+    )
+    [sweep] = [text for text in page if ".sweep()" in text]
+    page.remove(sweep)  # tests/flows/test_sweep.py runs it
+    assert (len(readme), len(page)) == (1, 3)
+    spec = ", ".join(repr(each) for each in (str(folder / "pipeline.yaml"), *IN_PROCESS, "tracking.enabled=true"))
+    read_as = {
+        '"examples/digits/pipeline.yaml", "train.args.learning_rate=1e-3"': spec,
+        '"examples/digits/pipeline.yaml"': spec,
+        "examples/digits/../../.trainflow": str(folder / "store"),
+        "s3://bucket/store": str(folder / "store"),
+        "test_accuracy": "test_error",
+        '{"image": image}': '{"x": [0.5]}',
+        ".plot()": ".plot",  # it imports matplotlib for a second
+        "run.resume()  # one that did not finish, with its own spec\n": "",  # this one has finished
+    }
+    for snippet in (*readme, *page):
+        for shown, here in read_as.items():
+            snippet = snippet.replace(shown, here)
+        exec(snippet, {"trainflow": trainflow})
+    assert "test_error" in capsys.readouterr().out
+
+
 def test_a_run_inside_of_an_event_loop(folder: Path, prefect_server: str) -> None:
     async def cell() -> trainflow.Run:
         return loaded(folder, "predict.rows_per_file=5").run(progress=False)
@@ -91,6 +121,27 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
         spec.run(start="evalute")
     assert "evaluate" in str(refused.value)
     assert trainflow.runs(str(tmp_path / "empty")).table.empty
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: trainflow.Run("last", storage="s3://bucket/x"),
+        lambda: trainflow.Run("s3://bucket/x/runs/c829239451964185"),
+        lambda: trainflow.runs("s3://bucket/x"),
+    ],
+)
+def test_a_storage_out_of_reach_is_one_sentence(
+    ask: Callable[[], trainflow.Run | trainflow.Runs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in S3_AWAY.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError) as refused:
+        ask()
+    assert "the store does not answer (the connection is refused)" in refused.value.message
+    assert refused.value.message.count(". ") == 0
+    assert str(refused.value.field).startswith("s3://bucket/x")
+    assert "Check the" in str(refused.value.remedy)
 
 
 def test_the_plan_is_that_of_the_command(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A sweep that is killed again and again: every trial ends once, and none is trained twice."""
+"""A sweep that is stopped again and again, by Ctrl-C or a kill: every trial ends once, and none is trained twice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from flows.results import flat_metrics
-from tests.support.command import engine, running, trainflow
+from tests.support.command import Running, engine, running, trainflow
 from tests.support.sweeps import SLOW_RECIPE, attempts, checkpoints, sweep_project
+from trainer_lib.errors import Interrupted
 
 KILLS = 2
 
@@ -33,7 +34,10 @@ def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path: Path, runner:
                     assert command.process.poll() is None, command.output
                     assert time.monotonic() < deadline, command.output
                     time.sleep(0.05)
-                command.process.kill()
+                if runner == "processes" and kill == 0:
+                    _interrupt(command, storage)
+                else:
+                    command.process.kill()
         done = trainflow("sweep", spec, *slots, "--json", env=env)
         assert done.code == 0, done.out + done.err
         result = json.loads(done.out)
@@ -66,6 +70,13 @@ def test_a_killed_sweep_goes_on_and_trains_nothing_twice(tmp_path: Path, runner:
             # What a killed command's workers still save may have the next one killed before it is in Prefect.
             *killed, last = _ends_in_prefect(env)
             assert (set(killed), last) == ({"Crashed"}, "Completed")
+
+
+def _interrupt(command: Running, storage: Path) -> None:
+    assert command.stop(timeout=90) == Interrupted.exit_code, command.output
+    assert "running work is saved first" in command.output
+    assert "The same command continues: trainflow sweep" in command.output
+    assert not any("" in ends for ends in attempts(storage).values()), "every attempt came to an end"
 
 
 def _ends_in_prefect(env: dict[str, str]) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from flows.garbage import find_garbage
 from flows.past_runs import find_run, list_runs
-from tests.support.recorded import collect, commit_stage, committed, folders, nightly
-from trainer_lib.commit import COMMIT, write_commit
+from tests.support.recorded import collect, commit_stage, committed, folders, nightly, publish_run
+from trainer_lib.commit import COMMIT
 from trainer_lib.storage import Store
 
 
@@ -42,26 +40,11 @@ def test_old_runs_go_with_what_only_they_refer_to(any_url: str) -> None:
         assert len(list(root.local_path("stages/train").iterdir())) == 3, "no empty folder is left"
 
 
-def publish(storage: str, target: Store, run_id: str, train: str) -> None:
-    """A publication of a run's model, as push-to-hub leaves it."""
-    revision = target.child("revisions", "00001-abc")
-    write_commit(revision, "published", [revision.write_bytes("model.safetensors", b"weights")], {})
-    facts = {"target": target.url, "published_url": revision.url, "revision": "00001-abc", "published_digest": "0" * 64}
-    key = commit_stage(storage, "push-to-hub", f"of {run_id}", facts=facts)
-    store = Store.open(storage).child("stages", "push-to-hub", key[:16])
-    record = json.loads(store.read_bytes("key.json"))
-    record["fields"]["stage_keys"] = {"train": train}
-    store.write_bytes("key.json", json.dumps(record).encode())
-    folder = Store.open(storage).child("runs", run_id)
-    run = json.loads(folder.read_bytes("run.json"))
-    folder.write_bytes("run.json", json.dumps({**run, "stages": {**run["stages"], "push-to-hub": key}}).encode())
-
-
 def test_a_published_run_stays_as_long_as_its_publication_is_there(any_url: str) -> None:
     ids = nightly(any_url, 3)
     run = find_run(any_url, ids[0], field="RUN")
     target = Store.open(any_url).child("hub", "toy")
-    publish(any_url, target, ids[0], run.stages["train"])
+    publish_run(any_url, target, ids[0])
     found, _ = collect(any_url, keep=1)
     assert found.kept[ids[0]].startswith("published as ")
     assert ("train", run.stages["train"][:16]) in committed(any_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +66,15 @@ def test_the_sources_of_a_machine_that_is_killed_are_taken_over(tmp_path: Path, 
         assert "A worker was lost; the others took over its part." in command.output
     assert len(calls(tmp_path)) <= SOURCES + 1
     assert data_of(folder / "store") == data_of_one_process(folder)
+
+
+def test_no_cluster_at_the_address(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    runner = ("prepare.runner.kind=ray", "prepare.runner.workers=2", "prepare.runner.address=127.0.0.1:1")
+    done = trainflow("run", "pipeline.yaml", "--only", "prepare-data", *runner, cwd=project(tmp_path / "p"), env=ENV)
+    assert done.code == 2, done.err + done.out
+    text = " ".join((done.err + done.out).split())
+    for words in ("prepare.runner.address = 127.0.0.1:1", "The Ray cluster cannot be used", "Give the address of a"):
+        assert words in text
+    assert not (tmp_path / "calls").exists()
+    assert time.monotonic() - begun < 200  # Ray itself tries for more than five minutes

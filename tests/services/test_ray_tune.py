@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,18 @@ def test_more_than_the_cluster_offers_is_refused(tmp_path: Path, cluster: RayClu
         search_trainer(tmp_path).hyperparameter_search(
             _tried, n_trials=1, backend="ray", resources_per_trial={"cpu": 3}
         )
+
+
+def test_no_cluster_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    begun = time.monotonic()
+    trainer = _saving(tmp_path / "out", tmp_path / "notes")
+    with pytest.raises(ConfigError, match="cluster") as caught:
+        trainer.hyperparameter_search(_tried, n_trials=1, backend="ray")
+    assert (caught.value.field, caught.value.value) == ("RAY_ADDRESS", "127.0.0.1:1")
+    assert caught.value.remedy
+    assert not (tmp_path / "notes").exists()
+    assert time.monotonic() - begun < 120  # Ray itself tries for more than five minutes
 
 
 def test_what_cannot_travel_is_named(tmp_path: Path, cluster: RayCluster) -> None:

@@ -17,12 +17,17 @@ Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
 def prepare_file(name: str, file: Path, content: str, options: dict[str, Any]) -> Prepared:
     """The recipe `name`, the rows of each split that it prepares from a file, and what it notes about the data."""
     file.write_text(content)
-    recipe = load(recipe_file(name), file.parent)
-    out = PrepareOutput(Store.open(file.parent / "out"), [str(file)])
+    return prepare_sources(name, [str(file)], options, file.parent)
+
+
+def prepare_sources(name: str, sources: Sequence[str], options: dict[str, Any], folder: Path) -> Prepared:
+    """The recipe `name`, the rows of each split that it prepares from sources, and what it notes about the data."""
+    recipe = load(recipe_file(name), folder)
+    out = PrepareOutput(Store.open(folder / "out"), sources)
     splits = {split: [dict(row) for row in rows] for split, rows in recipe.prepare(options, out).items()}
     files = [vars(entry) for entry in out.files()]
     rows = {split: {"rows": len(each)} for split, each in splits.items()}
-    data = {"url": str(file.parent / "out"), "info": out.checked_info(), "splits": rows, "files": files}
+    data = {"url": str(folder / "out"), "info": out.checked_info(), "splits": rows, "files": files}
     return recipe, splits, DataInfo(data)
 
 

@@ -25,7 +25,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page below docs/."""
+    """The blocks of a page, by its path from docs/."""
     text = Path(ROOT / "docs" / page).read_text(encoding="utf-8")
     return [
         Block(language, re.sub(f"^{indent}", "", body, flags=re.MULTILINE))

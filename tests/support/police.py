@@ -1,7 +1,8 @@
 """The leak police: what a test must leave as it found it.
 
 Environment variables, threads, processes (orphans included: every process started under the test session carries its
-token in the environment, wherever it was re-parented to), torch's process group, and files outside `tmp_path`.
+token in the environment, wherever it was re-parented to), torch's process group, and files outside `tmp_path`. The
+session's own embedded Prefect server is spared: its keeper may put another process in its place during any test.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +115,41 @@ def _is_multiprocessing_helper(process: psutil.Process) -> bool:
     return "resource_tracker" in command or ("multiprocessing.forkserver" in command and process.ppid() == os.getpid())
 
 
+# Prefect homes whose embedded server is kept for the whole session.
+_homes: set[Path] = set()
+
+
+@contextlib.contextmanager
+def server_kept(home: Path) -> Iterator[None]:
+    """Inside the block, spare the embedded server of this Prefect home, however often it is replaced."""
+    _homes.add(home)
+    try:
+        yield
+    finally:
+        _homes.discard(home)
+
+
+def _is_kept_server(process: psutil.Process) -> bool:
+    """Recognise an embedded server of the session: it was started for a folder of its home, or holds the lock there."""
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    if not any(word.endswith("flows/server/embedded.py") for word in command):
+        return False
+    folders = [folder for home in _homes for folder in (home / "trainflow").glob("*/")]
+    return any(command[-1] == str(folder) or _holder_of(folder) == process.pid for folder in folders)
+
+
+def _holder_of(folder: Path) -> int | None:
+    """Return the process that serves a folder; None without one. A command's early server gets its folder late."""
+    try:
+        text = (folder / "server.lock").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
 def leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:
     """Return what differs now, one line each, and end leaked processes and process groups for the next test."""
     return [
@@ -138,7 +175,8 @@ def _env_leaks(before: Scene) -> list[str]:
 
 def _process_leaks(before: Scene) -> list[str]:
     def fresh() -> list[psutil.Process]:
-        return [p for p in session_processes() if (p.pid, start_time(p.pid)) not in before.processes]
+        found = [p for p in session_processes() if (p.pid, start_time(p.pid)) not in before.processes]
+        return [p for p in found if not _is_kept_server(p)]
 
     if not (left := fresh()):
         return []

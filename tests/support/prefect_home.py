@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import police
 from tests.support.command import engine
 from tests.support.once import once_per_run
 
@@ -24,7 +25,8 @@ def prefect_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shared_server(prefect_database: Path, _private_tmp: None) -> Iterator[None]:
     """One server for the commands of a test process, which start in half the time; some tests keep their own."""
-    with engine(make_home(Path(os.environ["PREFECT_HOME"]), prefect_database)):
+    home = make_home(Path(os.environ["PREFECT_HOME"]), prefect_database)
+    with police.server_kept(home), engine(home):
         yield
 
 

@@ -10,8 +10,11 @@ from typing import Any
 from flows.garbage import Garbage, find_garbage, remove_garbage
 from flows.past_runs import list_runs
 from flows.spec.spec import PipelineSpec
+from tasks.stage.facts import StageFacts
 from tasks.stage.keys import StageKey, stage_key
+from tasks.stage.manifest import stage_store
 from trainer_lib.commit import write_commit
+from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 
 STAGES = ("prepare-data", "train", "evaluate")
@@ -41,6 +44,15 @@ def commit_stage(
     return key.digest
 
 
+def commit_facts(storage: str, key: StageKey, facts: StageFacts, *, metrics: dict[str, Any] | None = None) -> None:
+    """Commit an empty result with these facts under a key of a real plan, unless it is there."""
+    store = stage_store(storage, key)
+    if not store.exists("COMMIT.json"):
+        store.write_bytes("key.json", key.to_json())
+        meta = {"stage": key.stage, "key": key.digest, "metrics": metrics or {}, "meta": to_record(facts)}
+        write_commit(store, "stage", [store.write_bytes("data.json", b"{}")], meta)
+
+
 def record_run(storage: str, run_id: str, *, day: int, stages: dict[str, str] | None = None, **fields: Any) -> None:
     """Record a run that began on a day of November 2026."""
     plain = {
@@ -65,6 +77,21 @@ def nightly(storage: str, days: int, *, pipeline: str = "toy") -> list[str]:
         record_run(storage, run_id, day=day, stages=stages, name=pipeline, metrics={"test_accuracy": 0.9 + day / 1000})
         ids.append(run_id)
     return ids
+
+
+def publish_run(storage: str, target: Store, run_id: str) -> None:
+    """Leave a publication of a run's model in `target`, as push-to-hub does, and name it in the run's record."""
+    folder = Store.open(storage).child("runs", run_id)
+    run = json.loads(folder.read_bytes("run.json"))
+    revision = target.child("revisions", "00001-abc")
+    write_commit(revision, "published", [revision.write_bytes("model.safetensors", b"weights")], {})
+    facts = {"target": target.url, "published_url": revision.url, "revision": "00001-abc", "published_digest": "0" * 64}
+    key = commit_stage(storage, "push-to-hub", f"of {run_id}", facts=facts)
+    store = Store.open(storage).child("stages", "push-to-hub", key[:16])
+    record = json.loads(store.read_bytes("key.json"))
+    record["fields"]["stage_keys"] = {"train": run["stages"]["train"]}
+    store.write_bytes("key.json", json.dumps(record).encode())
+    folder.write_bytes("run.json", json.dumps({**run, "stages": {**run["stages"], "push-to-hub": key}}).encode())
 
 
 def committed(storage: str | Path) -> set[tuple[str, str]]:

@@ -44,11 +44,26 @@ def broken(folder: Path, old: str, new: str) -> None:
     recipe.write_text(text.replace(old, new))
 
 
-def newest_state() -> str:
-    """Return the name of the state of the flow run that started last."""
+def newest_flow_run() -> Any:
+    """Return Prefect's record of the flow run that started last."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.sorting import FlowRunSort
 
     with get_client(sync_client=True) as client:
         [newest] = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
-    return str(newest.state_name)
+    return newest
+
+
+def newest_state() -> str:
+    """Return the name of the state of the flow run that started last."""
+    return str(newest_flow_run().state_name)
+
+
+def artifacts_of(flow_run_id: Any) -> dict[str, Any]:
+    """Return the artifacts that Prefect's server has of a flow run: key -> artifact."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+    with get_client(sync_client=True) as client:
+        return {str(each.key): each for each in client.read_artifacts(artifact_filter=wanted)}

@@ -22,6 +22,16 @@ from tests.support.repository import ROOT
 
 PART = 64 * 2**10
 """The least bytes of a part that this server takes; S3's own 5 MiB would make every test of uploads a slow one."""
+NOWHERE = "http://127.0.0.1:9"
+"""An address at which no server listens."""
+S3_AWAY = {
+    "AWS_ENDPOINT_URL": NOWHERE,
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",
+}
+"""The environment of a client whose store does not answer."""
 
 
 @dataclass(frozen=True)

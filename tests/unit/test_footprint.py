@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ SIZE = ModelSize(
 )
 
 
-def by_name(size: ModelSize, processes: int, **settings: int) -> dict[str, Footprint]:
+def by_name(size: ModelSize, processes: int, **settings: Any) -> dict[str, Footprint]:
     return {each.strategy: each for each in footprints(size, processes, **settings)}
 
 
@@ -62,5 +63,38 @@ def test_one_process_alone_may_have_a_larger_micro_batch() -> None:
 def test_what_is_not_known_stays_unknown() -> None:
     unknown = replace(SIZE, optimizer_bytes=None)
     assert [each.total for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
-    assert unknown.checkpoint_bytes is None
-    assert SIZE.checkpoint_bytes == 1200
+    assert [each.checkpoint for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
+    assert unknown.checkpoint_bytes() is None
+    assert SIZE.checkpoint_bytes() == 1200
+
+
+@pytest.mark.parametrize(
+    ("strategy", "each", "writers"),
+    [
+        ("single", 1200, 1),
+        ("ddp", 1200, 1),  # the other ranks hold the same, and write none of it
+        ("fsdp", 300, 4),
+        ("zero-1", 1200, 1),  # what ZeRO shards is gathered to the first rank
+        ("zero-2", 1200, 1),
+        ("zero-3", 1200, 1),
+    ],
+)
+def test_what_a_rank_writes_into_a_checkpoint(strategy: str, each: int, writers: int) -> None:
+    rank = by_name(SIZE, 4)[strategy]
+    assert (rank.checkpoint, rank.writers) == (each, writers)
+
+
+@pytest.mark.parametrize(("writers", "each"), [(None, 200), (1, 600), (3, 200), (4, 150)])
+def test_fsdp_is_written_by_as_many_ranks_as_its_settings_say(writers: int | None, each: int) -> None:
+    rank = {one.strategy: one for one in footprints(replace(SIZE, optimizer_bytes=200), 3, writers=writers)}["fsdp"]
+    assert (rank.checkpoint, rank.writers) == (each, writers or 3)
+
+
+def test_a_part_that_does_not_come_out_even_counts_as_the_largest() -> None:
+    assert by_name(replace(SIZE, stored_bytes=401), 4)["fsdp"].checkpoint == 301
+
+
+def test_a_checkpoint_of_the_model_alone_has_no_optimizer_state() -> None:
+    unknown = replace(SIZE, optimizer_bytes=None)
+    ranks = {each.strategy: each.checkpoint for each in footprints(unknown, 2, only_model=True)}
+    assert ranks == {"single": 400, "ddp": 400, "fsdp": 200, "zero-1": 400, "zero-2": 400, "zero-3": 400}

@@ -9,6 +9,7 @@ import pytest
 
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
+from trainer_lib.metric_names import read_metrics
 from trainer_lib.preemption import Preemption
 from trainer_lib.records import to_record
 from trainer_lib.requests import (
@@ -19,6 +20,7 @@ from trainer_lib.requests import (
     FilePair,
     ImportRequest,
     MeasureRequest,
+    MergeRequest,
     PredictRequest,
     PreparedData,
     PreparedSplit,
@@ -37,6 +39,7 @@ from trainer_lib.storage import FileEntry
 FILES = (FileEntry("data/train/00000.arrow", 3, "a" * 64),)
 DATA = PreparedData("store", {"train": PreparedSplit(2, ("data/train/00000.arrow",), {"x": "int64"})}, {"n": 1}, FILES)
 RECIPE = RecipeFile("/p/recipe.py", "/p")
+METRICS: list[Any] = ["accuracy", {"name": "sklearn.metrics:fbeta_score", "beta": 2, "as": "f2"}]
 REQUESTS: list[Request[Any]] = [
     PrepareRequest(output="o", recipe=RECIPE, options={"a": [1]}, shard_rows=3, allow_nan=True),
     TrainRequest(
@@ -50,9 +53,12 @@ REQUESTS: list[Request[Any]] = [
     ),
     EstimateRequest(output="o", recipe=RECIPE, data=DATA, eval_split="test", processes=4),
     ProbeRequest(output="o", recipe=RECIPE, data=DATA, args={"max_steps": 9}, rows=7),
-    EvaluateRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test")),
+    EvaluateRequest(
+        output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test"), metrics=read_metrics(METRICS)
+    ),
     EvaluateCheckpointRequest(output="o", recipe=RECIPE, data=DATA, checkpoint="c", eval_split="test"),
     PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
+    MergeRequest(output="o", recipe=RECIPE, data=DATA, args={"use_cpu": True}, model_url="m"),
     ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
     MeasureRequest(output="o", files=(FilePair("a", "b", "model.safetensors"),)),

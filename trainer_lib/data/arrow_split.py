@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ class ArrowSplit:
         """The ids of rows [start, stop), int64 ``[stop - start]``."""
         places = (self._locate(index) for index in range(start, stop))
         return np.fromiter((self._open_getters(shard)[ROW_ID](row) for shard, row in places), np.int64, stop - start)
+
+    def column_values(self, column: str) -> Iterator[Any]:
+        """The values of one column, in the order of the rows; the others are not read."""
+        for index in range(self._rows):
+            shard, row = self._locate(index)
+            yield self._open_getters(shard)[column](row)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}  # a worker process maps the shards itself

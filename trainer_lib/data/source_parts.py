@@ -20,6 +20,7 @@ from trainer_lib.data.shards import check_split_name, to_arrow_file
 from trainer_lib.data.statistics import Statistics, describe, merge
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.suggestions import nearest
 
 _FOLDER = "parts"
 _LIMIT = 64 << 20
@@ -29,14 +30,19 @@ ID_BITS = 32
 class SourceParts:
     """The finished parts of one job.
 
+    Files are compared with their digests once, before the commit, and only those that an earlier command wrote: a
+    digest of what this one writes is made of the bytes themselves.
+
     Args:
         store: the stage's folder.
         settings: what a part is made from, by its number; one that was made from others is not finished.
+        command: names this command, for all of its workers alike.
     """
 
-    def __init__(self, store: Store, settings: Callable[[int], Mapping[str, Any]]) -> None:
+    def __init__(self, store: Store, settings: Callable[[int], Mapping[str, Any]], command: str = "") -> None:
         self._store = store
         self._settings = settings
+        self._command = command
         self._records = PartRecords(store, _FOLDER)
 
     def list_finished(self, block: int) -> set[int]:
@@ -49,44 +55,65 @@ class SourceParts:
 
     def read(self, part: int) -> dict[str, Any] | None:
         """The record of a finished part: split -> rows, files, lengths, columns, own_ids, statistics; else None."""
-        data = self._records.read(part, limit=_LIMIT)
-        if data is None:
-            return None
-        try:
-            record = json.loads(data)
-            found: dict[str, Any] = record["splits"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return found if record["settings"] == self._settings(part) else None
+        record = self._load(part)
+        return None if record is None else record["splits"]
 
     def write(self, part: int, splits: Mapping[str, Any]) -> None:
         """Record that a part is finished."""
-        self._records.write(part, json.dumps({"settings": self._settings(part), "splits": splits}).encode())
+        record = {"settings": self._settings(part), "command": self._command, "splits": splits}
+        self._records.write(part, json.dumps(record).encode())
 
-    def read_all(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """The number and the record of each finished part, in order, read some at a time."""
-        return self._records.look_at_all(self.read)
+    def read_all(self, *, verify: bool = False) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """The number and the record of each finished part, in order, read some at a time.
+
+        Args:
+            verify: read the files of earlier commands; a part that is not intact comes as None and loses its record.
+        """
+        return self._records.look_at_all(self._verify if verify else self.read)
 
     def forget_damaged(self, total: int) -> None:
-        """Remove the records of parts that are not intact, for the one process that starts the others."""
+        """Remove the records of parts whose files are absent or too short, before workers start.
+
+        It reads no file: `read_all` finds the others.
+        """
 
         def look(part: int) -> None:
             record = self.read(part) if part < total else None
-            if record is None or not all(
-                self._is_intact(entry) for split in record.values() for entry in split["files"]
-            ):
+            if record is None or not self._is_intact(record, compare_digests=False):
                 self._records.delete(part)
 
         for _ in self._records.look_at_all(look):
             pass
 
-    def _is_intact(self, record: Mapping[str, Any]) -> bool:
-        entry = FileEntry(**record)
+    def _load(self, part: int) -> dict[str, Any] | None:
+        data = self._records.read(part, limit=_LIMIT)
+        if data is None:
+            return None
+        try:
+            record: dict[str, Any] = json.loads(data)
+            return record if record["settings"] == self._settings(part) and "splits" in record else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _verify(self, part: int) -> dict[str, Any] | None:
+        record = self._load(part)
+        # Earlier versions did not write the command down.
+        if record is not None and (
+            record.get("command") == self._command or self._is_intact(record["splits"], compare_digests=True)
+        ):
+            splits: dict[str, Any] = record["splits"]
+            return splits
+        self._records.delete(part)
+        return None
+
+    def _is_intact(self, splits: Mapping[str, Any], *, compare_digests: bool) -> bool:
         store = self._store
-        return (
+        return all(
             store.exists(entry.path)
             and store.size(entry.path) == entry.size
-            and store.digest(entry.path) == entry.sha256
+            and (not compare_digests or store.digest(entry.path) == entry.sha256)
+            for split in splits.values()
+            for entry in (FileEntry(**each) for each in split["files"])
         )
 
 
@@ -100,8 +127,8 @@ def write_rows(
     shard_rows: int,
     allow_nan: bool,
     on_rows: Callable[[int], None],
-) -> dict[str, Any] | None:
-    """Write the rows that a source has of a split; return what the part's record holds of it, None without rows.
+) -> dict[str, Any]:
+    """Write the rows that a source has of a split, perhaps none; return what the part's record holds of it.
 
     Args:
         source: the source as text, for errors.
@@ -130,13 +157,12 @@ def write_rows(
         rows_so_far += len(chunk)
         statistics = merge([statistics, describe(batch)])
         on_rows(rows_so_far)
-    if schema is None:
-        return None
+    columns = {} if schema is None else schema.columns
     return {
         "rows": rows_so_far,
         "files": [*map(dataclasses.asdict, entries)],
         "lengths": lengths,
-        "columns": {name: str(column) for name, column in schema.columns.items()},
+        "columns": {name: str(column) for name, column in columns.items()},
         "own_ids": has_ids,
         "statistics": statistics,
     }
@@ -164,28 +190,78 @@ class SplitOfParts:
         self._first = ""
 
     def add(self, source: str, part: Mapping[str, Any]) -> None:
-        """Add the record of a part, which `source` (a text) was made from.
+        """Add the record of a part, which `source` (a text) was made from; one without rows changes nothing.
 
         Raises:
             DataError: its columns are not those of the first part; the error names both sources.
         """
+        if not part["rows"]:
+            return
         if not self.files:
             self._first, self.columns = source, dict(part["columns"])
-        self._check_columns(source, part["columns"])
+        check_columns(self._name, self._first, self.columns, source, part["columns"])
         self.rows += part["rows"]
         self.files += [FileEntry(**entry) for entry in part["files"]]
         self.lengths += part["lengths"]
         self.statistics = merge([self.statistics, part["statistics"]])
         self.has_own_ids |= part["own_ids"]
 
-    def _check_columns(self, source: str, found: Mapping[str, str]) -> None:
-        for name in {**self.columns, **found}:
-            if self.columns.get(name) != found.get(name):
-                there, here = (each.get(name) or "no such column" for each in (self.columns, found))
-                raise DataError(
-                    f"The sources of split '{self._name}' differ in column '{name}': "
-                    f"{there} in {self._first}, {here} in {source}.",
-                    field="prepare_shard",
-                    value=source,
-                    remedy="Give every source the same columns and types: float(x), or an array with its dtype.",
-                )
+
+class FirstColumns:
+    """The columns of each split's first rows, by which a worker finds other ones while it works, not at the end.
+
+    Args:
+        parts: the job's finished parts, those of other workers included.
+        show: the text of a part's source, by its number.
+    """
+
+    def __init__(self, parts: SourceParts, show: Callable[[int], str]) -> None:
+        self._parts = parts
+        self._show = show
+        self._next = 0  # the first part whose record was not read yet
+        self._found: dict[str, tuple[int, Mapping[str, str]]] = {}
+        self._read: set[str] = set()
+
+    def check(self, part: int, splits: Mapping[str, Any]) -> None:
+        """Compare a part that is about to be recorded; read one record at most, none once the first ones are known.
+
+        Raises:
+            DataError: its columns are not those of the first part; the error names both sources.
+        """
+        filled = {name: split["columns"] for name, split in splits.items() if split["rows"]}
+        if self._next < part and not self._read.issuperset(filled):
+            self._read_next()
+        for name, columns in filled.items():
+            first, expected = self._found.setdefault(name, (part, columns))
+            check_columns(name, self._show(first), expected, self._show(part), columns)
+
+    def _read_next(self) -> None:
+        record = self._parts.read(self._next)
+        if record is None:
+            return  # another worker is at work on it
+        for name, split in record.items():
+            if split["rows"] and name not in self._read:
+                self._found[name] = (self._next, split["columns"])
+                self._read.add(name)
+        self._next += 1
+
+
+def check_columns(split: str, first: str, expected: Mapping[str, str], source: str, found: Mapping[str, str]) -> None:
+    """Compare the columns of a source with those of the first one, both as name -> type.
+
+    Raises:
+        DataError: they differ; the error names the column, both sources and the name that was probably meant.
+    """
+    for name in {**expected, **found}:
+        if expected.get(name) == found.get(name):
+            continue
+        there, here = (each.get(name) or "no such column" for each in (expected, found))
+        others = sorted(expected.keys() - found.keys()) if name not in expected or name not in found else []
+        meant = [(ours, near) for ours in sorted(found.keys() - expected.keys()) if (near := nearest(ours, others))]
+        hint = f'Did you mean "{meant[0][1]}" by the column "{meant[0][0]}" of {source}? ' if meant else ""
+        raise DataError(
+            f"The sources of split '{split}' differ in column '{name}': {there} in {first}, {here} in {source}.",
+            field="prepare_shard",
+            value=source,
+            remedy=f"{hint}Give every source the same columns and types: float(x), or an array with its dtype.",
+        )

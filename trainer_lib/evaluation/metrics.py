@@ -70,7 +70,7 @@ class MetricObject(BatchMetrics):
         self._metric.update(logits, labels)
         if not last:
             return
-        with _without_synchronization(self._metric):
+        with without_synchronization(self._metric):
             value = self._metric.compute()
         # The next evaluation begins with an empty metric.
         self._metric.reset()
@@ -78,7 +78,7 @@ class MetricObject(BatchMetrics):
 
 
 @contextlib.contextmanager
-def _without_synchronization(metric: Any) -> Iterator[None]:
+def without_synchronization(metric: Any) -> Iterator[None]:
     """Keep torchmetrics from gathering states: rank 0 has every rank's batches, and the others call nothing."""
     modules = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     parts: list[Any] = [part for part in modules if hasattr(part, "distributed_available_fn")]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation import nested
-from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
+from trainer_lib.evaluation.called_metrics import CalledMetric, Outputs
+from trainer_lib.metric_names import CLASS_METRICS, FIELD, NUMBER_METRICS, MetricCall
 from trainer_lib.outputs import EvalPrediction
 
-FIELD = "evaluate.metrics"
 SLICES = "evaluate.slices"
 MAX_SLICES = 50
+MAX_INTERVALS = 20
+"""Slices of a split that get intervals: each costs as many resamples as all rows do."""
+_FEW = 10  # rows that say next to nothing when they are drawn again
 _BINS = 15  # Guo et al., On calibration of modern neural networks, 2017
 
 
@@ -24,16 +27,55 @@ class NamedMetrics:
 
     Args:
         compute_metrics: the recipe's function; None: it has none.
-        names: some of `trainer_lib.metric_names.NAMES`.
+        calls: the metrics that the spec asks for.
+
+    Raises:
+        ConfigError: one of a package cannot be imported, or is not a metric.
     """
 
-    def __init__(self, compute_metrics: Callable[..., Any] | None, names: Sequence[str]) -> None:
-        self._compute, self._names = compute_metrics, names
+    def __init__(self, compute_metrics: Callable[..., Any] | None, calls: Iterable[MetricCall]) -> None:
+        self._compute = compute_metrics
+        given = list(calls)
+        self._named = [call for call in given if call.module is None]
+        self._names = [call.name for call in self._named]
+        self._called = [CalledMetric(call) for call in given if call.module is not None]
 
     def __call__(self, p: EvalPrediction) -> dict[str, Any]:
         """Measure predictions and labels ``[rows, …]``. Raises ConfigError for metrics that do not suit them."""
-        own = {} if self._compute is None else dict(self._compute(p))
-        return {**measure(self._names, p.predictions, p.label_ids), **own}
+        outputs = self._read(p)
+        found = self._measure(outputs)
+        for metric in self._called:
+            found |= metric(outputs)
+        return self._with_own(found, p)
+
+    def of_part(self, p: EvalPrediction) -> dict[str, Any]:
+        """Measure some of the rows, without those metrics of packages that cannot be measured on them."""
+        outputs = self._read(p)
+        found = self._measure(outputs)
+        for metric in self._called:
+            found |= metric.measure_part(outputs)
+        return self._with_own(found, p)
+
+    def require(self, p: EvalPrediction) -> None:
+        """Raise ConfigError for metrics that could not be measured on outputs like these, whatever their values."""
+        outputs = self._read(p)
+        for metric in self._called:
+            metric.require(outputs)
+
+    def _read(self, p: EvalPrediction) -> Outputs:
+        return _read_outputs(self._names, p.predictions, p.label_ids)
+
+    def _measure(self, outputs: Outputs) -> dict[str, Any]:
+        found = _measure_named(self._names, outputs)
+        return {call.result: found[call.name] for call in self._named if call.name in found}
+
+    def _with_own(self, found: Mapping[str, Any], p: EvalPrediction) -> dict[str, Any]:
+        return {**found, **({} if self._compute is None else self._compute(p))}
+
+
+def require_named(calls: Iterable[MetricCall], given: EvalPrediction) -> None:
+    """Raise ConfigError for metrics that cannot be imported, or not be measured on outputs like the given ones."""
+    NamedMetrics(None, calls).require(given)
 
 
 def measure(names: Sequence[str], predictions: Any, labels: Any) -> dict[str, float]:
@@ -47,22 +89,40 @@ def measure(names: Sequence[str], predictions: Any, labels: Any) -> dict[str, fl
     Raises:
         ConfigError: a metric is of the other kind, or the outputs are neither.
     """
+    return _measure_named(names, _read_outputs(names, predictions, labels))
+
+
+def _read_outputs(names: Sequence[str], predictions: Any, labels: Any) -> Outputs:
     outputs, truth = (np.asarray(each[0] if isinstance(each, tuple) else each) for each in (predictions, labels))
     is_classes = outputs.ndim == 2 and truth.ndim == 1 and truth.dtype.kind in "iu" and outputs.shape[1] > 1
     is_numbers = outputs.size == truth.size == len(truth) and truth.dtype.kind == "f"
     known = CLASS_METRICS if is_classes else NUMBER_METRICS if is_numbers else {}
     wrong = next((name for name in names if name not in known), None)
+    shapes = f"outputs {list(outputs.shape)} and labels {list(truth.shape)} of {truth.dtype}"
     if wrong is not None:
-        shapes = f"outputs {list(outputs.shape)} and labels {list(truth.shape)} of {truth.dtype}"
         fitting = f"These are for them: {', '.join(known)}." if known else "Write compute_metrics in the recipe."
         raise ConfigError(f"This metric is not for {shapes}.", field=FIELD, value=wrong, remedy=fitting)
     if is_classes:
-        return _of_classes(names, outputs.astype(np.float64), truth)
-    return _of_numbers(names, outputs.reshape(-1).astype(np.float64), truth.reshape(-1).astype(np.float64))
+        return Outputs(truth, scores=outputs.astype(np.float64))
+    if is_numbers:
+        return Outputs(truth.reshape(-1).astype(np.float64), numbers=outputs.reshape(-1).astype(np.float64))
+    what = f"Metrics by name are neither scores of classes nor one number a row: {shapes}."
+    raise ConfigError(what, field=FIELD, remedy="Write compute_metrics in the recipe.")
+
+
+def _measure_named(names: Sequence[str], outputs: Outputs) -> dict[str, float]:
+    if not names:
+        return {}
+    if outputs.scores is not None:
+        return _of_classes(names, outputs.scores, outputs.labels)
+    return _of_numbers(names, np.asarray(outputs.numbers), outputs.labels)
 
 
 def measure_slices(
-    compute: Callable[[EvalPrediction], Mapping[str, Any]], given: EvalPrediction, columns: Mapping[str, Sequence[Any]]
+    compute: Callable[[EvalPrediction], Mapping[str, Any]],
+    given: EvalPrediction,
+    columns: Mapping[str, Iterable[Any]],
+    bounds: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """The metrics of the rows that have one value in a column, as ``<metric>/<column>/<value>``, for each value.
 
@@ -70,6 +130,8 @@ def measure_slices(
         compute: what measured all rows.
         given: predictions and labels of all rows, trees of arrays ``[rows, …]``.
         columns: column -> its value in each row.
+        bounds: gives the ends of the intervals of some rows' metrics, `<metric>_low` and `<metric>_high`; asked for up
+            to 20 slices in all, each of 10 rows or more. None: no intervals.
 
     Raises:
         ConfigError: a column has more than 50 different values.
@@ -78,22 +140,44 @@ def measure_slices(
     tree = (given.predictions, given.label_ids)
     nested.flatten_tree(tree, arrays)
     structure = nested.describe_structure(tree)
+    measure_part = getattr(compute, "of_part", compute)
     found: dict[str, float] = {}
-    for column, values in columns.items():
-        places: dict[str, list[int]] = {}
-        for row, value in enumerate(values):
-            places.setdefault(re.sub(r"[^\w .:-]", "_", str(value)), []).append(row)
-        if len(places) > MAX_SLICES:
-            what = f"The column has {len(places)} different values, and {MAX_SLICES} slices are the most."
-            remedy = "Name a column of few values."
-            raise ConfigError(what, field=SLICES, value=column, remedy=remedy)
+    slices = {column: find_slices(column, values) for column, values in columns.items()}
+    if sum(map(len, slices.values())) > MAX_INTERVALS:
+        bounds = None
+    for column, places in slices.items():
         for value, rows in sorted(places.items()):
             chosen = np.array(rows)
             part = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
-            measured = {**compute(EvalPrediction(*part)), "rows": len(rows)}
+            measured = {**measure_part(EvalPrediction(*part)), "rows": len(rows)}
+            if bounds is not None and len(rows) >= _FEW:
+                measured |= bounds(EvalPrediction(*part))
             numbers = {name: each for name, each in measured.items() if isinstance(each, int | float | np.number)}
             found |= {f"{name}/{column}/{value}": float(each) for name, each in numbers.items()}
     return found
+
+
+def find_slices(column: str, values: Iterable[Any], *, split: str | None = None) -> dict[str, list[int]]:
+    """The rows of each value of a column, by the value as the names of metrics have it.
+
+    Args:
+        split: whose rows these are, for the error.
+
+    Raises:
+        ConfigError: the column has more than 50 different values; read no further than that.
+    """
+    places: dict[str, list[int]] = {}
+    for row, value in enumerate(values):
+        places.setdefault(re.sub(r"[^\w .:-]", "_", str(value)), []).append(row)
+        if len(places) > MAX_SLICES:
+            whose = "" if split is None else f" of the split '{split}'"
+            raise ConfigError(
+                f"The column{whose} has more than {MAX_SLICES} different values, the most that slices can have.",
+                field=SLICES,
+                value=column,
+                remedy="Name a column of few values.",
+            )
+    return places
 
 
 def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) -> dict[str, float]:

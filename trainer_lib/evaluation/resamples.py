@@ -66,11 +66,12 @@ class Remembered:
         draw = np.random.default_rng(int(seed[:16], 16))
         found: dict[str, list[float]] = {}
         silent = _Silent()
+        compute = getattr(self.compute, "of_part", self.compute)
         for _ in range(resamples):
             chosen = draw.integers(0, rows, rows)
             predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
             with contextlib.redirect_stdout(silent):  # what it prints was printed for the rows themselves
-                values: Mapping[str, Any] = self.compute(EvalPrediction(predictions, labels))
+                values: Mapping[str, Any] = compute(EvalPrediction(predictions, labels))
             for name, value in values.items():
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))

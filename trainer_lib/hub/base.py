@@ -17,6 +17,9 @@ from typing import Any, BinaryIO, Protocol
 from trainer_lib.commit import content_digest
 from trainer_lib.storage import FileEntry, Store
 
+ADAPTER = "adapter"
+"""Folder of a publication whose weights have adapters merged in: the adapters as they were trained."""
+
 
 @dataclass(frozen=True)
 class Source:

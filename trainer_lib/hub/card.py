@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_results import HardRows, Picture, render_results
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
 from trainer_lib.hub.card_tables import escape, format_value, join_lines, render_table
@@ -55,6 +56,7 @@ class Card:
         columns: name -> type ("float32[8,8]") of the columns that the model is given.
         loader: library and class that load the model from the files ("transformers", "AutoModel"); None: `load_model`.
         base_revision: revision of the base model.
+        is_merged: the weights are those of the base model with trained adapters merged in, which lie in `ADAPTER`.
         sources: name -> SHA-256 of what the data was made from.
         curve: entries of the training's log, with their `step`.
         address: where the model is published; None: in this folder, wherever that is.
@@ -88,6 +90,7 @@ class Card:
     columns: Mapping[str, str] = field(default_factory=dict)
     loader: tuple[str, str] | None = None
     base_revision: str | None = None
+    is_merged: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
     curve: Sequence[Mapping[str, Any]] = ()
     address: str | None = None
@@ -229,6 +232,12 @@ def _render_loading(card: Card) -> str:
         library, loader = card.loader
         name = address.removeprefix("hf://").partition("@")[0]
         parts.append(f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```')
+    if card.is_merged:
+        parts.append(
+            "The weights are those of the base model with the trained adapters merged in: they need no other model. "
+            f"`{ADAPTER}/` has the adapters as they were trained"
+            + (", which `load_model` puts on the base model." if card.code_digest is not None else ".")
+        )
     if card.code_digest is not None:
         columns = ", ".join(f'"{name}": {_render_example(kind)}' for name, kind in card.columns.items())
         numpy = "import numpy as np\n" if "np." in columns else ""
@@ -254,6 +263,7 @@ def _render_example(kind: str) -> str:
 
 def _render_weights(card: Card) -> str:
     weights = [entry.path for entry in card.files if entry.path.endswith(".safetensors")]
+    weights.sort(key=lambda path: path.startswith(f"{ADAPTER}/"))  # merged weights before their adapters
     if not weights:
         return ""
     return (

@@ -75,8 +75,9 @@ def _slices(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
     parts = []
     for split, values in metrics.items():
         for column, found in slice_tables(values).items():
-            rows = [[escape(str(name)), *map(format_value, cells)] for name, *cells in found.cells]
-            parts += [f"### {escape(split)} by {escape(column)}", render_table([escape(column), *found.columns], rows)]
+            table = found.with_intervals()
+            rows = [[escape(str(name)), *map(format_value, cells)] for name, *cells in table.cells]
+            parts += [f"### {escape(split)} by {escape(column)}", render_table([escape(column), *table.columns], rows)]
     return parts
 
 

@@ -25,6 +25,19 @@ class SliceTable:
     columns: list[str]
     cells: list[list[Any]]
 
+    def with_intervals(self) -> SliceTable:
+        """The table with each metric as a text that has its interval, in place of the columns of both ends."""
+        ends = {name: (f"{name}_low", f"{name}_high") for name in self.columns}
+        ends = {name: both for name, both in ends.items() if set(both) <= set(self.columns)}
+        bounds = {each for both in ends.values() for each in both}
+        kept = [name for name in self.columns if name not in bounds]
+        rows = []
+        for value, *cells in self.cells:
+            found = {name: each for name, each in zip(self.columns, cells, strict=True) if each is not None}
+            texts = with_intervals({name: each for name, each in found.items() if name in bounds or name in ends})
+            rows.append([value, *(texts.get(name, found.get(name)) for name in kept)])
+        return SliceTable(kept, rows)
+
 
 def slice_tables(metrics: Mapping[str, Any]) -> dict[str, SliceTable]:
     """The metrics ``<metric>/<column>/<value>`` of one split as a table for each column."""

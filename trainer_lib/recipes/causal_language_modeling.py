@@ -22,6 +22,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -47,6 +48,7 @@ from trainer_lib.recipes.packed_batches import (
     NO_TARGET,
     WAYS,
     collate_documents,
+    collate_flat,
     collate_packed,
     require_isolation,
 )
@@ -80,7 +82,14 @@ DEFAULTS: dict[str, Any] = {
     "isolate": "positions",
 }
 """Every option of `prepare`, with its default."""
-MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "lora": {}, "dtype": "float32"}
+MODEL: dict[str, Any] = {
+    "pretrained": None,
+    "folder": None,
+    "config": {},
+    "lora": {},
+    "dtype": "float32",
+    "flatten": False,
+}
 """The settings of `build_model` (`train.model`), with their defaults."""
 
 
@@ -121,6 +130,8 @@ class ModelOptions(TypedDict):
     """Train adapters of this form instead of the model's weights."""
     dtype: NotRequired[str]
     """Type of a loaded model's weights."""
+    flatten: NotRequired[bool]
+    """Whether the documents of a training batch stand end to end in one row, without padding."""
 
 
 def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -174,10 +185,15 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
     Raises:
-        ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row.
+        ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row; or
+            batches of packed rows were to be flattened.
     """
-    chosen = choose(options, MODEL, field="train.model")
+    chosen, is_packed = choose(options, MODEL, field="train.model"), bool(data.info["packed"])
     require_choice(chosen["dtype"], DTYPES, field="train.model.dtype")
+    if chosen["flatten"] and "train" in data.info["packed"]:
+        what = "Packed rows have next to no padding, so there is nothing to flatten."
+        remedy = "Remove it, or set prepare.options.pack=[]."
+        raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     place = one_of(chosen, field="train.model")
     if place is None:
         facts = {name: data.info[name] for name in ("length", "vocabulary", "ends")}
@@ -190,9 +206,10 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
             what = "Adapters are for a model that has been trained."
             raise ConfigError(what, field="train.model.lora", remedy="Give train.model.pretrained or folder as well.")
         model = add_adapters(model, chosen["lora"])
-    if data.info["packed"]:
-        info = data.info
-        require_isolation(model, vocabulary=info["vocabulary"], length=info["length"], isolate=info["isolate"])
+    if is_packed or chosen["flatten"]:
+        rows = {name: data.info[name] for name in ("vocabulary", "length", "isolate")}
+        require_isolation(model, flattened=not is_packed, **rows)
+    model.flattened = data.info["isolate"] if chosen["flatten"] else None  # the Trainer makes its batches by it
     built: nn.Module = model
     return built
 
@@ -219,7 +236,14 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 class Trainer(PlainTrainer):
-    """A Trainer that measures new rows that are texts, and continues them where they ask for it."""
+    """A Trainer that flattens training batches if `train.model.flatten` says so, and continues new rows of text."""
+
+    @override
+    def get_train_dataloader(self) -> Any:
+        loader, isolate = super().get_train_dataloader(), getattr(self.model, "flattened", None)
+        if isolate is not None:
+            loader.collate_fn = partial(collate_flat, collate=loader.collate_fn, isolate=isolate)
+        return loader
 
     @override
     def prediction_step(

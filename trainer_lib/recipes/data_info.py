@@ -23,11 +23,13 @@ class PrepareOutput:
     Attributes:
         info: JSON values, which other functions read as `DataInfo.info`; `new_columns` names columns that new rows may
             have in place of prepared ones, with their types.
+        warnings: sentences about what may be wrong with the data; they are shown, and no part of it.
         sources: the spec's `prepare.sources` in their order: local ones as absolute paths, wherever this runs.
     """
 
     def __init__(self, store: Store, sources: Sequence[str] = ()) -> None:
         self.info: dict[str, Any] = {}
+        self.warnings: list[str] = []
         self.sources: tuple[str, ...] = tuple(sources)
         self._store = store
         self._files: dict[str, FileEntry] = {}

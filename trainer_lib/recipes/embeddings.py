@@ -40,7 +40,13 @@ from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
 from trainer_lib.recipes.retrieval import Candidates, find_ranks, in_batches, measure_ranks
 from trainer_lib.recipes.tabular_rows import FIELD
-from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_tokenizer, load_tokenizer
+from trainer_lib.recipes.tokenizing import (
+    count_cut_texts,
+    keep_tokenizer,
+    kept_tokenizer,
+    learn_tokenizer,
+    load_tokenizer,
+)
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
@@ -136,6 +142,9 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
     )
+    texts = [chosen["query_prefix"] + text for text in queries]
+    texts += [chosen["positive_prefix"] + text for text in positives]
+    count_cut_texts(out, tokenizer, texts, longest=chosen["max_length"])
     return table.rows(
         labels.tolist(),
         {chosen["query"]: queries, chosen["positive"]: positives, "place": places.tolist()},

@@ -1,9 +1,9 @@
-"""Batches of packed rows, in which no document sees another one, and the check that a model keeps them apart."""
+"""Batches of packed and of flattened rows, in which no document sees another one, and the check of a model."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,7 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
     batch = {name: torch.from_numpy(each) for name, each in
              (("input_ids", tokens), ("position_ids", positions), ("labels", labels))}  # fmt: skip
     if isolate == "mask":
-        of = torch.from_numpy(documents)
-        causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-        batch["attention_mask"] = ((of[:, :, None] == of[:, None, :]) & causal)[:, None]
+        batch["attention_mask"] = _block_diagonal(torch.from_numpy(documents))
     return batch
 
 
@@ -69,47 +67,100 @@ def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[st
     return batch
 
 
-def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
+def flatten_batch(batch: Mapping[str, Tensor], *, isolate: str) -> dict[str, Tensor]:
+    """The rows of a batch end to end in a single one, without padding. Shapes are ``[1, tokens]``.
+
+    A row's first token is not a target: what stands in front of it is another row.
+
+    Args:
+        batch: with `attention_mask`, as `collate_documents` makes it; tensors ``[batch, tokens]``.
+        isolate: one of `WAYS`.
+
+    Returns:
+        The tensors of the batch, `position_ids`, which begin again at 0 with each row, and with "mask"
+        `attention_mask` bool ``[1, 1, tokens, tokens]``, as `collate_packed` has it.
+
+    Raises:
+        ConfigError: the batch does not say where its padding is.
+    """
+    if "attention_mask" not in batch:
+        what = "Padding is removed where attention_mask [batch, tokens] is 0, and this batch has none."
+        remedy = "Let collate return it, or remove train.model.flatten."
+        raise ConfigError(what, field="collate", value=sorted(batch), remedy=remedy)
+    used = batch["attention_mask"].bool()
+    flat = {name: each[used][None] for name, each in batch.items() if name != "attention_mask"}
+    positions = flat["position_ids"] = (used.cumsum(1) - 1)[used][None]
+    if "labels" in flat:
+        flat["labels"][positions == 0] = NO_TARGET
+    if isolate == "mask":
+        flat["attention_mask"] = _block_diagonal((positions == 0).cumsum(1))
+    return flat
+
+
+def collate_flat(
+    rows: Sequence[Any], *, collate: Callable[[Sequence[Any]], Mapping[str, Tensor]], isolate: str
+) -> dict[str, Tensor]:
+    """Make a batch by `collate` and flatten it; shapes are ``[1, tokens]``."""
+    return flatten_batch(collate(rows), isolate=isolate)
+
+
+def _block_diagonal(documents: Tensor) -> Tensor:
+    """The causal mask ``[batch, 1, tokens, tokens]`` within documents, given the number of each token's document."""
+    longest = documents.shape[1]
+    causal = torch.ones(longest, longest, dtype=torch.bool).tril()
+    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str, flattened: bool = False) -> None:
     """Refuse a model for which documents of one row are not apart. It is tried, with documents of a few tokens.
 
     Args:
         model: takes `input_ids` and what `collate_packed` gives besides; returns `logits`
             ``[batch, tokens, vocabulary]``.
         vocabulary: number of tokens.
-        length: the most tokens of a row.
+        length: the most tokens of a row, or of a document in a flat batch.
         isolate: one of `WAYS`.
+        flattened: batches are those of `flatten_batch`, of a single row.
 
     Raises:
         ConfigError: it takes no such argument, or its logits of a document depend on the others of the row.
     """
+    try:
+        why = _find_mixing(model, vocabulary, length, isolate, rows=1 if flattened else 2)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate, flattened) from error
+    if why is not None:
+        raise _mixes(model, why, isolate, flattened)
+
+
+def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *, rows: int) -> str | None:
+    """Why the model does not keep documents apart in a batch of so many rows; None: it does."""
     needed = ("position_ids", "attention_mask") if isolate == "mask" else ("position_ids",)
     taken = inspect.signature(model.forward).parameters
     # A wrapper that takes anything (peft's) hands it on.
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     lacking = next((name for name in needed if name not in taken and not anything), None)
     if lacking is not None:
-        raise _mixes(model, f"it takes no {lacking}", isolate)
+        return f"it takes no {lacking}"
     if any(each.is_meta for each in model.parameters()):
-        return  # without values there is nothing to compare
+        return None  # without values there is nothing to compare
     window = getattr(getattr(model, "config", None), "sliding_window", None)
     if isolate == "mask" and window is not None and window < length:
-        raise _mixes(model, f"a mask that is given replaces its window of {window} tokens", isolate)
+        return f"a mask that is given replaces its window of {window} tokens"
     size = max(1, min(length // 2, 6))
     first, other, second = ((np.arange(size) + 1) * step % vocabulary for step in (1, 5, 3))
-    try:
-        together, changed = (_logits(model, [before, second], isolate)[0, size:] for before in (first, other))
-        alone = _logits(model, [second], isolate)[0]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate) from error
+    together, changed = (_logits(model, [before, second], isolate, rows)[0, size:] for before in (first, other))
+    alone = _logits(model, [second], isolate, rows)[0]
     if not torch.equal(together, changed):
-        raise _mixes(model, "its outputs for a document change with the document in front of it", isolate)
+        return "its outputs for a document change with the document in front of it"
     if float((together - alone).abs().max()) > _TOLERANCE * float(alone.abs().max()):
-        raise _mixes(model, "its outputs for a document change with the place of the document in the row", isolate)
+        return "its outputs for a document change with the place of the document in the row"
+    return None
 
 
-def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str) -> Tensor:
+def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, rows: int) -> Tensor:
     row = {"input_ids": np.concatenate(documents), "lengths": [len(each) for each in documents]}
-    batch = collate_packed([row], pad=0, isolate=isolate)
+    batch = collate_packed([row] * rows, pad=0, isolate=isolate)
     del batch["labels"]
     device = next(model.parameters()).device
     was_training = model.training
@@ -123,11 +174,18 @@ def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str) -> 
     return logits.float()
 
 
-def _mixes(model: nn.Module, why: str, isolate: str) -> ConfigError:
+def _mixes(model: nn.Module, why: str, isolate: str, flattened: bool) -> ConfigError:
     other = {
         "positions": "try prepare.options.isolate=mask, which gives the model the mask itself",
         "mask": "try prepare.options.isolate=positions",
     }[isolate]
+    if flattened:
+        return ConfigError(
+            f"The model {type(model).__name__} cannot train on documents that stand end to end: {why}.",
+            field="train.model.flatten",
+            value=True,
+            remedy=f"Remove train.model.flatten (short documents are then padded), or {other}.",
+        )
     return ConfigError(
         f"The model {type(model).__name__} cannot train on packed rows: {why}.",
         field=FIELD,

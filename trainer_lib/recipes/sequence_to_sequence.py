@@ -40,7 +40,13 @@ from trainer_lib.recipes.row_trainer import RowTrainer
 from trainer_lib.recipes.tabular_rows import FIELD
 from trainer_lib.recipes.text_scores import measure_texts, score_row
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
-from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_byte_tokenizer, load_tokenizer
+from trainer_lib.recipes.tokenizing import (
+    count_cut_texts,
+    keep_tokenizer,
+    kept_tokenizer,
+    learn_byte_tokenizer,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -119,6 +125,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         eos_token_id=tokenizer.eos_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
     )
+    read = [chosen["prefix"] + text for text in texts]
+    count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], what="texts to read")
     return table.rows(targets, {chosen["text"]: texts})
 
 

@@ -38,6 +38,7 @@ from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 from trainer_lib.recipes.tokenizing import (
+    count_cut_texts,
     keep_tokenizer,
     kept_tokenizer,
     learn_tokenizer,
@@ -132,6 +133,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
     )
+    count_cut_texts(out, tokenizer, *columns.values(), longest=chosen["max_length"])
     table.texts.update({name: [] for name in names})  # `rows` gives these columns
     number = {name: index for index, name in enumerate(classes)}
     return table.rows([number[text] for text in table.table.texts(table.label)])

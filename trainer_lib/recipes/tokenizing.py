@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _UNKNOWN = "[UNK]"
 _SPECIAL = ["[PAD]", _UNKNOWN, "[CLS]", "[SEP]"]
 _END = "<|endoftext|>"
+_COUNTED = 1000  # texts whose tokens are counted at a time
+_MUCH = 0.01  # of the texts: more that are cut are a warning
 _TOGETHER = 64  # documents that the tokenizer is given at a time
 
 
@@ -50,6 +52,28 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings:
         )
     tokenizer.pad_token = pad_token
     return tokenizer
+
+
+def count_cut_texts(
+    out: PrepareOutput, tokenizer: Any, *columns: Sequence[str], longest: int, what: str = "texts"
+) -> None:
+    """Note as `cut_texts` how many texts have more than `longest` tokens, and warn where these are over 1 %.
+
+    Args:
+        columns: the texts; of several columns those of a row are read together.
+        what: what the texts are, for the warning.
+    """
+    rows, cut = len(columns[0]), 0
+    for start in range(0, rows, _COUNTED):
+        together = [list(column[start : start + _COUNTED]) for column in columns]
+        made = tokenizer(*together, return_attention_mask=False, verbose=False)["input_ids"]
+        cut += sum(len(tokens) > longest for tokens in made)
+    out.info["cut_texts"] = cut
+    if cut > _MUCH * rows:
+        out.warnings.append(
+            f"{cut:,} of {rows:,} {what} ({cut / rows:.0%}) have more than {longest} tokens, and are cut: "
+            "prepare.options.max_length is where, as far as the model reads."
+        )
 
 
 def load_word_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import tempfile
 import uuid
 import warnings
@@ -379,7 +380,10 @@ def _cluster() -> Iterator[None]:
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
     own = {"include_dashboard": False} if address == "local" else {}
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if port.isdigit():  # Ray itself waits for minutes where nothing listens
+            socket.create_connection((host, int(port)), timeout=10.0).close()
         ray.init(address, configure_logging=False, **own)
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         raise ConfigError(

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.data.column import Column
-from trainer_lib.errors import ConfigError, StoreUnreachableError, first_line
+from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
+from trainer_lib.records import to_record
+from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers.mlflow_additions import send_flavor, send_outputs
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
-from trainer_lib.trackers.mlflow_registry import read_registration, register
+from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered, read_registration, register
 from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, TYPES, ModelRecord, example_row, nested
 from trainer_lib.trackers.shipper import shorten
 from trainer_lib.yaml_text import dump_yaml
@@ -169,6 +171,7 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 send_flavor(client, str(model.model_id), asked.flavor)
             version, verdict = register(client, str(model.model_id), run_id, asked)
             client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
+            _keep_outcome(record.get("kept_in"), Registered.of(asked, version, verdict))
             note = "%s version %s is registered. %s"
             _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
         elif "outputs" in record:
@@ -182,6 +185,16 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 link_metrics(client, run_id, str(model.model_id), measured["step"], measured["keys"])
     except GoneError as error:  # the run is there: it is the server that has no logged models
         raise RefusedError(first_line(error)) from error
+
+
+def _keep_outcome(folder: str | None, outcome: Registered) -> None:
+    """Write what came of a registration into the run's folder, for its report."""
+    if folder is None:  # asked by an older version
+        return
+    try:
+        Store.open(folder).replace(OUTCOME_FILE, json.dumps(to_record(outcome), allow_nan=False).encode())
+    except (StorageError, ConfigError) as error:  # MLflow has it
+        _log.debug("The outcome of the registration could not be kept: %s", error)
 
 
 def bad_request(message: str) -> Exception:

@@ -23,6 +23,8 @@ from trainer_lib.trackers.model_versions import versions_of
 CANDIDATE = "candidate"
 CHAMPION = "champion"
 BEFORE_TAG = "trainflow.champion_before"
+OUTCOME_FILE = "registered.json"
+"""In the folder of a run: what its registration came to (`Registered`), once the server has decided it."""
 SCORE_TAG = "trainflow.score"
 VERDICT_TAG = "trainflow.verdict"
 LOW, HIGH = 0.05, 0.95
@@ -141,6 +143,33 @@ class Registration:
     tags: dict[str, str] = field(default_factory=dict)
     score: Score | None = None
     flavor: Flavor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """What a run's request to the registry came to.
+
+    Attributes:
+        name, version: of the registered model.
+        digest: SHA-256 of the run's model.
+        value, best: what the model and the champion scored in `verdict.metric`; None where nothing was compared.
+    """
+
+    name: str
+    version: str
+    digest: str
+    verdict: Verdict
+    value: float | None = None
+    best: float | None = None
+
+    @classmethod
+    def of(cls, asked: Registration, version: str, verdict: Verdict) -> Registered:
+        """The outcome of a registration."""
+        value = best = None
+        if asked.score is not None and verdict.difference is not None:
+            value = asked.score.value
+            best = value - (1 if asked.score.is_greater_better else -1) * verdict.difference
+        return cls(name=asked.name, version=version, digest=asked.digest, verdict=verdict, value=value, best=best)
 
 
 def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tuple[str, Verdict]:

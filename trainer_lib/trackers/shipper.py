@@ -86,6 +86,10 @@ class Shipper(threading.Thread):
         """Why the newest try failed; None after one that did not."""
         return self._failure
 
+    def wake(self) -> None:
+        """Look at the spool now, and not after the pause between two looks."""
+        self._wake.set()
+
     @override
     def run(self) -> None:
         delay, stuck_s = POLL_S, 0.0
@@ -110,6 +114,7 @@ class Shipper(threading.Thread):
                 time.sleep(_CLOSING_POLL_S)
             else:
                 self._wake.wait(delay)
+                self._wake.clear()  # a close that comes in between is seen at once, by its flag
 
     def close(
         self,

@@ -13,7 +13,11 @@ from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.evaluation.metrics import is_metric_object
+from trainer_lib.evaluation.named_metrics import NamedMetrics
+from trainer_lib.hub.base import ADAPTER
 from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
+from trainer_lib.metric_names import MetricCall
 from trainer_lib.recipe_functions import kind_of
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
@@ -126,6 +130,24 @@ def build_trainer(
     return trainer
 
 
+def add_metrics(trainer: Any, calls: Sequence[MetricCall]) -> None:
+    """Have a Trainer's evaluations measure the metrics that choose its weights, beside those of the recipe.
+
+    Raises:
+        ConfigError: they are measured on all rows, and the Trainer keeps none; or one cannot be imported.
+    """
+    if not calls:
+        return
+    if trainer.args.batch_eval_metrics or is_metric_object(trainer.compute_metrics):
+        raise ConfigError(
+            "Metrics by name are measured on all rows, and the recipe's metrics are given batch by batch.",
+            field="metric_for_best_model",
+            value=calls[0].result,
+            remedy="Return it from compute_metrics, a function, without batch_eval_metrics.",
+        )
+    trainer.compute_metrics = NamedMetrics(trainer.compute_metrics, calls)
+
+
 def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
     """Progress events for a Trainer with these arguments."""
     return EventsCallback(work.events, total_batch_size(args, data_parallel_size=work.world_size))
@@ -138,12 +160,14 @@ def load_weights(model: nn.Module, url: str) -> None:
         DamagedError: weights are missing, left over, or of another shape: another model was exported there.
     """
     store = Store.open(url)
-    if is_peft(model) and store.exists(ADAPTERS):
-        try:
-            load_adapter(model, read_safetensors(store, ADAPTERS))
-        except ConfigError as error:
-            raise _other_model(url, error.message) from error
-        return
+    # Where they are merged into the weights, the adapters lie in a folder of their own.
+    for folder in (store, store.child(ADAPTER)) if is_peft(model) else ():
+        if folder.exists(ADAPTERS):
+            try:
+                load_adapter(model, read_safetensors(folder, ADAPTERS))
+            except ConfigError as error:
+                raise _other_model(url, error.message) from error
+            return
     load_tensors(model, read_safetensors(store, "model.safetensors"), url)
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_lib import distributed
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.commit import content_digest
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.metrics import is_metric_object
-from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
+from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, measure_slices
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.hub.card import tidy_metrics
+from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
@@ -27,6 +26,8 @@ from trainer_lib.storage import FileEntry, Store
 from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.evaluate_ranges import RangeEvaluation, find_range_metrics
+from trainer_lib.worker.events import EventsCallback
+from trainer_lib.worker.measurable import rehearse, require_measurable
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.session import Work
 from trainer_lib.worker.train import HISTORY
@@ -38,22 +39,26 @@ OVERALL = "overall"  # what after_evaluate measured belongs to no split
 
 
 def run(work: Work[EvaluateRequest]) -> EvaluateResult:
-    """Evaluate every split. The result is complete on rank 0."""
+    """Evaluate every split, or only try to (`worker.measurable`). The result is complete on rank 0."""
     request = work.request
     store = Store.open(request.output, field="storage")
-    args = arguments(work, "evaluate", store.url)
     prepared = to_record(request.data)
     data = DataInfo(prepared)
     splits = {name: ArrowSplit(prepared, name) for name in request.splits}
+    if request.step == "rehearse":
+        rehearse(work, data, splits)
+        return EvaluateResult((), {})
+    args = arguments(work, "evaluate", store.url)
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
     merging, reason = find_range_metrics(work, data)
     if request.step == "ranges" and merging is None:
         return EvaluateResult((), {}, needs_all_rows=reason)
-    trainer = build_trainer(work, args, model, [] if merging is not None else [events_callback(work, args)])
+    events = events_callback(work, args)
+    trainer = build_trainer(work, args, model, [] if merging is not None else [events])
     measured: list[FileEntry] = []
     if merging is None:
-        metrics, measured = _of_all_rows(work, store, trainer, splits, data)
+        metrics, measured = _of_all_rows(work, store, trainer, splits, data, events)
     else:
         ranges = RangeEvaluation(work, store, trainer, merging)
         if request.step != "finish":
@@ -75,17 +80,23 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
 
 
 def _of_all_rows(
-    work: Work[EvaluateRequest], store: Store, trainer: Any, splits: Mapping[str, ArrowSplit], data: DataInfo
+    work: Work[EvaluateRequest],
+    store: Store,
+    trainer: Any,
+    splits: Mapping[str, ArrowSplit],
+    data: DataInfo,
+    events: EventsCallback,
 ) -> tuple[dict[str, dict[str, float]], list[FileEntry]]:
     """The metrics of each split, whose rows this group of processes evaluates at once, and files beside them."""
     metrics: dict[str, dict[str, float]] = {}
     measured: list[FileEntry] = []
     request, recipes_own = work.request, trainer.compute_metrics
-    if is_metric_object(recipes_own):
-        _refuse_needing_rows(request)
+    function = require_measurable(recipes_own, request, trainer.args)
+    before, total = 0, sum(map(len, splits.values()))
     for name, split in splits.items():
+        events.begin_split(before=before, rows=len(split), total=total)
+        before += len(split)
         work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
-        function = _with_metrics_by_name(recipes_own, request, trainer.args)
         # A batch at a time leaves nothing to remember.
         by_batch = trainer.args.batch_eval_metrics or is_metric_object(function)
         remembered = None if function is None or by_batch else Remembered(function)
@@ -98,42 +109,30 @@ def _of_all_rows(
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
                 metrics[name] |= intervals(resampled, request.confidence)
-            metrics[name] |= _sliced(request, split, remembered)
+            metrics[name] |= _sliced(work, name, split, remembered)
     return metrics, measured
 
 
-def _refuse_needing_rows(request: EvaluateRequest) -> None:
-    for name in ("metrics", "slices", "confidence", "resamples"):
-        if value := getattr(request, name):
-            raise ConfigError(
-                "This needs all rows, and the recipe's compute_metrics is an object that is given batch by batch.",
-                field=f"evaluate.{name}",
-                value=value,
-                remedy="Leave it out, or write compute_metrics as a function.",
-            )
-
-
-def _with_metrics_by_name(
-    function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
-) -> Callable[..., Any] | None:
-    """The recipe's function with the metrics that the spec names, which need all rows."""
-    if not request.metrics:
-        return function
-    if args.batch_eval_metrics:
-        raise ConfigError(
-            "Metrics by name are measured on all rows, and batch_eval_metrics keeps none of them.",
-            field="evaluate.metrics",
-            remedy="Set evaluate.args.batch_eval_metrics=false, or leave evaluate.metrics out.",
-        )
-    return NamedMetrics(function, request.metrics)
-
-
-def _sliced(request: EvaluateRequest, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:
-    """The metrics on the rows of each value of the columns that the spec names."""
+def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:
+    """The metrics on the rows of each value of the columns that the spec names, with intervals for a few slices."""
+    request = work.request
     if remembered.given is None or not request.slices:
         return {}
-    columns = {column: [split[row][column] for row in range(len(split))] for column in request.slices}
-    return measure_slices(remembered.compute, remembered.given, columns)
+
+    def bounds(part: EvalPrediction) -> dict[str, float]:
+        few = Remembered(remembered.compute)
+        few.given = part
+        return intervals(few.resampled(_digest_rows(request, name), request.resamples), request.confidence)
+
+    columns = {column: split.column_values(column) for column in request.slices}
+    found = measure_slices(
+        remembered.compute, remembered.given, columns, bounds if request.confidence is not None else None
+    )
+    count = sum(each.startswith("rows/") for each in found)
+    if request.confidence is not None and count > MAX_INTERVALS:
+        message = f"The {count} slices of {name} have no intervals: up to {MAX_INTERVALS} have."
+        work.events.emit("warning", message=message)
+    return found
 
 
 def _describe(
@@ -163,14 +162,19 @@ def _resample(
     work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered
 ) -> tuple[dict[str, list[float]], FileEntry]:
     """The metrics on resampled rows of a split, and the file with them; it names the rows by their digest."""
-    shards = work.request.data.splits[split].shards
-    rows = content_digest(entry for entry in work.request.data.files if entry.path in shards)
+    rows = _digest_rows(work.request, split)
     work.events.emit("progress", message=f"{work.request.resamples:,} resamples of {split}")
     found = remembered.resampled(rows, work.request.resamples)
     # Two models are compared resample by resample, so each has to have a value.
     whole = {name: values for name, values in found.items() if len(values) == work.request.resamples}
     record = {"rows": rows, "metrics": whole}
     return found, store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
+
+
+def _digest_rows(request: EvaluateRequest, split: str) -> str:
+    """SHA-256 of a split's rows, which decides how they are drawn."""
+    shards = request.data.splits[split].shards
+    return content_digest(entry for entry in request.data.files if entry.path in shards)
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:

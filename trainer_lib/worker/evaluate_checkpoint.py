@@ -18,7 +18,7 @@ from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trackers.base import numbers_only
 from trainer_lib.trainer.seed_states import restore_seeds
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.session import Work
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
         train_dataset=ArrowSplit(prepared, request.train_split),
         eval_dataset=ArrowSplit(prepared, request.eval_split),
     )
+    add_metrics(trainer, request.metrics)
     _enter(trainer, request.checkpoint)
     step = trainer.state.global_step
     work.events.emit("progress", message=f"evaluating the checkpoint of step {step}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.data.loader import has_length
 from trainer_lib.worker.session import Events
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.run import TrainingRun
 
 _SHOWN = 300  # entries of an earlier attempt's log that a resumed one reports again
+_FIRST_BATCHES = 3  # they are slow, so no time left is estimated from them
 QUIET_S = 0.5  # the least time between two signs of life
 
 
@@ -26,6 +28,14 @@ class _Counted(NamedTuple):
     trained_s: float = 0.0
     step: int = 0
     tokens: int = 0
+
+
+class _Rows(NamedTuple):
+    """Which rows are evaluated: so many behind others, of all that there are."""
+
+    before: int
+    now: int
+    total: int
 
 
 class EventsCallback(TrainerCallback):
@@ -48,7 +58,8 @@ class EventsCallback(TrainerCallback):
         self._quiet_until = 0.0
         self._began = 0.0
         self._first_step = 0
-        self._predicted = 0
+        self._predicted = self._all_predicted = 0
+        self._rows: _Rows | None = None
         self.resumed_from: int | None = None
         self.flops = self.trained_s = 0.0
         self.unlogged: list[tuple[int, float]] = []
@@ -56,6 +67,12 @@ class EventsCallback(TrainerCallback):
         self._run: Callable[[], TrainingRun | None] = lambda: None
         self._internals: Internals | None = None
         self._rated = _Counted()
+
+    def begin_split(self, *, before: int, rows: int, total: int) -> None:
+        """The next batches are of so many rows, behind `before` of `total`: without training, they are the progress."""
+        if self._rows is None:
+            self._began = time.monotonic()
+        self._rows = _Rows(before, rows, total)
 
     def follow(self, trainer: Trainer) -> None:
         """Report where the time of this Trainer's training goes, and keep the losses that it does not log."""
@@ -115,8 +132,16 @@ class EventsCallback(TrainerCallback):
     ) -> None:
         """Report a sign of life."""
         self._predicted += 1
-        if self._due():
-            self._events.emit("progress", message=f"evaluating: batch {self._predicted}", **self._where(state))
+        self._all_predicted += 1
+        if not self._due():
+            return
+        loader = kwargs.get("eval_dataloader")
+        batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
+        message = f"evaluating: batch {self._predicted:,}" + (f" of {batches:,}" if batches else "")
+        where = self._where(state) or self._row(batches)
+        if not state.max_steps and "eta_s" in where:
+            message += f", {where['eta_s']:,.0f} s left"
+        self._events.emit("progress", message=message, **where)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start to count batches from zero."""
@@ -142,6 +167,17 @@ class EventsCallback(TrainerCallback):
             ranks = internals.world.comm.data_parallel.size
             rates["tokens_per_second"] = (counted.tokens - before.tokens) * ranks / seconds
         internals.events.report(rates)
+
+    def _row(self, batches: int) -> dict[str, Any]:
+        """The row that an evaluation of one split after the other has reached, and the time left."""
+        if self._rows is None or not batches:
+            return {}
+        before, now, total = self._rows
+        row = before + min(now, now * self._predicted // batches)
+        where: dict[str, Any] = {"step": row, "max_steps": total}
+        if row and self._all_predicted >= _FIRST_BATCHES:
+            where["eta_s"] = (total - row) * (time.monotonic() - self._began) / row
+        return where
 
     def _due(self) -> bool:
         now = time.monotonic()

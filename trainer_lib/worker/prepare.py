@@ -45,4 +45,6 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
         splits[name] = from_record(PreparedSplit, writer.write(islice(rows, request.limit)), name=name)
         files += writer.files
     files += out.files()
-    return PrepareResult(tuple(files), splits, out.checked_info())
+    for message in out.warnings:
+        work.events.emit("warning", message=message)
+    return PrepareResult(tuple(files), splits, out.checked_info(), tuple(out.warnings))

@@ -1,8 +1,8 @@
 """The verb *prepare* for a recipe with `prepare_shard`: each source becomes a part, by one worker or by several.
 
-    list     list_sources() -> records/sources.json; what an earlier run finished is looked at
+    list     list_sources() -> records/sources.json; what an earlier command finished is looked at, by size
     parts    the parts that no other worker takes; returns when all are finished
-    finish   what all parts have in common is checked, and becomes the splits
+    finish   files of earlier commands are read, what all parts have in common is checked, and becomes the splits
 
 One worker does all three; where there are several, each step is a launch of its own.
 """
@@ -13,21 +13,24 @@ import dataclasses
 import itertools
 import json
 import time
+import uuid
 from typing import Any
 
 from trainer_lib.commit import MOST_FILES
 from trainer_lib.data.row_id_check import count_repeated_ids
-from trainer_lib.data.source_parts import SourceParts, SplitOfParts, write_rows
+from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
+from trainer_lib.data.unusual_data import describe_unusual
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
+from trainer_lib.recipe_failures import vanished_source
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.verb_results import STATISTICS
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
 
 SOURCES = "records/sources.json"
-STATISTICS = "statistics.json"
 _LIMIT = 1 << 30
 
 
@@ -40,10 +43,10 @@ def run(work: Work[PrepareRequest]) -> PrepareResult:
     step, store = work.request.step, Store.open(work.request.output, field="storage")
     if step in ("all", "list"):
         listed = _list(work, store)
-        _parts_of(work, store, listed["sources"]).forget_damaged(len(listed["sources"]))
+        _parts_of(work, store, listed).forget_damaged(len(listed["sources"]))
     else:
         listed = json.loads(store.read_bytes(SOURCES, limit=_LIMIT))
-    parts = _parts_of(work, store, listed["sources"])
+    parts = _parts_of(work, store, listed)
     if step in ("all", "parts"):
         _write_parts(work, store, listed["sources"], parts)
     return _finish(work, store, listed, parts) if step in ("all", "finish") else PrepareResult((), {}, {})
@@ -61,23 +64,26 @@ def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
             remedy="Let one source stand for several files: prepare_shard() reads them one after the other.",
         )
     files = [dataclasses.asdict(entry) for entry in out.files()]
-    listed = {"sources": sources, "info": out.checked_info(), "files": files}
+    listed = {"sources": sources, "info": out.checked_info(), "files": files, "command": uuid.uuid4().hex}
     store.write_bytes(SOURCES, json.dumps(listed).encode())
     return listed
 
 
-def _parts_of(work: Work[PrepareRequest], store: Store, sources: list[Any]) -> SourceParts:
+def _parts_of(work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) -> SourceParts:
     request = work.request
     common = {"shard_rows": request.shard_rows, "allow_nan": request.allow_nan, "limit": request.limit}
-    return SourceParts(store, lambda part: {"source": sources[part], **common})
+    sources = listed["sources"]
+    return SourceParts(store, lambda part: {"source": sources[part], **common}, listed["command"])
 
 
 def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], parts: SourceParts) -> None:
     report = _Report(work, len(sources))
+    columns = FirstColumns(parts, lambda part: _shown(sources[part]))
     with SharedParts(store, parts, total=len(sources)) as shared:
         for part in shared:
             splits = _write_part(work, store, part, sources[part], report)
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                columns.check(part, splits)
                 parts.write(part, splits)
 
 
@@ -88,7 +94,7 @@ def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any
     try:
         for split, rows in work.recipe.prepare_shard(source, request.recipe_options()).items():
             report.begin(part)
-            written = write_rows(
+            splits[split] = write_rows(
                 store,
                 part,
                 split,
@@ -98,9 +104,9 @@ def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any
                 allow_nan=request.allow_nan,
                 on_rows=report.rows,
             )
-            if written is not None:
-                splits[split] = written
     except TrainflowError as error:
+        if (vanished := vanished_source(error, source, shown)) is not None:
+            raise vanished from error
         if f"source '{shown}" not in error.message:
             error.message = f"{error.message} (source {shown})"
         raise
@@ -120,11 +126,23 @@ class _Report:
         """Begin with a split of a part."""
         self._before, self._now, self._part = self._before + self._now, 0, part
 
+    def put_together(self, part: int) -> None:
+        """Note that this part is put together with those before it."""
+        if self._is_due():
+            message = f"source {part + 1:,} of {self._total:,} is put together with the others"
+            self._events.emit("progress", message=message)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._reported < QUIET_S:
+            return False
+        self._reported = now
+        return True
+
     def rows(self, count: int) -> None:
         """Note the rows of this split so far."""
-        self._now, now = count, time.monotonic()
-        if now - self._reported >= QUIET_S:
-            self._reported = now
+        self._now = count
+        if self._is_due():
             rows = self._before + count
             message = f"source {self._part + 1:,} of {self._total:,}, {rows:,} rows"
             self._events.emit("progress", step=self._part + 1, max_steps=self._total, rows=rows, message=message)
@@ -132,24 +150,19 @@ class _Report:
 
 def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], parts: SourceParts) -> PrepareResult:
     """Make the splits of all parts, in the order of the sources."""
-    sources, found = listed["sources"], dict[str, SplitOfParts]()
-    expected = 0
-    for part, record in parts.read_all():
-        if part != expected or record is None:
-            break
-        for name, split in record.items():
-            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[part]), split)
-        expected += 1
-    if expected < len(sources):
+    sources = listed["sources"]
+    found, lost = _put_together(work, sources, parts, verify=True)
+    if lost:
+        what = "A source is" if len(lost) == 1 else f"{len(lost):,} sources are"
+        message = f"{what} prepared again: files were damaged after they had been written."
+        work.events.emit("warning", message=message)
+        _write_parts(work, store, sources, parts)
+        found, lost = _put_together(work, sources, parts, verify=False)
+    if lost:
         what = "A part is missing although it was finished."
-        raise DataError(what, field=store.url, value=_shown(sources[expected]))
-    if not found:
-        raise DataError(
-            "All sources together have no rows.",
-            field="prepare_shard",
-            remedy="Check the filters in prepare_shard(), and what list_sources() returns.",
-        )
-    _check_ids(work, store, found)
+        raise DataError(what, field=store.url, value=_shown(sources[lost[0]]))
+    _check_empty(found)
+    repeated = _check_ids(store, found)
     statistics = {name: split.statistics for name, split in found.items()}
     described = store.write_bytes(STATISTICS, (json.dumps(statistics, indent=1, sort_keys=True) + "\n").encode())
     splits = {
@@ -163,18 +176,68 @@ def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], pa
     }
     data = [entry for split in found.values() for entry in split.files]
     files = (*data, *(FileEntry(**entry) for entry in listed["files"]), described)
-    return PrepareResult(files, splits, listed["info"])
+    if len(files) >= MOST_FILES:  # data.json comes with them
+        raise DataError(
+            f"Prepared data has up to {MOST_FILES:,} files, and its sources made {len(files):,}.",
+            field="prepare_shard",
+            value=f"{len(sources):,} sources with {len(found)} split(s)",
+            remedy="Let one source stand for several files or, where a source makes several files, raise "
+            "prepare.shard_rows.",
+        )
+    unusual = describe_unusual(statistics, {name: split.columns for name, split in found.items()}, listed["info"])
+    warnings = (*repeated, *unusual)
+    for message in warnings:
+        work.events.emit("warning", message=message)
+    return PrepareResult(files, splits, listed["info"], warnings)
 
 
-def _check_ids(work: Work[PrepareRequest], store: Store, found: dict[str, SplitOfParts]) -> None:
-    """Look for ids in two splits, where rows have ids of their own: ours are different by their making."""
+def _put_together(
+    work: Work[PrepareRequest], sources: list[Any], parts: SourceParts, *, verify: bool
+) -> tuple[dict[str, SplitOfParts], list[int]]:
+    """The splits, and the numbers of the parts that are missing or damaged: the splits are whole if there are none."""
+    found, lost = dict[str, SplitOfParts](), list[int]()
+    report, expected = _Report(work, len(sources)), 0
+    for part, record in parts.read_all(verify=verify):
+        report.put_together(part)
+        lost += range(expected, part if record is not None else part + 1)
+        expected = part + 1
+        for name, split in () if lost or record is None else record.items():
+            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[part]), split)
+    return found, [*lost, *range(expected, len(sources))]
+
+
+def _check_empty(found: dict[str, SplitOfParts]) -> None:
+    """Refuse a split that no source has rows of, as `SplitWriter` does."""
+    empty = [name for name, split in found.items() if not split.rows]
+    if len(empty) == len(found):
+        raise DataError(
+            "All sources together have no rows.",
+            field="prepare_shard",
+            remedy="Check the filters in prepare_shard(), and what list_sources() returns.",
+        )
+    if empty:
+        raise DataError(
+            f"The split '{empty[0]}' is empty in every source.",
+            field="prepare_shard",
+            value=empty[0],
+            remedy="Check the filters in prepare_shard(); leave the split out if it is not needed.",
+        )
+
+
+def _check_ids(store: Store, found: dict[str, SplitOfParts]) -> list[str]:
+    """Look for ids in two splits, where rows have ids of their own: ours are different by their making.
+
+    Returns a sentence for each split that has an id twice.
+    """
     if not any(split.has_own_ids for split in found.values()):
-        return
+        return []
     files = {name: [entry.path for entry in split.files] for name, split in found.items()}
-    for name, count in count_repeated_ids(store, files, sum(split.rows for split in found.values())).items():
-        if count:
-            message = f"{count:,} rows of split '{name}' have a row_id that another row of it has."
-            work.events.emit("warning", message=message)
+    counts = count_repeated_ids(store, files, sum(split.rows for split in found.values()))
+    return [
+        f"{count:,} rows of split '{name}' have a row_id that another row of it has."
+        for name, count in counts.items()
+        if count
+    ]
 
 
 def _shown(source: Any) -> str:

@@ -24,7 +24,7 @@ from trainer_lib.records import to_record
 from trainer_lib.requests import TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.models import innermost, is_adapted, is_transformers
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.preemption_notice import stopped_by_notice
 from trainer_lib.worker.resume_proof import proof_callbacks
 from trainer_lib.worker.session import Work
@@ -58,6 +58,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
     callbacks = [*proof_callbacks(request.proof), events, slow]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
+    add_metrics(trainer, request.metrics)
     events.follow(trainer)
     with stopped_by_notice(work, trainer):
         trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command

@@ -163,7 +163,7 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
         (tmp_path / "god.csv", "Did you mean good.csv"),
         (tmp_path / "*.parquet", "No file matches"),
         (tmp_path / "*.txt", "none of a known format"),
-        ("hf://org/data", "not read from the Hub"),
+        ("hf://datasets/data", "names no repository"),
     ):
         with pytest.raises(ConfigError, match=words):
             find_row_files([str(address)])

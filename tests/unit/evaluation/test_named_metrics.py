@@ -13,7 +13,7 @@ from flows.spec.spec import parse_spec
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure, measure_slices
 from trainer_lib.evaluation.resamples import Remembered, intervals
-from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
+from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS, read_metrics
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.verb_results import PreparedSplit
 
@@ -50,7 +50,7 @@ def test_areas_are_those_of_scikit_learn_and_left_out_where_all_rows_are_of_one_
     few = LABELS[LABELS < 2]
     assert 0.5 < measure(names, SCORES[LABELS < 2], few)["roc_auc"] <= 1, "of the classes that are there"
     # Slices and resamples of one class are without them, and the others are as they were.
-    compute = NamedMetrics(None, [*names, "accuracy"])
+    compute = NamedMetrics(None, read_metrics([*names, "accuracy"]))
     given: Any = EvalPrediction(two[:40], np.arange(40) % 4 // 3)
     sliced = measure_slices(compute, given, {"group": ["b" if row % 4 == 3 else "a" for row in range(40)]})
     assert {name for name in sliced if not name.startswith("rows")} == {"accuracy/group/a", "accuracy/group/b"}
@@ -95,21 +95,41 @@ def test_a_metric_of_the_other_kind_is_refused() -> None:
 
 def test_the_recipes_own_values_stay() -> None:
     given: Any = EvalPrediction(SCORES, LABELS)
-    both = NamedMetrics(lambda p: {"accuracy": -1.0, "mine": 2.0}, ["accuracy", "f1_macro"])(given)
+    both = NamedMetrics(lambda p: {"accuracy": -1.0, "mine": 2.0}, read_metrics(["accuracy", "f1_macro"]))(given)
     assert (both["accuracy"], both["mine"]) == (-1.0, 2.0)
     assert both["f1_macro"] == measure(["f1_macro"], SCORES, LABELS)["f1_macro"]
-    assert list(NamedMetrics(None, ["accuracy"])(given)) == ["accuracy"]
+    assert list(NamedMetrics(None, read_metrics(["accuracy"]))(given)) == ["accuracy"]
 
 
 def test_slices_are_measured_on_their_rows_alone() -> None:
     groups = ["a/b" if row % 4 else "c" for row in range(200)]
     given: Any = EvalPrediction(SCORES, LABELS)
-    found = measure_slices(NamedMetrics(None, ["accuracy"]), given, {"group": groups})
+    found = measure_slices(NamedMetrics(None, read_metrics(["accuracy"])), given, {"group": groups})
     assert set(found) == {f"{name}/group/{value}" for name in ("accuracy", "rows") for value in ("a_b", "c")}
     assert found["rows/group/c"] == 50
     assert found["accuracy/group/c"] == measure(["accuracy"], SCORES[::4], LABELS[::4])["accuracy"]
-    with pytest.raises(ConfigError, match="200 different values"):
-        measure_slices(NamedMetrics(None, ["accuracy"]), given, {"row": range(200)})
+    with pytest.raises(ConfigError, match="more than 50 different values"):
+        measure_slices(NamedMetrics(None, read_metrics(["accuracy"])), given, {"row": range(200)})
+
+
+def test_few_slices_get_intervals_and_none_of_few_rows() -> None:
+    given: Any = EvalPrediction(SCORES, LABELS)
+    asked: list[int] = []
+
+    def bounds(part: EvalPrediction) -> dict[str, float]:
+        asked.append(len(part.label_ids))
+        return {"accuracy_low": 0.1, "accuracy_high": 0.9}
+
+    compute = NamedMetrics(None, read_metrics(["accuracy"]))
+    columns: dict[str, list[Any]] = {"group": ["few" if row < 9 else "many" for row in range(200)]}
+    found = measure_slices(compute, given, columns, bounds)
+    assert asked == [191]
+    assert found["accuracy_low/group/many"] == 0.1
+    assert "accuracy_low/group/few" not in found
+    columns["other"] = [row % 18 for row in range(200)]
+    assert len(measure_slices(compute, given, columns, bounds)) == 2 * 20 + 2 * 19
+    columns["other"] = [row % 19 for row in range(200)]
+    assert len(measure_slices(compute, given, columns, bounds)) == 2 * 21
 
 
 def test_typos_are_refused_before_the_training() -> None:

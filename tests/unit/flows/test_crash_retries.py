@@ -18,7 +18,8 @@ class States:
         self._crashes = crashes
 
     def read_flow_run_states(self, _: object) -> list[Any]:
-        return [SimpleNamespace(is_crashed=lambda: True)] * self._crashes + [SimpleNamespace(is_crashed=lambda: False)]
+        once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
+        return [SimpleNamespace(name=name) for name in (*once * self._crashes, "Running")]
 
 
 def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) -> None:

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
+from flows.cli.plan_text import describe
 from flows.forecast import Forecast, Found, Length, forecast
 from flows.obstacles import Obstacle, find_obstacles
 from flows.plan import Plan
 from flows.plan_record import compare, read_plan_record, write_half
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest, stage_store
+from tasks.stage.manifest import StageManifest
 from tests.support.hub_server import HubServer
+from tests.support.recorded import commit_facts
 from tests.support.toy import project
-from trainer_lib.commit import write_commit
 from trainer_lib.errors import CodeError
 from trainer_lib.footprint import Estimate, ModelSize, Probe
-from trainer_lib.records import to_record
 from trainer_lib.requests import PreparedSplit
 from trainer_lib.storage import Store
 
@@ -64,14 +64,7 @@ def test_the_length_follows_from_rows_and_arguments(
 
 def prepared(spec: PipelineSpec) -> Plan:
     """A plan of a spec whose data is committed."""
-    key = Plan.of(spec).key_of("prepare-data", {})
-    store = stage_store(spec.storage, key)
-    if store.exists("COMMIT.json"):
-        return Plan.of(spec)
-    store.write_bytes("key.json", key.to_json())
-    files = [store.write_bytes("data.json", b"{}")]
-    meta = {"stage": key.stage, "key": key.digest, "metrics": {}, "meta": to_record(FACTS)}
-    write_commit(store, "stage", files, meta)
+    commit_facts(spec.storage, Plan.of(spec).key_of("prepare-data", {}), FACTS)
     return Plan.of(spec)
 
 
@@ -106,6 +99,39 @@ def test_without_a_probe_memory_is_worked_out_and_the_time_is_not_known(path: Pa
     assert found.own is not None
     assert found.peak_bytes == 1000 + (found.own.total or 0)
     assert (found.seconds, found.time_source) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "written", "writers"),
+    [
+        ((), 60, 2),
+        (("train.args.fsdp_config={state_dict_type: FULL_STATE_DICT}",), 120, 1),
+        (("train.args.fsdp=hybrid_shard", "train.args.fsdp_config={hybrid_group_size: 1}"), 120, 1),
+        (("train.args.fsdp=hybrid_shard",), 60, 2),
+        (("train.args.save_only_model=true",), 20, 2),
+    ],
+)
+def test_what_ranks_write_follows_from_the_arguments(
+    path: Path, overrides: tuple[str, ...], written: int, writers: int
+) -> None:
+    spec = load_spec(path, ("train.launch={kind: torchrun, processes: 2}", "train.args.fsdp=full_shard", *overrides))
+    found = planned(prepared(spec), Found(ESTIMATE))
+    assert found.own is not None
+    assert (found.own.checkpoint, found.own.writers) == (written, writers)
+    [row] = [each for each in found.to_dict()["ranks"] if each["strategy"] == "fsdp"]
+    assert (row["checkpoint"], row["writers"]) == (written, writers)
+    assert found.room is not None
+    assert found.room.checkpoint_bytes == written * writers + 20_000
+
+
+def test_the_plan_shows_what_each_rank_writes(path: Path) -> None:
+    plan = prepared(load_spec(path))
+    lines = [line.plain for line in describe(plan, planned(plan, Found(ESTIMATE)), [])]
+    rows = {words[0]: words for line in lines if (words := line.replace("*", "").split())}
+    assert rows["parameters"][-1] == "writes"
+    assert " ".join(rows["DDP"][-2:]) == "120 B"
+    assert " ".join(rows["FSDP"][-3:]) == "60 B ×2"
+    assert any("with ×N each of N ranks" in line for line in lines)
 
 
 def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[Obstacle]:
@@ -161,6 +187,27 @@ def test_a_hub_that_refuses_or_does_not_answer_is_found(
     hub.fault = lambda method, target: "drop"
     [silent] = obstacles(path, publish)
     assert "cannot be reached" in silent.what
+
+
+def test_a_folder_that_cannot_be_published_to_is_found_and_nothing_is_left(path: Path, tmp_path: Path) -> None:
+    assert obstacles(path, f"publish.to={tmp_path / 'new' / 'models'}") == []
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("in the way")
+    for target in (tmp_path / "file", tmp_path / "file" / "models", Path("/proc/models")):
+        [found] = obstacles(path, f"publish.to={target}")
+        assert (found.field, found.value, found.is_fatal) == ("publish.to", str(target), True)
+        assert found.what.startswith("Cannot write there: ")
+        assert found.remedy
+    assert obstacles(path, f"publish.to={tmp_path / 'file'}", "publish.enabled=false") == []
+
+
+def test_an_object_store_that_cannot_be_published_to_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
+    for name, value in away.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    [found] = obstacles(path, "publish.to=s3://bucket/models")
+    assert (found.field, found.value, found.is_fatal) == ("publish.to", "s3://bucket/models", True)
+    assert "does not answer" in found.what
 
 
 def test_an_mlflow_server_that_does_not_answer_is_said_and_not_fatal(path: Path) -> None:

@@ -159,6 +159,14 @@ def test_conditions_ages_and_orders_are_read_or_refused(tmp_path: Path) -> None:
     assert "test_accuracy" in str(caught.value.remedy)
 
 
+def test_without_runs_only_what_every_run_has_orders_them() -> None:
+    assert sort_key("-seconds", [])[1]
+    with pytest.raises(ConfigError, match="no run with a metric") as caught:
+        sort_key("-startd", [])
+    assert (caught.value.field, caught.value.value) == ("--sort", "-startd")
+    assert caught.value.remedy == 'Did you mean "started"?'
+
+
 def test_progress_counts_the_stage_at_work_and_what_follows(tmp_path: Path) -> None:
     storage = str(tmp_path)
     outcomes = {"evaluate": {"status": "ran", "seconds": 5.0}, "train": {"status": "ran", "seconds": 50.0}}

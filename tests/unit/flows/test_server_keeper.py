@@ -23,7 +23,7 @@ def test_a_machine_that_slept_does_not_cost_the_server(monkeypatch: pytest.Monke
     answers = iter([True, False, False, True, False, False, False])
     killed: list[int] = []
     monkeypatch.setattr(membership, "is_healthy", lambda url: next(answers))
-    monkeypatch.setattr(membership.os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
     keeper = _Keeper(cast(Membership, Described()))
     keeper._look()
     keeper._answered_s = time.monotonic() - 1000

@@ -159,7 +159,7 @@ def test_an_override_reaches_into_a_launcher_given_by_name(spec_file: Path) -> N
         ("recipe=nowhere.py", "recipe", "no such file"),
         ("predict.recipe=nowhere.py", "predict.recipe", "no such file"),
         ("prepare.sources=[nowhere.csv]", "prepare.sources", "does not exist"),
-        ("prepare.sources=[hf://datasets/x]", "prepare.sources", "not tracked"),
+        ("prepare.sources=[hf://datasets/x]", "prepare.sources", "names no repository"),
         ("prepare.sources=[package:nunpy]", "prepare.sources", "numpy"),
         ("storage=s4://bucket/x", "storage", "scheme"),
         ("storage=memory://x", "storage", "in_process"),
@@ -179,6 +179,16 @@ def test_what_is_wrong_names_field_value_and_remedy(spec_file: Path, override: s
     assert any(word in str(error) for word in words.split("|")), str(error)
     assert error.remedy
     assert error.exit_code == 2
+
+
+def test_adapters_are_merged_where_a_recipe_by_name_trains_some(spec_file: Path) -> None:
+    named = ("recipe=text-classification", "publish.merge_adapters=true")
+    error = refused(spec_file, *named)
+    assert (error.field, error.value) == ("publish.merge_adapters", "true")
+    assert "train.model.lora" in str(error.remedy)
+    load_spec(spec_file, (*named, "train.model.lora={r: 2}"))
+    load_spec(spec_file, (*named, "publish.enabled=false"))
+    load_spec(spec_file, named[1:])  # of a recipe of the user's the trained model tells
 
 
 def test_the_line_in_the_file_is_named(spec_file: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.run_choice import choose_place
 from flows.cli.spec_choice import choose_spec_file
+from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 
 SPEC = "name: toy\nrecipe: recipe.py\n"
@@ -45,3 +47,23 @@ def test_the_first_word_may_be_an_override() -> None:
 def test_a_folder_without_a_spec_says_how_to_get_one() -> None:
     with pytest.raises(ConfigError, match=r"(?s)has none.*trainflow init NAME"):
         choose_spec_file(None, ["a=1"])
+
+
+def test_a_storage_that_is_named_has_to_be_there() -> None:
+    Path("store").mkdir()
+    assert choose_place(None, "store", command="runs").storage == str(Path("store").absolute())
+    with pytest.raises(ConfigError, match="no such folder") as caught:
+        choose_place(None, "stroe", command="runs")
+    assert (caught.value.field, caught.value.value) == ("--storage", "stroe")
+    assert caught.value.remedy == 'Did you mean "store"?'
+    with pytest.raises(ConfigError, match="no such folder") as caught:
+        choose_place(None, "elsewhere/far", command="runs")
+    assert "that a run used" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="a file, not a folder"):
+        choose_place(None, "data.json", command="gc")
+
+
+def test_the_storage_of_a_spec_may_be_one_of_runs_to_come(tmp_path: Path) -> None:
+    spec = project(tmp_path / "project")
+    assert choose_place([str(spec)], None, command="runs").storage == str(spec.parent / "store")
+    assert not (spec.parent / "store").exists()

@@ -52,6 +52,14 @@ def test_slices_are_a_table() -> None:
     assert "### test by sex\n\n| sex | rows | accuracy |\n| --- | --- | --- |\n| a\\|b | 30 | 0.9 |" in text
 
 
+def test_a_metric_of_a_slice_has_its_interval_beside_it() -> None:
+    first = {"accuracy/sex/a": 0.9, "accuracy_low/sex/a": 0.85, "accuracy_high/sex/a": 0.95, "rows/sex/a": 30}
+    few = {"accuracy/sex/b": 0.5, "rows/sex/b": 4}
+    text = render_card(dataclasses.replace(CARD, metrics={"test": {"accuracy": 0.8, **first, **few}}))
+    assert "| sex | rows | accuracy |\n" in text
+    assert "| a | 30 | 0.9 (0.85 to 0.95) |\n| b | 4 | 0.5 |" in text
+
+
 def test_pictures_are_links_beside_the_card_and_titles_cannot_break_out() -> None:
     picture = Picture("evaluation/plots/confusion-a b.svg", "Confusion of a](x) <b>", "Rows are the true classes.")
     text = render_card(dataclasses.replace(CARD, pictures=[picture]))

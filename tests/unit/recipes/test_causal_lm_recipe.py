@@ -91,6 +91,44 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     assert recipe.after_evaluate(model, data, {}) == {}
 
 
+@pytest.mark.parametrize("isolate", ["positions", "mask"])
+def test_flat_training_takes_the_steps_of_padded_training_without_the_padding(tmp_path: Path, isolate: str) -> None:
+    recipe, splits, data = prepare(tmp_path, "stdlib:json", pack=[], isolate=isolate, length=48)
+    assert all(len(row["lengths"]) == 1 for row in splits["train"])
+    weights, measured, shapes = [], [], []
+    for flatten in (False, True):
+        torch.manual_seed(0)
+        model: Any = recipe.build_model({"config": TINY, "flatten": flatten}, data)
+        trainer = trainer_of(recipe, data, model, tmp_path / str(flatten), splits["train"], 5)
+        shapes.append([tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()])
+        trainer.train()
+        weights.append([each.detach() for each in model.parameters()])
+        # Rows are measured one by one all the same.
+        measured.append(trainer.evaluate(eval_dataset=splits["test"])["eval_nats_per_token"])
+        assert np.asarray(trainer.predict(splits["test"]).predictions).shape == (len(splits["test"]), 2)
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+    padded, flat = shapes
+    assert all(rows == 1 for rows, _ in flat)
+    assert sum(tokens for _, tokens in flat) == sum(len(row["input_ids"]) for row in splits["train"])
+    assert sum(rows * tokens for rows, tokens in padded) > sum(tokens for _, tokens in flat)
+
+
+def test_flat_training_is_refused_for_packed_rows_and_for_models_that_mix_documents(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    refused = refused_model(prepared, {"config": TINY, "flatten": True})
+    assert refused.field == "train.model.flatten"
+    assert "prepare.options.pack=[]" in str(refused.remedy)
+    unpacked = prepare(tmp_path, "stdlib:json", pack=[])
+    mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    refused = refused_model(unpacked, {"config": mamba, "flatten": True})
+    assert refused.field == "train.model.flatten"
+    assert "stand end to end" in refused.message
+    unpacked[0].build_model({"config": mamba}, unpacked[2])
+
+
 def test_new_rows_are_texts_measured_as_documents_and_continued(prepared: Prepared, tmp_path: Path) -> None:
     from trainer_lib.recipes.tokenizing import kept_tokenizer
 

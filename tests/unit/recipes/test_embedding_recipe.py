@@ -71,6 +71,16 @@ def test_a_model_that_begins_at_random_beats_the_tokens_in_common_and_embeds_new
     assert set(resampled["candidates"]) == {measured["eval_candidates"]}
 
 
+def test_texts_that_are_cut_are_counted_with_their_prefixes(prepared: Prepared, tmp_path: Path) -> None:
+    assert prepared[2].info["cut_texts"] == 0
+    rows = "".join(f"q{row},p{row}\n" for row in range(20))
+    split = {"test": 0.2, "validation": 0}
+    more: dict[str, Any] = {"vocabulary": 200, "max_length": 12, "split": split}
+    content = f"entity,character\n{rows}"
+    assert prepare(tmp_path, content, **more)[2].info["cut_texts"] == 0
+    assert prepare(tmp_path, content, **more, query_prefix="find this: " * 5)[2].info["cut_texts"] == 20
+
+
 def test_the_overlap_is_that_of_tokens_whatever_the_batches(prepared: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = prepared
     model = recipe.build_model({"config": TINY}, data)

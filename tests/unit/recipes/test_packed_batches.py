@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.packed_batches import WAYS, collate_documents, collate_packed, require_isolation
+from trainer_lib.recipes.packed_batches import (
+    WAYS,
+    collate_documents,
+    collate_packed,
+    flatten_batch,
+    require_isolation,
+)
 from trainer_lib.recipes.packing import Document, new_counts, pack_documents
 
 SHAPE: dict[str, Any] = {
@@ -82,6 +88,54 @@ def test_a_document_has_the_logits_and_the_loss_that_it_has_alone(kind: str, iso
     assert float(together.loss) == pytest.approx(nats / targets, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "isolate", "more"),
+    [
+        ("llama", "positions", {}),
+        ("llama", "mask", {}),
+        ("gpt2", "positions", {"n_positions": 16}),  # fewer than the row has tokens
+        ("mistral", "positions", {}),
+    ],
+)
+def test_a_flat_batch_has_no_padding_and_the_logits_and_the_loss_of_its_documents(
+    kind: str, isolate: str, more: dict[str, Any]
+) -> None:
+    model, documents = build(kind, **more), texts()
+    padded = collate_documents([{"input_ids": each, "lengths": [len(each)]} for each in documents], pad=0)
+    batch = flatten_batch(padded, isolate=isolate)
+    assert batch["input_ids"].tolist() == [np.concatenate(documents).tolist()]
+    assert batch["labels"].shape == batch["position_ids"].shape == (1, sum(map(len, documents)))
+    with torch.no_grad():
+        flat, wanted = model(**batch), model(**padded)
+        alone = [model(input_ids=torch.from_numpy(each)[None]).logits[0] for each in documents]
+    torch.testing.assert_close(flat.logits[0], torch.cat(alone), atol=2e-5, rtol=1e-5)
+    assert int((batch["labels"] != -100).sum()) == sum(len(each) - 1 for each in documents)
+    assert float(flat.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+
+
+def test_a_flat_batch_keeps_documents_apart_whatever_is_beside_them() -> None:
+    """Padding at the beginning, labels of a collator that does not know of other documents, and another tensor."""
+    given = {
+        "input_ids": torch.tensor([[9, 5, 6], [1, 2, 3]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "labels": torch.tensor([[-100, 5, 6], [1, 2, 3]]),
+        "weights": torch.tensor([[0.0, 0.1, 0.2], [0.3, 0.4, 0.5]]),
+    }
+    batch = flatten_batch(given, isolate="mask")
+    assert batch["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, 2, 3]]
+    assert torch.equal(batch["weights"], torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]]))
+    blocks = torch.zeros(5, 5, dtype=torch.bool)
+    blocks[:2, :2], blocks[2:, 2:] = torch.ones(2, 2).tril(), torch.ones(3, 3).tril()
+    assert torch.equal(batch["attention_mask"][0, 0], blocks)
+    assert given["labels"].tolist() == [[-100, 5, 6], [1, 2, 3]]
+    del given["attention_mask"]
+    with pytest.raises(ConfigError, match="has none") as caught:
+        flatten_batch(given, isolate="positions")
+    assert caught.value.remedy
+
+
 def test_without_isolation_the_logits_are_others() -> None:
     """The test above would notice: a row that is read as one text has other logits."""
     model, documents = build("llama"), texts()
@@ -124,6 +178,29 @@ def test_models_that_mix_documents_are_refused(isolate: str) -> None:
         with pytest.raises(ConfigError, match="cannot train on packed rows") as caught:
             check(build(kind), isolate)
         assert "prepare.options.pack=[]" in str(caught.value.remedy)
+
+
+def test_a_model_that_mixes_documents_of_a_flat_batch_is_refused_by_its_own_setting() -> None:
+    require_isolation(build("llama"), vocabulary=100, length=16, isolate="positions", flattened=True)
+    for kind in ("bloom", "mamba"):
+        with pytest.raises(ConfigError, match="cannot train on documents that stand end to end") as caught:
+            require_isolation(build(kind), vocabulary=100, length=16, isolate="positions", flattened=True)
+        assert caught.value.field == "train.model.flatten"
+        assert "Remove train.model.flatten" in str(caught.value.remedy)
+
+
+def test_a_model_that_keeps_documents_apart_in_a_single_row_takes_flat_batches_alone() -> None:
+    """As flash attention of transformers: it reads positions only where a batch has one row."""
+    model = build("llama")
+    forward = model.forward
+
+    def flash(input_ids: Any, position_ids: Any) -> Any:
+        return forward(input_ids=input_ids, position_ids=position_ids if len(input_ids) == 1 else None)
+
+    model.forward = flash
+    require_isolation(model, vocabulary=100, length=16, isolate="positions", flattened=True)
+    with pytest.raises(ConfigError, match="change with the document in front of it"):
+        check(model, "positions")
 
 
 def test_a_cache_hides_the_positions_and_a_mask_the_window() -> None:

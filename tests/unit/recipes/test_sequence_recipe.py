@@ -54,6 +54,7 @@ def test_texts_are_generated_in_evaluation_and_for_new_rows(prepared: Prepared, 
     assert not losses or losses[-1] < 6
     measured = trainer.evaluate(eval_dataset=splits["test"])
     assert data.info["label"] == "parts"  # new rows may have it
+    assert data.info["cut_texts"] == 0
     words = data.info["lead_words"]
     leads = [" ".join(row["name"].split()[:words]) for row in splits["test"]]
     by_hand = np.array([score_text(lead, row["labels"]) for lead, row in zip(leads, splits["test"], strict=True)])

@@ -13,9 +13,11 @@ import torch
 from flows.new_project.starter_data import modules
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
+from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.tokenizing import learn_tokenizer
+from trainer_lib.requests import PrepareRequest, RecipeFile
 from trainer_lib.storage import Store
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,6 +41,39 @@ def refused(where: Path, content: str, /, **options: Any) -> TrainflowError:
     assert isinstance(caught.value, ConfigError | DataError)
     assert caught.value.remedy
     return caught.value
+
+
+@pytest.mark.parametrize(("long", "pair"), [(1, False), (0, False), (3, False), (3, True)])
+def test_texts_that_are_cut_are_counted_and_over_one_percent_of_them_are_a_warning(
+    tmp_path: Path, long: int, pair: bool
+) -> None:
+    # 100 rows; a short text has a word, with the tokens that begin and end it three.
+    texts = ["word " * 20] * long + ["word"] * (100 - long)
+    lines = [f"{text},{'b' if pair else ''},{'xy'[row % 2]}" for row, text in enumerate(texts)]
+    (tmp_path / "lines.csv").write_text("\n".join(["line,other,module", *lines]))
+    more = {"pair": "other"} if pair else {}
+    asked = PrepareRequest(
+        output=str(tmp_path / "out"),
+        recipe=RecipeFile(str(recipe_file("text-classification")), str(tmp_path)),
+        options={**GIVEN, **more, "max_length": 6, "vocabulary": 50},
+        sources=(str(tmp_path / "lines.csv"),),
+    )
+    shown: list[str] = []
+    config = LaunchConfig(kind="in_process")
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event["event"] == "warning":
+            shown.append(event["message"])
+
+    result = launch(asked, config, env={}, on_line=lambda line: None, on_event=on_event)
+    assert result.info["cut_texts"] == long
+    assert shown == list(result.warnings)
+    if long <= 1:
+        assert shown == []
+    else:
+        [warning] = shown
+        assert warning.startswith("3 of 100 texts (3%) have more than 6 tokens, and are cut")
+        assert "prepare.options.max_length" in warning
 
 
 def test_a_model_that_begins_at_random_beats_the_most_frequent_class(tmp_path: Path) -> None:

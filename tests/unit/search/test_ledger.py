@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +90,26 @@ def test_values_follow_from_the_seed_and_the_trials_before(opened: Opened, tmp_p
     assert all(1e-4 <= float(str(each["train.args.learning_rate"])) <= 1e-1 for each in first)
 
 
+def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: Opened, tmp_path: Path) -> None:
+    def work(folder: str, stops: tuple[int, ...] = ()) -> list[float]:
+        """How far off the best rate, 0.001, each of 30 trials is, in powers of ten; the command stops in between."""
+        off: list[float] = []
+        of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
+        while (claim := of.claim()) is not None:
+            rate, width = (claim.values[axis.name] for axis in DESIGN.axes)
+            off.append(abs(math.log10(rate) + 3))
+            claim.complete([off[-1] + (width != 32)])
+            claim.release()
+            if len(off) in stops:
+                of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
+        return off
+
+    off = work("whole")
+    assert statistics.mean(off[10:]) < 0.5 * statistics.mean(off[:10]), "the first ten are spread out"
+    assert min(off[10:]) < min(off[:10])
+    assert work("stopped", stops=(5, 10, 20)) == off
+
+
 def test_a_grid_takes_every_point_once(opened: Opened, tmp_path: Path) -> None:
     axes = (Axis("a", choices=([1], {"b": 2})), Axis("c", low=0, high=1, step=0.5))
     of = ledger(opened, tmp_path, Design(axes, ("maximize",), sampler="grid"))
@@ -111,6 +133,18 @@ def test_successive_halving_ends_what_is_behind(opened: Opened, tmp_path: Path) 
     behind.prune()
     assert [trial.state for trial in of.trials()] == ["complete", "pruned"]
     assert of.trials()[0].reports == {1: 0.1, 2: 0.1, 3: 0.1}
+
+
+def test_the_median_ends_who_is_worse_than_half_of_those_that_are_complete(opened: Opened, tmp_path: Path) -> None:
+    of = ledger(opened, tmp_path, replace(DESIGN, trials=9, pruner="median", startup=3, after=2))
+    for value in (0.1, 0.5, 0.9):
+        complete = opened.claim(of)
+        assert not any(complete.report(10 * evaluation, value) for evaluation in (1, 2, 3)), "of too few"
+        complete.complete([value])
+    better, worse = opened.claim(of), opened.claim(of)
+    assert not any(better.report(10 * evaluation, 0.4) for evaluation in (1, 2, 3))
+    assert not worse.report(10, 0.6), "the first evaluation is before `after`"
+    assert worse.report(20, 0.6)
 
 
 def test_a_training_that_goes_on_may_report_an_evaluation_again(opened: Opened, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "options": {"x": 1},
         "args": {"bf16_full_eval": True},
         "code": False,
+        "merge_adapters": True,
         "hardest_rows": True,
         "retries": 0,
     },

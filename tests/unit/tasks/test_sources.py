@@ -10,6 +10,7 @@ import pytest
 
 from tasks.stage.sources import check, fingerprints
 from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.storage import Store
 
 
 def digest(source: str | Path, memory: Path | None = None, root: Path | None = None) -> str:
@@ -37,6 +38,41 @@ def test_a_folder_counts_by_names_and_bytes(tmp_path: Path) -> None:
     renamed = digest(folder)
     (folder / "new").write_text("")
     assert len({before, renamed, digest(folder)}) == 3
+
+
+def test_a_pattern_counts_by_the_files_that_match(tmp_path: Path) -> None:
+    (tmp_path / "days" / "one").mkdir(parents=True)
+    (tmp_path / "days" / "one" / "a.csv").write_text("x")
+    (tmp_path / "days" / "notes.txt").write_text("1")
+    pattern = tmp_path / "days" / "**" / "*.csv"
+    before = digest(pattern)
+    (tmp_path / "days" / "notes.txt").write_text("2")
+    assert digest(pattern) == before
+    (tmp_path / "days" / "b.csv").write_text("y")
+    added = digest(pattern)
+    (tmp_path / "days" / "one" / "a.csv").write_text("z")
+    assert len({before, added, digest(pattern)}) == 3
+
+
+def test_a_file_whose_name_looks_like_a_pattern_counts_as_itself(tmp_path: Path) -> None:
+    (tmp_path / "a[1].csv").write_text("x")
+    (tmp_path / "a1.csv").write_text("y")
+    before = digest(tmp_path / "a[1].csv")
+    (tmp_path / "a1.csv").write_text("z")
+    assert digest(tmp_path / "a[1].csv") == before
+
+
+def test_a_store_without_tags_counts_by_its_bytes() -> None:
+    store = Store.open("memory://sources/folder")
+    store.write_bytes("a.csv", b"one")
+    file, folder = digest("memory://sources/folder/a.csv"), digest("memory://sources/folder")
+    store.write_bytes("b.csv", b"two")
+    assert digest("memory://sources/folder/a.csv") == file
+    assert digest("memory://sources/folder") != folder
+    assert digest("memory://sources/folder/*a.csv") != digest("memory://sources/folder/*.csv")
+    store.write_bytes("a.csv", b"ONE")
+    assert digest("memory://sources/folder/a.csv") != file
+    store.delete_tree()
 
 
 def test_labels_hold_no_absolute_path(tmp_path: Path) -> None:
@@ -85,9 +121,11 @@ def test_installed_packages_and_the_standard_library_count_by_their_files() -> N
         ("package:nunpy", "numpy"),
         ("package:numpy/nowhere", "no such files"),
         ("stdlib:nowhere", "no such part"),
-        ("hf://datasets/x", "not tracked"),
-        ("ftp://host/x", "not tracked"),
+        ("hf://datasets/x", "names no repository"),
+        ("s4://host/x", "Unknown URL scheme"),
+        ("s3://", "names no bucket"),
         ("/nowhere/at/all", "does not exist"),
+        ("/nowhere/at/*.csv", "No file matches"),
     ],
 )
 def test_what_cannot_be_tracked_is_refused(source: str, words: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.source_parts import FirstColumns, SourceParts
 from trainer_lib.data.statistics import merge
 from trainer_lib.errors import CodeError, ConfigError, DataError
+from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.records import to_record
 from trainer_lib.requests import PreparedData, PrepareResult
+from trainer_lib.storage import Store
 
 RECIPE = '''
 """Rows of numbered sources, and a line in a file for each call."""
@@ -32,12 +38,14 @@ def prepare_shard(source, options):
     with open(options["log"], "a") as log:
         log.write(f"{source}\\n")
     if source == options.get("bad"):
-        raise FileNotFoundError(f"no {source}")
+        raise ValueError(f"no {source}")
     value = float if source in options.get("floats", []) else int
-    rows = [{"x": [float(source)] * (n + 1), "label": value(n % 3)} for n in range(source)]
+    label = options.get("labels", {}).get(str(source), "label")
+    rows = [{"x": [float(source)] * (n + 1), label: value(n % 3)} for n in range(source)]
     if "ids" in options:
         rows = [{**row, "row_id": options["ids"] * source + n} for n, row in enumerate(rows)]
-    return {"train": iter(rows[1:]), "test": iter(rows[:1])}
+    tested = 0 if source in options.get("untested", []) else 1
+    return {"train": iter(rows[tested:]), "test": iter(rows[:tested])}
 
 
 def build_model(options, data): ...
@@ -48,6 +56,18 @@ def _prepare(folder: Path, sources: list[Any], recipe: str = RECIPE, **options: 
     options = {"sources": sources, "log": str(folder / "log.txt"), **options}
     asked = request(folder, recipe, output=str(folder / "out"), shard_rows=3, options=options)
     result: PrepareResult = tiny.run(asked, kind="in_process")
+    return result
+
+
+def _launch(asked: Any, warnings: list[str]) -> PrepareResult:
+    """Launch a request, and note its warnings."""
+
+    def listen(event: Mapping[str, Any]) -> None:
+        if event["event"] == "warning":
+            warnings.append(event["message"])
+
+    config = LaunchConfig(kind="in_process")
+    result: PrepareResult = launch(asked, config, env={}, on_line=lambda line: None, on_event=listen)
     return result
 
 
@@ -148,3 +168,233 @@ def test_more_sources_than_a_commit_can_list_are_refused_before_one_is_read(
         _prepare(tmp_path, [5, 2, 8])
     assert (caught.value.field, caught.value.value) == ("list_sources", "3")
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_more_files_than_a_commit_can_list_are_refused_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 7)
+    assert len(_prepare(tmp_path, [2, 3]).files) == 6  # of two splits of two sources, note.txt and statistics.json
+    with pytest.raises(DataError, match="up to 7 files, and its sources made 8") as caught:
+        _prepare(tmp_path, [2, 3, 4])
+    assert "raise prepare.shard_rows" in str(caught.value.remedy)
+
+
+def test_a_split_that_no_source_fills_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"The split 'test' is empty in every source\.") as caught:
+        _prepare(tmp_path, [5, 2], untested=[5, 2])
+    assert (caught.value.field, caught.value.value) == ("prepare_shard", "test")
+    assert "leave the split out" in str(caught.value.remedy)
+    # Also by a run that finds all sources finished.
+    with pytest.raises(DataError, match="'test' is empty"):
+        _prepare(tmp_path, [5, 2], untested=[5, 2])
+    assert _calls(tmp_path) == ["5", "2"]
+
+
+def test_a_split_that_one_source_fills_is_fine(tmp_path: Path) -> None:
+    result = _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
+    assert {name: split.rows for name, split in result.splits.items()} == {"train": 9, "test": 1}
+    assert result.splits["test"].shards == ("data/test/000001-00000.arrow",)
+
+
+def test_records_without_their_empty_splits_are_read(tmp_path: Path) -> None:
+    """As earlier versions wrote them."""
+    _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
+    for path in (tmp_path / "out" / "records" / "parts").glob("*/*.json"):
+        record = json.loads(path.read_text())
+        splits = {name: split for name, split in record["splits"].items() if split["rows"]}
+        path.write_text(json.dumps({"settings": record["settings"], "splits": splits}))
+    result = _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
+    assert _calls(tmp_path) == ["5", "2", "3"]
+    assert {name: split.rows for name, split in result.splits.items()} == {"train": 9, "test": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "remedy"),
+    [
+        (
+            {"floats": [3]},
+            r"split 'train' differ in column 'label': int64 in 2, float64 in 3\.",
+            r"Give every source the",
+        ),
+        (
+            {"labels": {"3": "lable"}},
+            r"split 'train' differ in column 'label': int64 in 2, no such column in 3\.",
+            r'Did you mean "label" by the column "lable" of 3\? Give every source',
+        ),
+        (
+            {"labels": {"2": "lable"}},
+            r"split 'train' differ in column 'lable': int64 in 2, no such column in 3\.",
+            r'Did you mean "lable" by the column "label" of 3\? Give every source',
+        ),
+    ],
+)
+def test_a_source_with_other_columns_ends_the_preparation_at_once(
+    options: dict[str, Any], words: str, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        _prepare(tmp_path, [2, 3, 4, 5], **options)
+    assert (caught.value.field, caught.value.value) == ("prepare_shard", "3")
+    assert re.match(remedy, str(caught.value.remedy))
+    assert _calls(tmp_path) == ["2", "3"]
+    # It was not recorded as finished: once it is mended, nothing else is prepared again.
+    if "2" not in options.get("labels", {}):
+        assert _prepare(tmp_path, [2, 3, 4, 5]).splits["train"].rows == 10
+        assert _calls(tmp_path) == ["2", "3", "3", "4", "5"]
+
+
+def test_a_worker_compares_its_columns_with_those_of_others(tmp_path: Path) -> None:
+    def written(columns: dict[str, str]) -> dict[str, Any]:
+        rows = 1 if columns else 0
+        return {"rows": rows, "files": [], "lengths": [], "columns": columns, "own_ids": False, "statistics": {}}
+
+    store = Store.open(tmp_path)
+    parts = SourceParts(store, lambda part: {"source": part})
+    ours = FirstColumns(parts, str)
+    x, y = {"x": "int64"}, {"x": "float64"}
+    ours.check(2, {"train": written(x), "test": written(x)})  # nothing is finished
+    ours.check(4, {"train": written(x)})
+    parts.write(0, {"train": written(x), "test": written({})})
+    parts.write(1, {"train": written(x), "test": written(y)})
+    ours.check(5, {"train": written(x)})
+    with pytest.raises(DataError, match="split 'test' differ in column 'x': float64 in 1, int64 in 6"):
+        ours.check(6, {"train": written(x), "test": written(x)})
+    with pytest.raises(DataError, match="split 'train' differ in column 'x': int64 in 0, float64 in 7"):
+        ours.check(7, {"train": written(y)})
+
+
+OPENING_RECIPE = """
+import errno
+import subprocess
+
+
+def list_sources(options, out):
+    return options["sources"]
+
+
+def prepare_shard(source, options):
+    def rows():
+        yield {"x": 1}
+        with open(source):
+            pass
+
+    how = options["how"]
+    if how == "lazy":
+        return {"train": rows()}
+    if how == "fsspec":
+        import fsspec
+
+        fsspec.open(source["file"]).open()
+    elif how == "arrow":
+        import pyarrow.parquet
+
+        pyarrow.parquet.read_table(source)
+    elif how == "number":
+        open(f"rows-{source:03d}.jsonl")
+    elif how == "key":
+        raise FileNotFoundError("The specified key does not exist.")
+    elif how == "errno":
+        error = OSError("gone")
+        error.errno = errno.ENOENT
+        raise error
+    elif how == "wrapped":
+        try:
+            open(source)
+        except OSError as error:
+            raise RuntimeError("cannot read") from error
+    elif how == "vocabulary":
+        open("vocabulary.txt")
+    elif how == "program":
+        subprocess.run(["no-such-program", source])
+
+
+def build_model(options, data): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "source"),
+    [
+        ("lazy", "rows/a.jsonl"),
+        ("fsspec", {"file": "memory://bucket/a.jsonl", "rows": [0, 10]}),
+        ("arrow", "/rows/a.parquet"),
+        ("number", 7),
+        ("key", "s3://bucket/a.jsonl"),
+        ("errno", "a.jsonl"),
+        ("wrapped", "rows/a.jsonl"),
+    ],
+)
+def test_a_source_that_has_vanished_is_named(how: str, source: Any, tmp_path: Path) -> None:
+    shown = source if isinstance(source, str) else json.dumps(source)
+    with pytest.raises(DataError, match=r"The source does not exist \(") as caught:
+        _prepare(tmp_path, [source], recipe=OPENING_RECIPE, how=how)
+    error = caught.value
+    assert (error.field, error.value, error.retryable) == ("prepare_shard", shown, False)
+    assert error.remedy == "Restore it, or leave it out of the list of sources, and run the command again."
+    assert "recipe.py" in str(error.details)
+
+
+@pytest.mark.parametrize("how", ["vocabulary", "program"])
+def test_another_file_that_is_absent_is_an_error_of_the_recipe(how: str, tmp_path: Path) -> None:
+    with pytest.raises(CodeError, match=r"FileNotFoundError: .*\(source rows/a.jsonl\)") as caught:
+        _prepare(tmp_path, ["rows/a.jsonl"], recipe=OPENING_RECIPE, how=how)
+    assert str(caught.value.remedy).startswith("Fix the recipe")
+
+
+def test_files_of_an_earlier_command_are_read_once_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    digest = Store.digest
+
+    def noted(store: Store, rel: str) -> str:
+        read.append(rel)
+        return digest(store, rel)
+
+    monkeypatch.setattr(Store, "digest", noted)
+    for bad in (2, 8):  # two commands that are cut short
+        with pytest.raises(CodeError):
+            _prepare(tmp_path, [5, 2, 8, 4], bad=bad)
+    assert read == []
+    _prepare(tmp_path, [5, 2, 8, 4])
+    trained = ["train/000000-00000", "train/000000-00001", "train/000001-00000"]  # 4 rows and 1 row, 3 in a file
+    assert sorted(read) == [f"data/{name}.arrow" for name in ("test/000000-00000", "test/000001-00000", *trained)]
+    read.clear()
+    (tmp_path / "whole").mkdir()
+    _prepare(tmp_path / "whole", [5, 2, 8, 4])
+    assert read == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_a_damaged_file_of_an_earlier_command_is_noticed_before_the_commit(damage: str, tmp_path: Path) -> None:
+    """One that has its size is noticed by the last step, whose one worker prepares the source again."""
+    expected = _prepare(tmp_path, [5, 2, 8, 4])
+    path = tmp_path / "out" / "data" / "train" / "000002-00001.arrow"
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "gone":
+        path.write_bytes(data[:-1] + (b"?" if damage == "changed" else b""))
+    options = {"sources": [5, 2, 8, 4], "log": str(tmp_path / "log.txt")}
+    asked = request(tmp_path, RECIPE, output=str(tmp_path / "out"), shard_rows=3, options=options)
+    (tmp_path / "log.txt").unlink()
+    found, warnings = [], list[str]()
+    for step in ("list", "parts", "finish"):
+        found.append(_launch(replace(asked, step=step), warnings))
+        if step == "parts":
+            assert (tmp_path / "log.txt").exists() == (damage != "changed")
+    assert found[-1] == expected
+    assert path.read_bytes() == data
+    assert _calls(tmp_path) == ["8"]
+    texts = ["A source is prepared again: files were damaged after they had been written."]
+    assert warnings == (texts if damage == "changed" else [])
+
+
+def test_what_the_statistics_show_is_a_warning(tmp_path: Path) -> None:
+    options = {"sources": [5, 2, 8, 40], "log": str(tmp_path / "log.txt")}
+    recipe = RECIPE.replace('out.info["sources"] = len(options["sources"])', 'out.info["max_length"] = 39')
+    recipe = recipe.replace("[float(source)] * (n + 1)", "[source] * (n + 1)")
+    asked = request(tmp_path, recipe, output=str(tmp_path / "out"), shard_rows=100, options=options)
+    warnings = list[str]()
+    result = _launch(asked, warnings)
+    text = "The longest row of split 'train' has 40 values in column 'x', and the recipe's max_length is 39."
+    assert warnings == list(result.warnings) == [text]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.requests import PreparedData, TrainResult
 from trainer_lib.storage import Store
+from trainer_lib.worker import events as worker_events
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,9 @@ def test_events_tell_position_speed_and_time_left(tmp_path: Path, prepared_data:
 
 
 def test_evaluate_measures_each_split_and_what_the_recipe_adds(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
+    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_events, "QUIET_S", 0.0)
     output = str(tmp_path / "evaluate")
     more = {
         "data": prepared_data,
@@ -118,8 +121,18 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
         "args": tiny.ARGS,
         "splits": ("test", "train"),
     }
-    result = tiny.run(request(tmp_path, tiny.RECIPE, "evaluate", output=output, **more), kind="in_process")
+    asked, events = request(tmp_path, tiny.RECIPE, "evaluate", output=output, **more), list[dict[str, Any]]()
+    config = LaunchConfig(kind="in_process")
+    result = launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append)
     assert set(result.metrics) == {"test", "train", "overall"}
+    # Both splits are one progress, in rows, with the time left once the first batches are through.
+    shown = [event for event in events if event.get("max_steps")]
+    assert {event["max_steps"] for event in shown} == {25 + 90}
+    steps = [event["step"] for event in shown]
+    assert steps == sorted(steps)
+    assert (25 in steps, steps[-1], shown[-1]["eta_s"]) == (True, 115, 0)
+    assert re.fullmatch(r"evaluating: batch 4 of \d+, \d+ s left", shown[3]["message"])
+    assert "eta_s" not in shown[0]
     assert 0.5 < result.metrics["test"]["accuracy"] <= 1
     assert result.metrics["test"]["loss"] > 0
     total = sum(float(abs(tensor).sum()) for tensor in load_file(f"{trained[0]}/model/model.safetensors").values())

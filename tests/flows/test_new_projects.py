@@ -1,0 +1,94 @@
+"""A new project of each recipe runs through all stages, with few rows and steps; one of them with adapters as well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.main import main
+from flows.spec.spec import load_spec
+from tests.support.model_folders import remove_fetched_code
+from tests.support.runs import ALL, ran, run
+from trainer_lib import load_model
+from trainer_lib.recipe_names import ABOUT
+
+SMALL = (
+    "limit=24",
+    "train.args.max_steps=3",
+    "train.args.eval_strategy=no",
+    "train.eval_split=null",
+    "evaluate.splits=[test]",
+    "evaluate.require={}",  # a gate that these few steps may not pass
+)
+
+
+ELSEWHERE = {"tabular-classification"}
+"""Recipes whose project runs whole in tests/e2e/test_wheel.py."""
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize("recipe", sorted(set(ABOUT) - ELSEWHERE))
+def test_a_new_project_runs_through_all_stages(tmp_path: Path, recipe: str) -> None:
+    folder = tmp_path / "project"
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["init", str(folder), "--recipe", recipe, "--quiet"])
+    result = run(folder, *SMALL)
+    result.raise_for_error()
+    assert ran(result) == ALL
+    stages = folder / ".trainflow" / "limited" / "stages"
+    [metrics] = stages.glob("evaluate/*/metrics.json")
+    measured = json.loads(metrics.read_text())["test"]
+    gates = load_spec(folder / "pipeline.yaml").evaluate.require
+    assert gates
+    assert {gate.removeprefix("test_") for gate in gates} <= set(measured), "the gate is on a metric that is measured"
+    assert list(stages.glob("predict/*/predictions/test/*"))
+    assert list(folder.glob(".trainflow/limited/hub/*/revisions/*/README.md"))
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+def test_adapters_of_a_language_model_are_trained_measured_published_loaded_and_merged(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, base = write_base(tmp_path), tmp_path / "base"
+    model, data = f"{{folder: {base}", "length: 64, overlong: split, split: {validation: 0, test: 0.3}"
+    small = (*SMALL, f"prepare.options={model}, {data}}}", f"train.model={model}, lora: {{r: 4}}}}")
+    result = run(folder, *small, "evaluate.options={prompts: ['Return '], sample_tokens: 5}")
+    result.raise_for_error()
+    assert ran(result) == ALL
+    [published] = folder.glob(".trainflow/limited/hub/*/revisions/*/adapter_model.safetensors")
+    assert not (published.parent / "model.safetensors").exists(), "the base is where it was"
+    [samples] = folder.glob(".trainflow/limited/stages/evaluate/*/**/samples.txt")
+    assert samples.read_text().startswith("Return ")
+    loaded: Any = load_model(str(published.parent), trust_code=True)
+    predicted = loaded.predict([{"text": "Return the names.", "new_tokens": 3}])
+    assert predicted["perplexity"][0] > 1
+    batch = {"input_ids": torch.arange(20)[None]}
+    remove_fetched_code()  # a process does it when it ends
+    with torch.no_grad():
+        adapted = loaded.model(**batch).logits
+        plain = AutoModelForCausalLM.from_pretrained(base)(**batch).logits
+        loaded.model.merge_and_unload().save_pretrained(tmp_path / "merged")
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(**batch).logits
+    assert not torch.allclose(adapted, plain, atol=1e-4), "three steps changed something"
+    torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=1e-4)
+
+
+def write_base(where: Path) -> Path:
+    """A new project for a language model in `where`, and beside it in `base` a model that is to be adapted."""
+    from flows.new_project.starting import write_project
+    from trainer_lib.recipes.causal_models import new_causal_model
+    from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
+
+    write_project(where / "project", "causal-language-modeling")
+    lines = (where / "project" / "docstrings.jsonl").read_text().splitlines()[:50]
+    tokenizer = learn_byte_tokenizer((json.loads(line)["text"] for line in lines), vocabulary=300)
+    tokenizer.save_pretrained(where / "base")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    new_causal_model(shape, length=64, vocabulary=300, ends=ends).save_pretrained(where / "base")
+    return where / "project"

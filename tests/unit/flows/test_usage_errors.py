@@ -1,0 +1,207 @@
+"""Words of a command that do not fit are refused as a bad spec is: where, why, what to do, and in JSON on request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import typer
+
+from flows.cli.main import application, main
+
+# What Typer and pydantic write: a usage line, a box, their sentences.
+TYPERS = re.compile(
+    r"Input should|valid (integer|number)|pydantic|Traceback|Usage:|╭|Invalid value|No such|Missing (argument|option)|"
+    r"unexpected extra|requires an"
+)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """How a command was refused: its rows by name, and what it wrote on standard output."""
+
+    rows: dict[str, str]
+    out: str
+
+
+def _commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(_commands(typer.main.get_command(application())))
+
+
+def _numbers(kind: str) -> list[tuple[tuple[str, ...], str, str]]:
+    """Command, option and allowed range of every option that takes a number of the kind."""
+    found = []
+    for path, command in COMMANDS.items():
+        for option in command.params:
+            # What `--help` shows of an option without a metavar of its own.
+            if option.param_type_name == "option" and _kind(option) == kind:
+                found += [(path, name, _bounds(option)) for name in option.opts]
+    return found
+
+
+def _kind(option: Any) -> str:
+    return str(getattr(option.type_descriptor.annotation, "__name__", ""))
+
+
+def _bounds(option: Any) -> str:
+    declared = option.type_descriptor.parameter_info
+    return json.dumps([declared.min, declared.max])
+
+
+@pytest.fixture
+def refuse(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> Refused:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        out, err = capsys.readouterr()
+        assert ended.value.code == 2, out + err
+        assert not TYPERS.search(out + err), out + err
+        first, *lines = err.splitlines()
+        assert first == "✗ bad input"
+        rows = dict(re.findall(r"^  (where|why|do) +(\S.*)$", "\n".join(lines), re.M))
+        assert set(rows) == {"where", "why", "do"}, err
+        assert all(rows[name].endswith((".", "?")) for name in ("why", "do")), err
+        return Refused(rows, out)
+
+    return run
+
+
+def test_there_are_options_that_take_numbers() -> None:
+    assert {" ".join(path) for path, _, _ in _numbers("int")} >= {"run", "gc", "runs", "logs", "ui", "serve", "deploy"}
+    assert {" ".join(path) for path, _, _ in _numbers("float")} >= {"join", "reproduce"}
+
+
+@pytest.mark.parametrize("written", ["many", "1.5", ""])
+@pytest.mark.parametrize(("path", "option", "bounds"), _numbers("int"))
+def test_text_in_place_of_a_whole_number(
+    refuse: Any, path: tuple[str, ...], option: str, bounds: str, written: str
+) -> None:
+    rows = refuse(*path, option, written).rows
+    assert rows["where"] == f"{option} = {written}"
+    assert rows["why"] == "This is not a whole number."
+    low, high = json.loads(bounds)
+    words = [f"{which} {bound}" for which, bound in (("at least", low), ("at most", high)) if bound is not None]
+    assert rows["do"] == f"Give a whole number{' of ' if words else ''}{' and '.join(words)}."
+
+
+@pytest.mark.parametrize(("path", "option", "bounds"), _numbers("float"))
+def test_text_in_place_of_a_number(refuse: Any, path: tuple[str, ...], option: str, bounds: str) -> None:
+    rows = refuse(*path, f"{option}=many").rows
+    assert rows["where"] == f"{option} = many"
+    assert rows["why"] == "This is not a number."
+    assert rows["do"].startswith("Give a number")
+
+
+@pytest.mark.parametrize(("path", "option", "bounds"), [*_numbers("int"), *_numbers("float")])
+def test_a_number_out_of_its_range(refuse: Any, path: tuple[str, ...], option: str, bounds: str) -> None:
+    low, high = json.loads(bounds)
+    if low is not None:
+        rows = refuse(*path, option, str(low - 1)).rows
+        assert rows["where"] == f"{option} = {low - 1}"
+        assert rows["why"] == f"The number must be at least {low:g}."
+        assert f"of at least {low:g}" in rows["do"]
+    if high is not None:
+        rows = refuse(*path, option, str(high + 1)).rows
+        assert rows["why"] == f"The number must be at most {high:g}."
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_an_option_that_does_not_exist(refuse: Any, path: tuple[str, ...]) -> None:
+    rows = refuse(*path, "--debgu").rows
+    assert rows["where"] == "--debgu"
+    assert rows["why"] == f"trainflow {' '.join(path)} has no such option."
+    # Every command but `join` and `schema` has --debug.
+    close = 'Did you mean "--debug"?'
+    has_it = any("--debug" in option.opts for option in COMMANDS[path].params)
+    assert rows["do"] == close if has_it else "Choose one of: --" in rows["do"]
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "why", "do"),
+    [
+        (("gc", "--kep=3"), "--kep", "trainflow gc has no such option.", 'Did you mean "--keep"?'),
+        (("gc", "-keep", "3"), "-keep", "trainflow gc has no such option.", 'Did you mean "--keep"?'),
+        (("runs", "-x"), "-x", "trainflow runs has no such option.", "Choose one of: --storage, --name, --state,"),
+        (("--verzion",), "--verzion", "trainflow has no such option.", 'Did you mean "--version"?'),
+        (("--storage", "here", "runs"), "--storage", "trainflow has no such option.", "behind the name of a command"),
+        (("gc", "--keep"), "--keep", "This option needs a value.", "Write --keep N."),
+        (("ui", "--storage"), "--storage", "This option needs a value.", "Write --storage URL."),
+        (("ui", "--port"), "--port", "This option needs a value.", "Write --port VALUE."),
+        (("gc", "--delete=yes"), "--delete = yes", "This option takes no value.", "Write --delete alone."),
+        (("rnus",), "COMMAND = rnus", "trainflow has no such command.", 'Did you mean "runs"?'),
+        (("rnus", "--json"), "COMMAND = rnus", "trainflow has no such command.", 'Did you mean "runs"?'),
+        (("zzz",), "COMMAND = zzz", "trainflow has no such command.", "Choose one of: run, why, ui,"),
+        (("checkpoints", "lst"), "COMMAND = lst", "trainflow checkpoints has no such command.", '"list"?'),
+        (("logs",), "RUN", "trainflow logs needs this argument.", "Write trainflow logs RUN."),
+        (("compare", "last"), "RUN", "trainflow compare needs this argument.", "Write trainflow compare RUN RUN."),
+        (("tag", "last"), "NAME", "trainflow tag needs this argument.", "Write trainflow tag RUN NAME."),
+        (("schema", "spec.yaml"), "spec.yaml", "trainflow schema takes no further argument.", "Remove it."),
+        (("watch", "a", "b", "c", "d"), "c d", "trainflow watch takes no further argument.", "Remove them."),
+    ],
+)
+def test_words_that_do_not_fit(refuse: Any, words: tuple[str, ...], where: str, why: str, do: str) -> None:
+    rows = refuse(*words).rows
+    assert rows["where"] == where
+    assert rows["why"] == why
+    assert do in rows["do"]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("gc", "--keep", "many"), "--keep", "many"),
+        (("runs", "-n", "0"), "-n", "0"),
+        (("gc", "--kep", "3"), "--kep", None),
+        (("rnus",), "COMMAND", "rnus"),
+        (("logs",), "RUN", None),
+        (("serve", "--retry-crashed", "x"), "--retry-crashed", "x"),
+    ],
+)
+def test_json_has_one_object_of_the_refusal(refuse: Any, words: tuple[str, ...], field: str, value: str | None) -> None:
+    answer = json.loads(refuse(*words, "--json").out if words[0] != "serve" else refuse("serve", "--json", "x").out)
+    assert answer["ok"] is False
+    assert answer["exit_code"] == 2
+    assert answer["error"]["class"] == "ConfigError"
+    if words[0] != "serve":  # it has no --json: that is what is refused, in JSON all the same
+        assert (answer["error"]["field"], answer["error"]["value"]) == (field, value)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("gc", "-h"), ("checkpoints", "--help"), ("--version",)])
+def test_help_and_version_end_well(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    out, err = capsys.readouterr()
+    assert "trainflow" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("words", [(), ("checkpoints",)])
+def test_without_a_command_the_help_is_shown(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert "Commands" in out + err
+    assert "✗" not in err
+
+
+def test_a_shell_still_completes_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TRAINFLOW_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "trainflow gc --ke")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    with pytest.raises(SystemExit) as ended:
+        main(["gc", "--ke"])
+    assert not ended.value.code
+    assert "--keep" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""Adapters are merged into the weights of their base model, which then gives what it gave with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import tiny
+from tests.support.tiny_models import bert, llama
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.requests import MergeRequest, PreparedData, RecipeFile
+from trainer_lib.storage import Store
+from trainer_lib.worker.assembly import load_weights
+from trainer_lib.worker.merge_adapters import merge, require_mergeable
+
+# peft asks transformers by the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+TOKENS = torch.arange(3, 19).view(2, 8)
+RECIPE = """
+from peft import LoraConfig, get_peft_model
+from tests.support.tiny_models import llama
+
+
+def build_model(options, data):
+    model = llama()
+    return model if options.get("whole") else get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+"""
+
+
+def adapted(base: Any, *, seed: int = 3, **given: Any) -> Any:
+    """A model with adapters as after a training: none of their weights is zero."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(base, LoraConfig(**{"r": 2, "task_type": "CAUSAL_LM", **given}))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(torch.randn_like(weight) if "lora_" in name else weight + 0.1)
+    return model.eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    """What a model makes of `TOKENS`, `[batch, tokens, vocabulary]` or `[batch, classes]`."""
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
+    return found
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: adapted(llama(), target_modules="all-linear"),
+        lambda: adapted(llama(), target_modules=["q_proj"], use_rslora=True, lora_alpha=3),
+        lambda: adapted(llama(), target_modules=["v_proj"], use_dora=True),
+        # Its head is trained as a whole.
+        lambda: adapted(bert(), target_modules=["query", "value"], task_type="SEQ_CLS"),
+        lambda: adapted(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    ],
+)
+def test_merged_weights_give_what_the_adapters_give(make: Any) -> None:
+    model = make()
+    with model.disable_adapter():
+        base = logits(model)
+    expected = logits(model)
+    assert not torch.allclose(base, expected, atol=1e-2), "the adapters do nothing, so nothing would be tested"
+    require_mergeable(model)
+    merged = merge(model)
+    assert not any("lora" in name for name in merged.state_dict())
+    assert torch.allclose(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def _trained(folder: Path) -> tuple[Any, str]:
+    model = adapted(llama())
+    model.save_pretrained(folder / "model")
+    return model, str(folder / "model")
+
+
+def _request(folder: Path, model_url: str, recipe: str = RECIPE, **fields: Any) -> MergeRequest:
+    (folder / "recipe.py").write_text(recipe)
+    return MergeRequest(
+        output=str(folder / "out"),
+        recipe=RecipeFile(str(folder / "recipe.py"), str(folder)),
+        data=PreparedData("", {}, {}, ()),
+        model_url=model_url,
+        args={"use_cpu": True},
+        **fields,
+    )
+
+
+def test_what_the_worker_writes_loads_by_from_pretrained_alone(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, url = _trained(tmp_path)
+    result = tiny.run(_request(tmp_path, url), kind="in_process")
+    assert {"model.safetensors", "config.json"} <= {entry.path for entry in result.files}
+    assert not any("adapter" in entry.path for entry in result.files)
+    for entry in result.files:
+        assert Store.open(tmp_path / "out").digest(entry.path) == entry.sha256
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_beside_merged_weights_are_found(tmp_path: Path) -> None:
+    model, _ = _trained(tmp_path / "published" / "once")
+    Path(tmp_path / "published" / "once" / "model").rename(tmp_path / "published" / "adapter")
+    other = adapted(llama(), seed=9)
+    load_weights(other, str(tmp_path / "published"))
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_a_model_without_adapters_and_adapters_of_another_are_refused(tmp_path: Path) -> None:
+    _, url = _trained(tmp_path)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM, which has no adapters") as caught:
+        tiny.run(_request(tmp_path, url, model={"whole": True}), kind="in_process")
+    assert caught.value.field == "publish.merge_adapters"
+    with pytest.raises(DamagedError, match="adapter"):
+        tiny.run(_request(tmp_path, url, RECIPE.replace("r=2", "r=16")), kind="in_process")
+
+
+def test_adapters_that_are_not_part_of_the_weights_are_refused() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match="PROMPT_TUNING are not part of the weights") as caught:
+        require_mergeable(model)
+    assert "published alone" in (caught.value.remedy or "")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_adapters_of_a_shared_weight_are_refused() -> None:
+    model = adapted(llama(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(ConfigError, match="embed_tokens, a weight that another layer shares"):
+        require_mergeable(model)
+
+
+def test_weights_that_would_not_be_finite_are_refused() -> None:
+    model = adapted(llama())
+    with torch.no_grad():
+        next(weight for name, weight in model.named_parameters() if "lora_B" in name).fill_(float("nan"))
+    with pytest.raises(ConfigError, match="peft cannot merge the adapters"):
+        merge(model)

@@ -1,0 +1,115 @@
+"""The step *rehearse* of evaluate: refuses, before a training, what its evaluation could not measure after it.
+
+The recipe's functions and the columns of the data are known by then. What the outputs look like shows the model as it
+begins, on a few rows of the first split.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Subset
+
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.errors import ConfigError, Interrupted, Preempted, first_line
+from trainer_lib.evaluation.metrics import is_metric_object
+from trainer_lib.evaluation.named_metrics import SLICES, NamedMetrics, find_slices, require_named
+from trainer_lib.outputs import EvalPrediction
+from trainer_lib.recipes import DataInfo
+from trainer_lib.requests import EvaluateRequest
+from trainer_lib.worker.assembly import arguments, build_model, build_trainer
+from trainer_lib.worker.session import Work
+
+ROWS = 64
+"""Rows whose outputs are looked at, from all over the split."""
+_CHANGED: Mapping[str, Any] = {"torch_compile": False, "dataloader_num_workers": 0, "report_to": "none"}
+
+
+def require_measurable(
+    function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
+) -> Callable[..., Any] | None:
+    """The recipe's function with the metrics that the spec names; None where nothing is measured.
+
+    Raises:
+        ConfigError: what the spec asks for needs all rows, and they are measured batch by batch, or by nothing.
+    """
+    by_batch = args.batch_eval_metrics and (function is not None or bool(request.metrics))
+    if is_metric_object(function) or by_batch:
+        _refuse_needing_rows(request, is_object=not by_batch)
+    if request.slices and function is None and not request.metrics:
+        raise ConfigError(
+            "The recipe has no compute_metrics, so there is nothing to measure on slices.",
+            field=SLICES,
+            value=list(request.slices),
+            remedy="Name metrics in evaluate.metrics, or define compute_metrics.",
+        )
+    return NamedMetrics(function, request.metrics) if request.metrics else function
+
+
+def _refuse_needing_rows(request: EvaluateRequest, *, is_object: bool) -> None:
+    how = "the recipe's compute_metrics is an object that is given batch by batch"
+    remedy = "Leave it out, or write compute_metrics as a function."
+    if not is_object:
+        how = "batch_eval_metrics keeps none of them"
+        remedy = "Leave it out, or set evaluate.args.batch_eval_metrics=false."
+    for name in ("metrics", "slices", "confidence", "resamples"):
+        if value := getattr(request, name):
+            sets = " register.metric sets it." if name == "resamples" else ""
+            shown = [call.name for call in request.metrics] if name == "metrics" else value
+            raise ConfigError(
+                f"This needs all rows, and {how}.{sets}", field=f"evaluate.{name}", value=shown, remedy=remedy
+            )
+
+
+def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, ArrowSplit]) -> None:
+    """Try what the request asks to be measured, without a trained model.
+
+    Raises:
+        ConfigError: it could not be measured: the field says which setting is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
+        args = arguments(changed, "evaluate", folder)
+        require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
+        _check_slices(work.request, splits)
+        if not work.request.metrics:
+            return
+        try:
+            given = None if args.fsdp or args.deepspeed else _try_rows(changed, args, data, next(iter(splits.values())))
+        except (Interrupted, Preempted):
+            raise
+        except Exception as error:  # by the model or the recipe, which the training will show, or only at its beginning
+            message = f"The metrics could not be tried before the training ({first_line(error)})."
+            work.events.emit("warning", message=message)
+            return
+        if given is not None:
+            require_named(work.request.metrics, given)
+
+
+def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) -> None:
+    for column in request.slices:
+        for name, split in splits.items():
+            find_slices(column, split.column_values(column), split=name)
+
+
+def _try_rows(
+    work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo, split: ArrowSplit
+) -> EvalPrediction | None:
+    """What metrics would be given of a few rows, by the model as it begins."""
+    kept: list[EvalPrediction] = []
+
+    def keep(p: EvalPrediction) -> dict[str, float]:
+        kept.append(p)
+        return {}
+
+    places = np.unique(np.linspace(0, len(split) - 1, min(ROWS, len(split))).round().astype(int))
+    rows: Any = Subset(split, places.tolist())  # type: ignore[arg-type] # it is read like a Dataset
+    trainer = build_trainer(work, args, build_model(work, args, data), [])
+    trainer.compute_metrics = keep
+    trainer.evaluate(eval_dataset=rows)
+    return kept[-1] if kept else None
