@@ -15,7 +15,12 @@ from trainer_lib.storage import Store
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what Prefect was asked to start, each once."""
     found: list[str] = []
-    monkeypatch.setattr(Watch, "_start", lambda watch, once: found.append(once) or "run")
+
+    def start(watch: Watch, once: str) -> str:
+        found.append(once)
+        return "run"
+
+    monkeypatch.setattr(Watch, "_start", start)
     return found
 
 
