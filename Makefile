@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow clients check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow nightly clients check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,25 +32,31 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 # A file stays on one worker: its imports and its fixtures are paid once.
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
 # Without compiled files each of the suite's processes compiles its modules again.
-unit test slow: export PYTHONDONTWRITEBYTECODE =
+unit test slow nightly: export PYTHONDONTWRITEBYTECODE =
 unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a half on two quiet cores)
 	@$(PYTEST) -n $(CORES) tests/unit
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
 # may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
-BARE := tests/distributed tests/resume tests/processes tests/services tests/contracts tests/unit
+BARE := tests/services tests/processes tests/distributed tests/resume tests/contracts tests/unit
 PREFECT := tests/e2e tests/flows
 
 test: install  ## Run the tests of every change (at most twelve minutes on two cores)
 	@failed=0; \
-	$(PYTEST) -n $(TESTERS) -m "not slow" $(BARE) || failed=1; \
-	$(PYTEST) -n $(TESTERS) -m "not slow" $(PREFECT) || failed=1; \
+	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(BARE) || failed=1; \
+	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(PREFECT) || failed=1; \
 	exit $$failed
 
-slow: install  ## Run the others: kills, several machines, servers, whole pipelines (some thirty minutes; tests/slow.txt)
+slow: install  ## Run more: kills, several machines, servers, whole pipelines (some thirty minutes; tests/slow.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m slow $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \
+	exit $$failed
+
+nightly: install  ## Run the longest, which CI leaves out (some twenty minutes; tests/nightly.txt)
+	@failed=0; \
+	$(PYTEST) -n $(TESTERS) -m nightly $(BARE) || failed=1; \
+	$(PYTEST) -n $(TESTERS) -m nightly $(PREFECT) || failed=1; \
 	exit $$failed
 
 # Libraries that subclass the Trainer, in a folder of their own. Without a network their tests are skipped.

@@ -6,6 +6,7 @@ sandbox is set up before any test module is imported, because Prefect and MLflow
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import gc
 import importlib.util
@@ -37,9 +38,17 @@ ROOT = TESTS.parent
 SANDBOX = pytest.StashKey[Path]()
 SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")
 
-_LISTED = [line.split("#")[0].strip() for line in Path(__file__).with_name("slow.txt").read_text("utf-8").splitlines()]
+
+
+def _listed(name: str) -> list[str]:
+    lines = Path(__file__).with_name(name).read_text("utf-8").splitlines()
+    return [text for line in lines if (text := line.split("#")[0].strip())]
+
+
+_LISTED = _listed("slow.txt")
 _QUICK = {line.removeprefix("not ") for line in _LISTED if line.startswith("not ")}
-_SLOW = {line for line in _LISTED if line and not line.startswith("not ")}
+_SLOW = {line for line in _LISTED if not line.startswith("not ")}
+_NIGHTLY = _listed("nightly.txt")
 
 # Settings of the developer's machine that would reach into a test.
 _FOREIGN = (
@@ -102,10 +111,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what `make test` leaves to `make slow`."""
-    # Tests of these rules are collected from elsewhere.
-    if item.path.is_relative_to(TESTS) and is_slow(item.path.relative_to(TESTS).as_posix()):
+    """Mark what `make test` leaves to `make slow`, and what that leaves to `make nightly`."""
+    if not item.path.is_relative_to(TESTS):
+        return  # tests of these rules are collected from elsewhere
+    file = item.path.relative_to(TESTS).as_posix()
+    if is_nightly(f"{file}::{item.name}"):
+        item.add_marker(pytest.mark.nightly)
+    elif is_slow(file):
         item.add_marker(pytest.mark.slow)
+
+
+def is_nightly(test: str) -> bool:
+    """Whether a pattern of tests/nightly.txt fits a test (`processes/test_sweep_killed.py::test_…`)."""
+    return any(fnmatch.fnmatchcase(test, pattern) for pattern in _NIGHTLY)
 
 
 def is_slow(file: str) -> bool:

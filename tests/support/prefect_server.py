@@ -80,7 +80,7 @@ class Server:
         """Send a request, and return its answer."""
         deadline = time.monotonic() + 60
         while True:
-            answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=20)
+            answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=60)
             # Its database is busy; Prefect's own clients ask again, too.
             if answer.status_code != 503 or time.monotonic() > deadline:
                 break
