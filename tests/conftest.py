@@ -39,7 +39,6 @@ SANDBOX = pytest.StashKey[Path]()
 SKIPS_ALLOWED = Path(__file__).with_name("skips_allowed.txt")
 
 
-
 def _listed(name: str) -> list[str]:
     lines = Path(__file__).with_name(name).read_text("utf-8").splitlines()
     return [text for line in lines if (text := line.split("#")[0].strip())]
