@@ -19,7 +19,7 @@ COLORS = 5  # series colours in the report's style sheet; further series repeat 
 # Matplotlib wants colours; the page wants style sheet variables, which follow light and dark. These stand for them.
 _INK, _LINE = "#a10000", "#a100ff"
 _SERIES = [f"#a1000{number + 1}" for number in range(COLORS)]
-_NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|num_.*)$")
+_NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|words|num_.*)$")
 _MARKED_POINTS = 40  # fewer have markers
 _CELLS_WITH_NUMBERS = 20  # classes of a confusion matrix
 _SVG_SIZE = (6.4, 3.4)  # inches
