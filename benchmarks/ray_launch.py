@@ -132,10 +132,9 @@ def main() -> None:
     rounds, steps = SIZES[chosen.size]
     os.environ.update({**VARIABLES, "PYTHONPATH": str(ROOT), SWITCH: "0"})
     result: dict[str, Any] = {way: {"start_s": [], "step_s": [], "loss_s": []} for way in ("torchrun", "ray")}
-    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rb") as name:  # paths of Ray's sockets are short
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "c").mkdir()
-        cluster = RayCluster(folder / "c", 1, 1)
+        cluster = RayCluster(1, 1)
         try:
             trainings = Trainings(folder, cluster)
             for _ in range(rounds):

@@ -25,17 +25,17 @@ pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
-def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def shared_cluster() -> Iterator[RayCluster]:
     """Two machines of two CPUs each, for tests that take none away."""
-    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 2, 2)
+    cluster = RayCluster(2, 2)
     yield cluster
     cluster.close()
 
 
 @pytest.fixture
-def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def own_cluster() -> Iterator[RayCluster]:
     """Two machines of one CPU each."""
-    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 1, 1)  # paths of sockets are short
+    cluster = RayCluster(1, 1)
     yield cluster
     cluster.close()
 

@@ -24,9 +24,9 @@ def _server(shared_server: None) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def cluster() -> Iterator[RayCluster]:
     """Two machines of one CPU each."""
-    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 1, 1)  # paths of sockets are short
+    cluster = RayCluster(1, 1)
     yield cluster
     cluster.close()
 

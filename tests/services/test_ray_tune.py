@@ -60,9 +60,9 @@ def _saving(folder: Path, notes: Path, kill_at: int = -1, **given: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+def cluster() -> Iterator[RayCluster]:
     """One machine of two CPUs beside the head."""
-    cluster = RayCluster(tmp_path_factory.mktemp("ray"), 2)
+    cluster = RayCluster(2)
     yield cluster
     cluster.close()
 

@@ -35,6 +35,7 @@ ENV_ALLOWED = {
     "KERAS_BACKEND": "set by importing TFTrainer, and by loading a recipe, so that Keras runs on torch",
     "TF_FORCE_GPU_ALLOW_GROWTH": "set by Keras when it is imported",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "set by importing DeepSpeed, which transformers does when it loads weights",
+    "RAY_CLIENT_MODE": "set by Ray when it is imported",
 }
 # Threads of other people's libraries that live as long as the process, by the start of their name.
 THREADS_ALLOWED = {

@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,9 +33,13 @@ VARIABLES = {
 
 
 class RayCluster:
-    """A cluster of machines with so many CPUs each, beside a head that has none."""
+    """A cluster of machines with so many CPUs each, beside a head that has none.
 
-    def __init__(self, folder: Path, *cpus: int, variables: Mapping[str, str] = VARIABLES) -> None:
+    Its folder lies right below that of temporary files: the paths of sockets have 107 characters at most.
+    """
+
+    def __init__(self, *cpus: int, variables: Mapping[str, str] = VARIABLES) -> None:
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         (folder / "tmp" / "ray").mkdir(parents=True)
         # Ray keeps idle workers, which are not what a test left behind.
         kept = {name: value for name, value in os.environ.items() if name != police.TOKEN}
@@ -63,7 +69,8 @@ class RayCluster:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
-        raise AssertionError(f"the cluster has ended with {self.process.wait()}")
+        code = self.process.wait()
+        raise AssertionError(f"the cluster has ended with {code}: {(self._folder / 'cluster.log').read_text()}")
 
     def close(self) -> None:
         """End every raylet."""
@@ -71,6 +78,7 @@ class RayCluster:
         self.process.stdin.close()
         self.process.wait(60)
         self.process.stdout.close()
+        shutil.rmtree(self._folder)
 
 
 def _main(folder: str, *cpus: str) -> None:

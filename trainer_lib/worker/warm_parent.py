@@ -38,7 +38,7 @@ MODULES = (
 )
 # What each rank imports at its first optimizer step, which is a third of all: loaded at the first launch of the verb;
 # where the owner has announced the verb, while the workers of an earlier launch are at work.
-LATER = {"train": ("torch._dynamo",)}
+LATER = {"train": ("torch._dynamo",), "probe": ("torch._dynamo",)}
 
 
 def main(argv: list[str]) -> int:
