@@ -27,7 +27,7 @@ from tests.support.conformance import fault_each_request, fault_each_write, faul
 from tests.support.s3 import PART, S3Server, start, stop
 from trainer_lib.storage import Store, s3
 
-SIZES = {"smallest": 9, "full": 1}  # of so many writes one is hit
+SIZES = {"smallest": 15, "full": 1}  # of so many writes one is hit
 WRITE_FAULTS: tuple[faults.Kind, ...] = ("error", "full", "short", "silent", "after", "slow")
 REQUEST_FAULTS = ("refuse", "full", "denied", "lost", "slow")
 

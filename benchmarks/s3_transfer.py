@@ -37,7 +37,7 @@ from trainer_lib.checkpoint.tensors import read_safetensors, write_safetensors
 from trainer_lib.storage import Store
 
 MIB = 2**20
-SIZES = {"smallest": (32, 2), "medium": (256, 5), "full": (1024, 7)}  # MiB, runs
+SIZES = {"smallest": (8, 1), "medium": (256, 5), "full": (1024, 7)}  # MiB, runs
 NAME = "model.safetensors"
 Work = Callable[[], object]
 

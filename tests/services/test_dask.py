@@ -89,7 +89,7 @@ def test_prefect_has_the_workers_as_tasks_of_the_flow_run_and_nothing_else_was_s
     with prefect_api(), get_client(sync_client=True) as client:
 
         def states() -> dict[str, str]:
-            run = max(client.read_flow_runs(), key=lambda run: run.created)
+            run = max(client.read_flow_runs(), key=lambda run: str(run.created))
             found = client.read_task_runs(flow_run_filter=None)
             return {each.name: str(each.state_name) for each in found if each.flow_run_id == run.id}
 
