@@ -94,7 +94,7 @@ def two_runs(prefect_server: str) -> Iterator[tuple[Run, Run]]:
             run.kill()
 
 
-def states(run: Run, *, is_marked: bool | None = None) -> tuple[str, list[str]]:
+def states(run: Run) -> tuple[str, list[str]]:
     """The state of a flow run, and those of its task runs in order."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter
@@ -103,10 +103,16 @@ def states(run: Run, *, is_marked: bool | None = None) -> tuple[str, list[str]]:
         flow_run = client.read_flow_run(run.id)
         mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
         tasks = client.read_task_runs(flow_run_filter=mine)
-    if is_marked is not None:
-        assert bool(flow_run.tags) is is_marked
     ordered = sorted(tasks, key=lambda task: task.expected_start_time or 0)
     return str(flow_run.state_name), [str(task.state_name) for task in ordered]
+
+
+def is_marked(run: Run) -> bool:
+    """Whether it still has the mark of its first moments, in whose place come labels."""
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        return bool(client.read_flow_run(run.id).tags)
 
 
 def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs: tuple[Run, Run]) -> None:
@@ -121,10 +127,9 @@ def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs:
     wait_for("the end of both", lambda: states(killed) == ended)
     assert f"(process {killed.process.pid} on " in _message(killed)
     assert states(living)[0] == "Running"
+    wait_for("labels", lambda: not is_marked(living))
     assert living.finish() == 0
-    # The mark of its first moments has become labels.
-    completed = ("Completed", ["Completed", "Completed"])
-    wait_for("the end of the living one", lambda: states(living, is_marked=False) == completed)
+    wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
     assert prefect_runs.sweep_dead_runs() == []
 
 
