@@ -21,8 +21,9 @@ def test_every_listed_pattern_names_a_file_and_one_of_its_tests() -> None:
 
 def test_patterns_fit_the_names_of_tests() -> None:
     assert is_nightly("processes/test_sweep_killed.py::test_a_killed_sweep[prefect-1]")
+    assert not is_nightly("processes/test_sweep_killed.py::test_a_killed_sweep[processes-2]")
     assert is_nightly("e2e/test_howto.py::test_a_page_does_what_it_says[tune]")
-    assert not is_nightly("e2e/test_howto.py::test_a_page_does_what_it_says[own-model]")
+    assert not is_nightly("e2e/test_howto.py::test_a_page_does_what_it_says[csv]")
 
 
 def test_the_main_job_is_tested_with_every_change() -> None:

@@ -107,12 +107,12 @@ def states(run: Run) -> tuple[str, list[str]]:
     return str(flow_run.state_name), [str(task.state_name) for task in ordered]
 
 
-def is_marked(run: Run) -> bool:
-    """Whether it still has the mark of its first moments, in whose place come labels."""
+def read(run_id: uuid.UUID) -> Any:
+    """A flow run as Prefect has it."""
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
-        return bool(client.read_flow_run(run.id).tags)
+        return client.read_flow_run(run_id)
 
 
 def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs: tuple[Run, Run]) -> None:
@@ -125,9 +125,10 @@ def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs:
     assert [run.flow_run_id for run in swept] == [killed.id]
     ended = ("Crashed", ["Completed", "Crashed"])
     wait_for("the end of both", lambda: states(killed) == ended)
-    assert f"(process {killed.process.pid} on " in _message(killed)
+    assert f"(process {killed.process.pid} on " in read(killed.id).state.message
     assert states(living)[0] == "Running"
-    wait_for("labels", lambda: not is_marked(living))
+    # The mark of its first moments becomes labels.
+    wait_for("labels", lambda: not read(living.id).tags)
     assert living.finish() == 0
     wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
     assert prefect_runs.sweep_dead_runs() == []
@@ -146,14 +147,6 @@ def test_a_run_that_begins_ends_the_dead_ones_in_the_background() -> None:
         assert living.finish() == 0
     finally:
         living.kill()
-
-
-def _message(run: Run) -> str:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(run.id).state
-    return str(state.message) if state is not None else ""
 
 
 def test_a_run_of_another_machine_or_of_no_known_process_is_not_judged() -> None:
@@ -185,11 +178,8 @@ def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
 
 
 def state_of(run_id: uuid.UUID) -> str:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(run_id).state
-    return "" if state is None else state.type.value
+    state = read(run_id).state
+    return "" if state is None else str(state.type.value)
 
 
 def storage_with(folder: Path, flow_run_id: uuid.UUID, **signs: Holder) -> Path:

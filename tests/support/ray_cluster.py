@@ -35,7 +35,7 @@ VARIABLES = {
 class RayCluster:
     """A cluster of machines with so many CPUs each, beside a head that has none.
 
-    Its folder lies right below that of temporary files: the paths of sockets have 107 characters at most.
+    Its folder lies right below /tmp: the paths of sockets have 107 characters at most.
     """
 
     def __init__(self, *cpus: int, variables: Mapping[str, str] = VARIABLES) -> None:
