@@ -47,13 +47,13 @@ test: install  ## Run the tests of every change (at most twelve minutes on two c
 	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(PREFECT) || failed=1; \
 	exit $$failed
 
-slow: install  ## Run more: kills, several machines, servers, whole pipelines (some thirty minutes; tests/slow.txt)
+slow: install  ## Run more: kills, several machines, servers, whole pipelines (some twenty minutes; tests/slow.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m slow $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \
 	exit $$failed
 
-nightly: install  ## Run the longest, which CI leaves out (some thirty minutes; tests/nightly.txt)
+nightly: install  ## Run the longest, which CI leaves out (an hour or so; tests/nightly.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(PREFECT) || failed=1; \

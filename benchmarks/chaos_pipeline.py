@@ -50,7 +50,7 @@ from tests.support.chaos_project import PROJECTS, Project
 from tests.support.chaos_services import Services, can_mount, with_mounts
 from tests.support.repository import ROOT
 
-SIZES = {"smallest": (3, 600.0), "full": (400, 36_000.0)}  # cases, seconds
+SIZES = {"smallest": (2, 600.0), "full": (400, 36_000.0)}  # cases, seconds
 
 
 @dataclass(frozen=True)

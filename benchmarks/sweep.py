@@ -39,9 +39,9 @@ from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
 
 # size: trials, kills, steps of a training, seconds of a step
-SIZES = {"smallest": (3, 1, 6, 0.05), "medium": (8, 3, 20, 0.1), "full": (20, 5, 40, 0.1)}
+SIZES = {"smallest": (2, 1, 4, 0.05), "medium": (8, 3, 20, 0.1), "full": (20, 5, 40, 0.1)}
 # size: trials and steps of a training with which throughput is measured: it is to outlast what a trial costs beside it
-LONGER = {"smallest": (3, 6), "medium": (4, 60), "full": (8, 300)}
+LONGER = {"smallest": (2, 4), "medium": (4, 60), "full": (8, 300)}
 LIBRARY = Path(__file__).parent.parent / "examples" / "stdlib_lm" / "quick.yaml"
 LIBRARY_TRIALS = {"medium": 4, "full": 7}
 # The first decision comes after 30 of 120 steps: before, the learning rate rises, and tells nothing of the end.

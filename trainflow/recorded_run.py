@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 from typing_extensions import override
 
@@ -13,7 +14,8 @@ from flows.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_details import RunDetails, read_details
 from flows.run_status import read_status
-from flows.spec.storage_here import storage_here
+from flows.spec.spec import PipelineSpec
+from flows.spec.spec_here import storage_here
 from flows.stages import require_stage
 from flows.training_history import read_training_history
 from trainer_lib.errors import ConfigError, DamagedError
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from flows.lineage_chain import Chain
     from tasks.stage.manifest import StageManifest
     from trainer_lib.model_folder.loaded import LoadedModel
+    from trainflow.specification import Spec
+
+    Place: TypeAlias = str | os.PathLike[str] | Spec
 
 _REPORT = "report.html"
 _REPORT_BYTES = 64 << 20
@@ -38,18 +43,18 @@ class Run:
     Args:
         name: its id or the beginning of it, its name, a tag, the id of its MLflow run, ``last``, or its folder:
             ``<storage>/runs/<id>``.
-        storage: the folder or URL below which it was recorded; None: that of ``pipeline.yaml`` in the working
-            directory, else ``.trainflow`` there.
+        storage: the folder or URL below which it was recorded, or the `Spec` that was run; None: that of the spec in
+            the working directory (``pipeline.yaml``, else the only one), else ``.trainflow`` there.
 
     Raises:
         ConfigError: no such run, or several; or no storage was named and the working directory has none.
         StorageError: the storage cannot be read.
     """
 
-    def __init__(self, name: str, *, storage: str | None = None) -> None:
+    def __init__(self, name: str, *, storage: Place | None = None) -> None:
         if storage is None and f"/{RUNS}/" in name:
             storage, _, name = name.rstrip("/").rpartition(f"/{RUNS}/")
-        self.storage = storage or _storage_here()
+        self.storage = _storage_of(storage)
         self.id = find_run(self.storage, name, field="run").id
 
     @classmethod
@@ -281,24 +286,33 @@ class Runs(Sequence[Run]):
         return self.table.to_string() if self._found else f"No run is recorded in {self._storage}."
 
 
-def runs(storage: str | None = None) -> Runs:
+def runs(storage: Place | None = None) -> Runs:
     """Every run that is recorded below a storage, the newest first.
 
     Args:
-        storage: a folder or URL; None: as for `Run`.
+        storage: a folder, a URL or a `Spec`; None: as for `Run`.
 
     Raises:
         ConfigError: no storage was named, and the working directory has none. StorageError: it cannot be read.
     """
-    place = storage or _storage_here()
+    place = _storage_of(storage)
     return Runs(place, list_runs(place))
 
 
-def _storage_here() -> str:
+def _storage_of(place: Place | None) -> str:
+    """The storage that a caller names, else that of the working directory."""
+    settings = getattr(place, "settings", None)
+    if isinstance(settings, PipelineSpec):
+        return settings.storage
+    if isinstance(place, str | os.PathLike) and os.fspath(place):
+        return os.fspath(place)
+    if place:
+        why = "This is neither a folder nor a URL nor a Spec."
+        raise ConfigError(why, field="storage", value=repr(place), remedy='Name it: storage="…".')
     if (found := storage_here()) is not None:
         return found
     raise ConfigError(
-        "No storage was named, and the working directory has neither pipeline.yaml nor .trainflow.",
+        "No storage was named, and the working directory has neither a single spec nor .trainflow.",
         field="storage",
         remedy='Name it: storage="…", a folder or a URL.',
     )

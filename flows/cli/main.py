@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,12 +108,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         usage_errors.call(application(wanted), given)
     except TrainflowError as error:
         if as_json:
-            print_json({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
+            _print_failure({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
         terminal.show(presentation.failure(error, debug=debug), stderr=True)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of our output (head, less) has ended
-        # Otherwise the interpreter, which flushes stdout at its end, complains about the same pipe.
-        sys.stderr.close()
+    except BrokenPipeError:
+        _leave_stdout()
         sys.exit(1)
     except Exception as error:
         import traceback
@@ -120,9 +120,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         details = traceback.format_exc()
         if as_json:
             record = {"class": type(error).__name__, "message": str(error)}
-            print_json({"ok": False, "exit_code": 1, "error": record})
+            _print_failure({"ok": False, "exit_code": 1, "error": record})
         terminal.show(presentation.unexpected(error, details, debug=debug), stderr=True)
         sys.exit(1)
+
+
+def _print_failure(record: dict[str, Any]) -> None:
+    """Print the record of a failure; where nobody reads standard output anymore, the exit code alone tells it."""
+    try:
+        print_json(record)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _leave_stdout()
+
+
+def _leave_stdout() -> None:
+    """The reader of our output (head, less) has ended: nobody complains, not even the interpreter at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _version(asked: bool) -> None:

@@ -17,7 +17,7 @@ from flows.cli.presentation import shown
 from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
-from flows.spec.storage_here import storage_here
+from flows.spec.spec_here import storage_here
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Bare, Debug, Json, Overrides, Quiet, print_json
-from flows.cli.ui import choose_spec, find_storage
+from flows.cli.spec_choice import choose_spec_or_storage
+from flows.cli.ui import find_storage
 from flows.server.api import quiet_environment
 from flows.spec.spec import load_spec
 from tasks.tracking import tracking_uri
@@ -108,8 +109,8 @@ def _require_gates(client: Any, name: str, version: str, spec: Path | None, stor
     from tasks.stage.manifest import look_up_in
 
     tags = mlflow_registry.read_run_tags(client, name, version)
-    chosen, _ = choose_spec(spec, storage)
-    parsed = None if chosen is None else load_spec(chosen)
+    chosen, words, _ = choose_spec_or_storage(spec, None, storage)
+    parsed = None if chosen is None else load_spec(chosen, words)
     key, recorded = tags.get(EVALUATE_TAG), tags.get(GATE_TAG)
     evaluation = None if parsed is None or key is None else look_up_in(parsed.storage, "evaluate", key)
     try:

@@ -12,7 +12,7 @@ from flows.cli import presentation, terminal
 from flows.cli.execution import execute
 from flows.cli.options import Debug, Json, Quiet
 from flows.server.api import quiet_environment
-from flows.spec.storage_here import storage_here
+from flows.spec.spec_here import storage_here
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _storage_here() -> str:
     if (found := storage_here()) is not None:
         return found
     raise ConfigError(
-        "No storage was named, and this folder has neither pipeline.yaml nor .trainflow.",
+        "No storage was named, and this folder has neither a single spec nor .trainflow.",
         field="--storage",
         remedy="Name the storage of the run: trainflow resume --storage URL.",
     )

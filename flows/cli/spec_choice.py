@@ -1,14 +1,11 @@
-"""The spec that a command means when its first word is not one: that of the working directory."""
+"""What a command means by its words: a spec and overrides, a storage, or nothing, which is what this folder has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from flows.spec.spec_file import read_spec_file
+from flows.spec.spec_here import specs_here
 from trainer_lib.errors import ConfigError
-
-_USUAL = Path("pipeline.yaml")
-_ENDINGS = (".yaml", ".yml", ".json")
 
 
 def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
@@ -17,14 +14,10 @@ def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Pa
     Raises:
         ConfigError: there is none, or there are several.
     """
-    words = overrides or []
+    spec, words = _divide(spec, overrides)
     if spec is not None:
-        if "=" not in str(spec) or spec.exists():
-            return spec, words
-        words = [str(spec), *words]
-    if _USUAL.is_file():
-        return _USUAL, words
-    found = [path for path in sorted(Path().iterdir()) if path.suffix in _ENDINGS and _is_spec(path)]
+        return spec, words
+    found = specs_here()
     if len(found) == 1:
         return found[0], words
     if not found:
@@ -40,9 +33,30 @@ def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Pa
     )
 
 
-def _is_spec(path: Path) -> bool:
-    try:
-        data, _ = read_spec_file(path)
-    except ConfigError:
-        return False
-    return "recipe" in data and "name" in data
+def choose_spec_or_storage(
+    spec: Path | None, overrides: list[str] | None, storage: str | None
+) -> tuple[Path | None, list[str], str | None]:
+    """The spec with its overrides, or the storage, that a command means; None for both: this folder has neither.
+
+    Raises:
+        ConfigError: a spec or an override is given beside a storage, or there are overrides and no spec for them.
+    """
+    spec, words = _divide(spec, overrides)
+    if storage is not None:
+        if spec is not None or words:
+            why = "Give a spec or a storage, not both."
+            raise ConfigError(why, field="--storage", value=storage, remedy="Drop one.")
+        return None, [], storage
+    if spec is not None or words:
+        return *choose_spec_file(spec, words), None
+    if len(found := specs_here()) == 1:
+        return found[0], [], None
+    return None, [], ".trainflow" if Path(".trainflow").is_dir() else None
+
+
+def _divide(spec: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The first word of a command may be an override: then no spec was named."""
+    words = overrides or []
+    if spec is None or "=" not in str(spec) or spec.exists():
+        return spec, words
+    return None, [str(spec), *words]

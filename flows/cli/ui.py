@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from flows.cli.presentation import shown
+from flows.cli.spec_choice import choose_spec_or_storage
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.configs import TrackingConfig
 from tasks.tracking import default_tracking_uri
@@ -59,12 +60,12 @@ class TrackingPlace:
 def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> TrackingPlace:
     """The tracking store of a spec or a storage, found exactly as a run finds it.
 
-    With neither: ``pipeline.yaml`` here, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
+    With neither: the spec in this folder, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
 
     Raises:
         ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
     """
-    spec, storage = choose_spec(spec, storage)
+    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
         return _recorded(_place_of(load_spec(spec, overrides)))
     if storage is not None:
@@ -72,7 +73,7 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return _recorded(TrackingPlace(uri))
     raise ConfigError(
-        "No runs were named, this folder has neither pipeline.yaml nor .trainflow, and MLFLOW_TRACKING_URI is not set.",
+        "No runs were named, this folder has neither a single spec nor .trainflow, and MLFLOW_TRACKING_URI is not set.",
         field="ui",
         remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
     )
@@ -89,7 +90,7 @@ def find_storage(
     Raises:
         ConfigError: the spec is bad, both are given, this folder has neither, or the storage is not a folder.
     """
-    spec, storage = choose_spec(spec, storage)
+    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
         parsed = load_spec(spec, overrides)
         # It need not exist: the first run makes it.
@@ -97,7 +98,7 @@ def find_storage(
     if storage is not None:
         return TrackingConfig(), _existing(storage)
     raise ConfigError(
-        "No runs were named, and this folder has neither pipeline.yaml nor .trainflow.",
+        "No runs were named, and this folder has neither a single spec nor .trainflow.",
         field=command,
         remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
     )
@@ -121,23 +122,6 @@ def _existing(storage: str) -> Store:
         f'Did you mean "{shown(str(folder.with_name(close)))}"?' if close else "Name the folder or URL that a run used."
     )
     raise ConfigError("There is no such folder.", field="--storage", value=storage, remedy=remedy)
-
-
-def choose_spec(spec: Path | None, storage: str | None) -> tuple[Path | None, str | None]:
-    """The spec or the storage that a command means: what is given, else what is in this folder.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    if spec is not None and storage is not None:
-        raise ConfigError("Give a spec or a storage, not both.", field="--storage", value=storage, remedy="Drop one.")
-    return (spec, storage) if spec is not None or storage is not None else _nearby()
-
-
-def _nearby() -> tuple[Path | None, str | None]:
-    if Path("pipeline.yaml").is_file():
-        return Path("pipeline.yaml"), None
-    return None, ".trainflow" if Path(".trainflow").is_dir() else None
 
 
 def _place_of(spec: PipelineSpec) -> TrackingPlace:

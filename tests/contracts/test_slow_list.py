@@ -20,8 +20,8 @@ def test_every_listed_pattern_names_a_file_and_one_of_its_tests() -> None:
 
 
 def test_patterns_fit_the_names_of_tests() -> None:
-    assert is_nightly("processes/test_sweep_killed.py::test_a_killed_sweep[prefect-1]")
-    assert not is_nightly("processes/test_sweep_killed.py::test_a_killed_sweep[processes-2]")
+    assert is_nightly("flows/test_cli.py::test_a_stopped_run_saves[15-19]")
+    assert not is_nightly("flows/test_cli.py::test_a_stopped_run_saves[2-130]")
     assert is_nightly("e2e/test_howto.py::test_a_page_does_what_it_says[tune]")
     assert not is_nightly("e2e/test_howto.py::test_a_page_does_what_it_says[csv]")
 

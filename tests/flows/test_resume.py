@@ -68,7 +68,7 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
     with pytest.raises(ConfigError, match=r"recipe\.py is not as it was kept"):
         read_recorded_spec(str(storage), failed, print)
     kept.write_text(sound)
-    assert "neither pipeline.yaml nor .trainflow" in refused(trainflow("resume", cwd=elsewhere))
+    assert "neither a single spec nor .trainflow" in refused(trainflow("resume", cwd=elsewhere))
 
     done = trainflow("resume", "--storage", storage, "--json", cwd=elsewhere, env={**env, "REPAIRED": "1"})
     assert done.code == 0, done.out + done.err

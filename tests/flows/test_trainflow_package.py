@@ -30,7 +30,7 @@ def loaded(folder: Path, *overrides: str) -> trainflow.Spec:
 def test_a_finished_run_is_found_and_read(folder: Path) -> None:
     spec = loaded(folder)
     assert spec.why()["hit"].all()
-    [run] = trainflow.runs(spec.storage)
+    [run] = trainflow.runs(spec)
     assert run == trainflow.Run("last", storage=spec.storage) == trainflow.Run(run.url)
     assert (run.status, list(run.stages["state"])) == ("finished", ["ran"] * 5)
     assert run.stages["committed"].notna().all()
@@ -47,6 +47,7 @@ def test_a_finished_run_is_found_and_read(folder: Path) -> None:
     assert link.key == trained.key
     assert run.mlflow_run_id
 
+    assert trainflow.Run(run.id, storage=spec) == run
     assert trainflow.runs(spec.storage).table["test_error"].to_dict() == {run.id: error}
     assert "sandbox" in (run._repr_html_() or "")
     assert repr(run) == f"Run('{run.id}', name='{run.name}', status='finished')"
@@ -117,6 +118,8 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="No storage was named"):
         trainflow.runs()
+    with pytest.raises(ConfigError, match="neither a folder nor a URL nor a Spec"):
+        trainflow.runs(7)  # type: ignore[arg-type]
     with pytest.raises(ConfigError) as refused:
         spec.run(start="evalute")
     assert "evaluate" in str(refused.value)

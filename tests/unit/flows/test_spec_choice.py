@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.run_choice import choose_place
-from flows.cli.spec_choice import choose_spec_file
+from flows.cli.spec_choice import choose_spec_file, choose_spec_or_storage
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 
@@ -47,6 +47,28 @@ def test_the_first_word_may_be_an_override() -> None:
 def test_a_folder_without_a_spec_says_how_to_get_one() -> None:
     with pytest.raises(ConfigError, match=r"(?s)has none.*trainflow init NAME"):
         choose_spec_file(None, ["a=1"])
+
+
+def test_data_of_many_bytes_is_not_read_as_a_spec() -> None:
+    Path("digits.yml").write_text(SPEC)
+    Path("rows.json").write_text('{"name": "rows", "recipe": "x", "rows": "' + "x" * 1_000_000 + '"}')
+    assert choose_spec_file(None, None) == (Path("digits.yml"), [])
+
+
+def test_commands_that_read_runs_mean_the_same_spec_as_those_that_make_them() -> None:
+    assert choose_spec_or_storage(None, None, None) == (None, [], None)
+    Path(".trainflow").mkdir()
+    assert choose_spec_or_storage(None, None, None) == (None, [], ".trainflow")
+    Path("digits.yml").write_text(SPEC)
+    assert choose_spec_or_storage(None, None, None) == (Path("digits.yml"), [], None)
+    assert choose_spec_or_storage(Path("storage=s"), ["a=1"], None) == (Path("digits.yml"), ["storage=s", "a=1"], None)
+    assert choose_spec_or_storage(None, None, "store") == (None, [], "store")
+    for spec, overrides in ((Path("digits.yml"), None), (Path("a=1"), None), (None, ["a=1"])):
+        with pytest.raises(ConfigError, match="not both"):
+            choose_spec_or_storage(spec, overrides, "store")
+    Path("digits.yml").unlink()
+    with pytest.raises(ConfigError, match="has none"):
+        choose_spec_or_storage(Path("a=1"), None, None)
 
 
 def test_a_storage_that_is_named_has_to_be_there() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import typer
 
 from flows.cli.main import application, main
+from tests.support.command import TRAINFLOW
 
 # What Typer and pydantic write: a usage line, a box, their sentences.
 TYPERS = re.compile(
@@ -205,3 +208,16 @@ def test_a_shell_still_completes_options(capsys: pytest.CaptureFixture[str], mon
         main(["gc", "--ke"])
     assert not ended.value.code
     assert "--keep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["runs", "--lmit", "1", "--json"], ["--help"]])
+def test_nothing_complains_when_nobody_reads_the_output(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*TRAINFLOW, *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == (2 if "--json" in words else 1)
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+    assert ("--lmit" in done.stderr) == ("--json" in words)
