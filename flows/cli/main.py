@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _print_failure(record: dict[str, Any]) -> None:
-    """Print the record of a failure; where nobody reads standard output anymore, the exit code alone tells it."""
+    """Print the record of a failure; where the reader of standard output has ended, the exit code alone tells it."""
     try:
         print_json(record)
         sys.stdout.flush()
@@ -135,7 +135,7 @@ def _print_failure(record: dict[str, Any]) -> None:
 
 
 def _leave_stdout() -> None:
-    """The reader of our output (head, less) has ended: nobody complains, not even the interpreter at its end."""
+    """The reader of our output (head, less) has ended: what is still to be written goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
