@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.requests import Request
 
 R = TypeVar("R")
+
+# One thread may launch within a launch; those of several threads (tasks that a flow submits) would mix their variables.
+_turn = threading.RLock()
 
 
 def run_request(
@@ -21,11 +25,13 @@ def run_request(
 ) -> R:
     """Carry out the request in this process and return its result. Output goes where this process prints.
 
+    Threads take turns: the process has one environment, one random state and one default device.
+
     Raises:
         TrainflowError: the failure of the request.
     """
     # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
     worker = importlib.import_module("trainer_lib.worker.session")
-    with variables_kept(env):
+    with _turn, variables_kept(env):
         result: R = worker.run_here(request, run_dir, on_event)
     return result
