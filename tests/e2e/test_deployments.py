@@ -15,7 +15,7 @@ import pytest
 from flows.past_runs import list_runs
 from flows.spec.spec import load_spec, parse_spec
 from tests.support import police, toy
-from tests.support.command import running, trainflow
+from tests.support.command import command_words, running, trainflow
 from tests.support.prefect_home import make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
@@ -45,10 +45,7 @@ def embedded_servers(home: Path) -> list[psutil.Process]:
 
 
 def _line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    return " ".join(command_words(process))
 
 
 def has_begun(store: Path) -> bool:

@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 import trainflow
 from flows.sweeps.sweeping import run_sweep
 from tests.support import toy
+from tests.support.command import command_words
 from tests.support.command import trainflow as command
 from tests.support.pages import blocks
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
@@ -165,7 +166,7 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
     def kill_one(event: Mapping[str, Any]) -> None:
         events.append(event)
         if [each["event"] for each in events].count("began") == 1 and event["event"] == "began":
-            slots = [each for each in psutil.Process().children() if "flows.sweeps.trial_slot" in each.cmdline()]
+            slots = [each for each in psutil.Process().children() if "flows.sweeps.trial_slot" in command_words(each)]
             slots[0].kill()
 
     result = run_sweep(spec.settings, listener=kill_one)

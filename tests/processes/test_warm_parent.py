@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,6 +17,7 @@ import psutil
 import pytest
 
 from tests.support import tiny
+from tests.support.command import command_words
 from tests.support.launched import request
 from tests.support.repository import ROOT
 from trainer_lib.errors import InfrastructureError
@@ -117,12 +117,8 @@ def start(
 
 def parents() -> list[psutil.Process]:
     """The warm parents of this process."""
-    found = []
-    for each in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
-            if "trainer_lib.worker.warm_parent" in " ".join(each.cmdline()[:5]):
-                found.append(each)
-    return found
+    children = psutil.Process().children()
+    return [each for each in children if "trainer_lib.worker.warm_parent" in " ".join(command_words(each)[:5])]
 
 
 def test_a_forked_worker_is_like_a_started_one(tmp_path: Path) -> None:

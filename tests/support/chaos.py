@@ -25,6 +25,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.command import command_words
+
 VICTIMS = ("worker", "launcher", "flow")
 DEADLINE_S = 600.0
 
@@ -141,10 +143,7 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
 def _matching(process: psutil.Process, *needles: str) -> list[psutil.Process]:
     found = []
     for child in _descendants(process):
-        try:
-            words = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
+        words = " ".join(command_words(child))
         if any(needle in words for needle in needles):
             found.append(child)
     return found

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
+
+
+def command_words(process: psutil.Process) -> list[str]:
+    """The words with which a process was started; none of one that has ended or is not ours."""
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.command import command_words
 from tests.support.repository import ROOT
 from trainer_lib.errors import TrainflowError
 from trainer_lib.launch.run_dir import RunDir
@@ -79,7 +80,7 @@ class Owner:
 
     def named(self, fragment: str) -> psutil.Process:
         """The process of the tree that runs `fragment` (the guard's command line holds all of its command's)."""
-        found = [process for process in self.tree() if fragment in " ".join(process.cmdline()[:5])]
+        found = [process for process in self.tree() if fragment in " ".join(command_words(process)[:5])]
         assert len(found) == 1, found
         return found[0]
 
