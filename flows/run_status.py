@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -84,14 +84,24 @@ def read_status(storage: str, run: PastRun) -> RunStatus:
     return _status(run, read_signs(run_folder(storage, run.id)), set())
 
 
-def look(storage: str) -> list[RunStatus]:
+def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
     """How every run recorded on a storage is, at one look, the newest first; of runs that have ended only the record.
+
+    Args:
+        closely: ids of runs that are at work until their processes have ended, also when the record says how.
 
     Raises:
         StorageError: the storage cannot be read.
     """
-    runs = list_runs(storage)
-    return [read_status(storage, run) if run.status == "RUNNING" else _status(run, [], set()) for run in runs]
+    return [_look_at(storage, run, run.id in closely) for run in list_runs(storage)]
+
+
+def _look_at(storage: str, run: PastRun, closely: bool) -> RunStatus:
+    if run.status == "RUNNING":
+        return read_status(storage, run)
+    signs = read_signs(run_folder(storage, run.id)) if closely else []
+    # One of another machine may have died without a word: nothing waits for it.
+    return _status(run, [sign for sign in signs if sign.life() in _LIVING], set())
 
 
 def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: None) -> list[RunStatus]:

@@ -122,7 +122,8 @@ def _watch(root: str) -> None:
         while at_work := [each for each in found if each.is_at_work]:
             live.update(Group(*_lines(at_work, root), *_stages(found)), refresh=True)
             time.sleep(_WATCH_EVERY_S)
-            found = look(root)
+            # What is drawn last and the list below it are of one moment.
+            found = look(root, closely={each.run.id for each in at_work})
 
 
 def _progress(status: RunStatus, found: Sequence[RunStatus]) -> dict[str, Any]:

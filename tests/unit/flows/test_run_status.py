@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flows import heartbeat
-from flows.run_status import RunStatus, find_statuses
+from flows.run_status import RunStatus, find_statuses, look
 from tests.support.launched import wait_until
 from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
@@ -62,6 +62,17 @@ def test_a_run_of_a_living_process_runs_wherever_it_is(tmp_path: Path) -> None:
     assert found.where == f"train: step 3/8, {HERE}"
     assert [dead.id for dead in found.unswept] == ["before"]
     assert found.to_dict()["progress"] == "step 3/8"
+
+
+def test_a_run_that_is_watched_is_at_work_until_its_process_has_ended(tmp_path: Path) -> None:
+    record(tmp_path, "a", "FINISHED")
+    sign(tmp_path, "a", HERE)
+    assert [each.state for each in look(str(tmp_path))] == ["finished"]
+    assert [each.state for each in look(str(tmp_path), closely={"a"})] == [only(tmp_path).state] == ["running"]
+    sign(tmp_path, "a", GONE)
+    assert [each.state for each in look(str(tmp_path), closely={"a"})] == ["finished"]
+    sign(tmp_path, "a", ELSEWHERE, seconds_ago=3600)
+    assert [each.state for each in look(str(tmp_path), closely={"a"})] == ["finished"]
 
 
 def test_a_suspended_process_is_not_a_dead_one(tmp_path: Path) -> None:
