@@ -53,7 +53,7 @@ slow: install  ## Run more: kills, several machines, servers, whole pipelines (s
 	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \
 	exit $$failed
 
-nightly: install  ## Run the longest, which CI leaves out (an hour or so; tests/nightly.txt)
+nightly: install  ## Run the longest, which CI leaves out (three quarters of an hour; tests/nightly.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(PREFECT) || failed=1; \
