@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.spec.spec_here import specs_here
+from flows.spec.spec_here import spec_here, specs_here
 from trainer_lib.errors import ConfigError
 
 
@@ -49,8 +49,8 @@ def choose_spec_or_storage(
         return None, [], storage
     if spec is not None or words:
         return *choose_spec_file(spec, words), None
-    if len(found := specs_here()) == 1:
-        return found[0], [], None
+    if (here := spec_here()) is not None:
+        return here, [], None
     return None, [], ".trainflow" if Path(".trainflow").is_dir() else None
 
 

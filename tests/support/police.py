@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.command import command_words
 from trainer_lib.guard import start_time  # in ticks since boot: the system's clock may step
 
 TOKEN = "TRAINFLOW_TEST_SESSION"
@@ -132,10 +133,7 @@ def server_kept(home: Path) -> Iterator[None]:
 
 def _is_kept_server(process: psutil.Process) -> bool:
     """Recognise an embedded server of the session: it was started for a folder of its home, or holds the lock there."""
-    try:
-        command = process.cmdline()
-    except psutil.Error:
-        return False
+    command = command_words(process)
     if not any(word.endswith("flows/server/embedded.py") for word in command):
         return False
     folders = [folder for home in _homes for folder in (home / "trainflow").glob("*/")]

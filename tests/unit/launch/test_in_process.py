@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ VARIABLE = "TRAINFLOW_TEST_TURN"
 
 
 def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, seen, inside = threading.Barrier(3), [], 0
+    all_ready, seen, inside = threading.Barrier(3), [], 0
 
     def run_here(request: Any, run_dir: RunDir, on_event: Any) -> str | None:
         nonlocal inside
@@ -26,7 +27,7 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
         seen.append((inside, request, os.environ.get(VARIABLE)))
         if request == "outer":
             launch("inner")
-        threading.Event().wait(0.02)
+        time.sleep(0.02)
         seen.append((inside, request, os.environ.get(VARIABLE)))
         inside -= 1
         return os.environ.get(VARIABLE)
@@ -36,7 +37,7 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
         return found
 
     def begin(name: str) -> str | None:
-        begun.wait(10)
+        all_ready.wait(10)
         return launch(name)
 
     monkeypatch.setattr(session, "run_here", run_here)
