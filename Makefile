@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow nightly clients check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow nightly clients benchmarks check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 	@$(BIN)/trainflow run examples/digits/pipeline.yaml train.launch.processes=$(CORES)
 
 # A file stays on one worker: its imports and its fixtures are paid once.
-PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 1
 # Without compiled files each of the suite's processes compiles its modules again.
 unit test slow nightly: export PYTHONDONTWRITEBYTECODE =
 unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a half on two quiet cores)
@@ -53,10 +53,22 @@ slow: install  ## Run more: kills, several machines, servers, whole pipelines (s
 	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \
 	exit $$failed
 
-nightly: install  ## Run the longest, which CI leaves out (three quarters of an hour; tests/nightly.txt)
+nightly: install  ## Run what CI leaves out: the longest tests, client libraries, benchmarks (an hour; tests/nightly.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m nightly $(PREFECT) || failed=1; \
+	$(MAKE) clients || failed=1; \
+	$(MAKE) benchmarks || failed=1; \
+	exit $$failed
+
+# A Prefect home for each: its server ends when the home is gone.
+benchmarks: install  ## Run every benchmark at its smallest size, which shows that it runs (about four minutes)
+	@failed=0; \
+	for file in benchmarks/[a-z]*.py; do \
+		name=$$(basename $$file .py); home=$$(mktemp -d); echo "=== benchmark $$name"; \
+		PREFECT_HOME=$$home/prefect $(BIN)/python -m benchmarks.$$name --size smallest || { echo "=== $$name failed"; failed=1; }; \
+		rm -rf $$home; \
+	done; \
 	exit $$failed
 
 # Libraries that subclass the Trainer, in a folder of their own. Without a network their tests are skipped.

@@ -1,6 +1,6 @@
 """The harness of `make chaos-pipeline`: cases repeat, the ledger goes on, and each check notices what it is there for.
 
-The cases themselves are run by ``.ci/run``.
+The cases themselves are run by ``make nightly``.
 """
 
 from __future__ import annotations
