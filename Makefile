@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_SECONDS ?= 180
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow nightly clients benchmarks check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow nightly clients benchmarks mutants check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ nightly: install  ## Run what CI leaves out: the longest tests, client libraries
 	$(MAKE) clients || failed=1; \
 	$(MAKE) benchmarks || failed=1; \
 	exit $$failed
+
+mutants: install  ## Put 150 small faults into the product, one after the other: is each still noticed? (hours)
+	$(BIN)/python -m tests.support.mutants run
 
 # A Prefect home for each: its server ends when the home is gone.
 benchmarks: install  ## Run every benchmark at its smallest size, which shows that it runs (about four minutes)
