@@ -36,6 +36,15 @@ class Normed(nn.Module):
         return {"logits": logits} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
 
 
+def transposed() -> nn.Module:
+    """A classifier whose weights lie column by column in memory."""
+    model = Classifier()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+    return model
+
+
 class Recurrent(nn.Module):
     """Adds what it remembers of the batch before: `past_index` hands it back, as a tensor or nested."""
 
@@ -59,6 +68,7 @@ class Recurrent(nn.Module):
 
 MODELS: dict[str, dict[str, Any]] = {
     "batch_norm": {"model": Normed},
+    "weights_by_column": {"model": transposed},
     "memory": {"model": lambda: Recurrent(nested=False), "past_index": 2},
     "nested_memory": {"model": lambda: Recurrent(nested=True), "past_index": 2},
     "label_smoothing": {"label_smoothing_factor": 0.1},

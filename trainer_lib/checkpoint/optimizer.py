@@ -151,7 +151,11 @@ def _keeper(param: Tensor | None, tensors: dict[str, Tensor]) -> Callable[[str, 
         while key in tensors:  # two state keys that read alike, such as 1 and "1"
             key += "'"
         tensors[key] = tensor.detach()
-        return {"__tensor__": key, "device": _describe_place(tensor, param)}
+        reference: dict[str, Any] = {"__tensor__": key, "device": _describe_place(tensor, param)}
+        is_plain = tensor.layout is torch.strided and not is_sharded(tensor)
+        if is_plain and (strides := tensor.stride()) != _default_strides(tensor.shape, param):
+            reference["order"] = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+        return reference
 
     return keep
 
@@ -171,11 +175,31 @@ def _finder(
             )
         if param is not None and is_sharded(param) and read_spec(tensors, key)[1] == tuple(param.shape):
             return load_like(param, tensors, key)  # this rank's rows of the state, as it holds them of the parameter
-        tensor = tensors[key]
+        tensor, order = tensors[key], reference.get("order")
         # A copy, because the optimizer works in place and the snapshot may be used again.
-        return tensor.to(_target_device(reference.get("device"), tensor, param, group), copy=True)
+        device = _target_device(reference.get("device"), tensor, param, group)
+        strides = _default_strides(tensor.shape, param) if order is None else _ordered_strides(tensor.shape, order)
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)
 
     return find
+
+
+def _default_strides(shape: torch.Size, param: Tensor | None) -> tuple[int, ...]:
+    """The strides of state that an optimizer makes: its parameter's, as `zeros_like`, or row-major in another shape.
+
+    They matter: fused kernels walk through the parameter and its state in the order of their memory.
+    """
+    if param is None or param.shape != shape:
+        return torch.empty(shape, device="meta").stride()
+    return torch.empty_like(torch.empty_strided(shape, param.stride(), device="meta")).stride()
+
+
+def _ordered_strides(shape: torch.Size, order: list[int]) -> tuple[int, ...]:
+    """Dense strides whose dimensions lie in `order` in memory, the one with the largest stride first."""
+    if sorted(order) != list(range(len(shape))):
+        raise ValueError(f"{order} is not an order of {len(shape)} dimensions")
+    dense = torch.empty([shape[dim] for dim in order], device="meta")
+    return dense.permute([order.index(dim) for dim in range(len(shape))]).stride()
 
 
 def _describe_place(tensor: Tensor, param: Tensor | None) -> str:

@@ -165,7 +165,7 @@ def _serve(request: OptimizerRequest) -> Served:
     if name in _TORCH:
         return Served(getattr(torch.optim, _TORCH[name]), request.lr)
     if name in _TORCH_ADAMS:
-        fused = {"fused": True} if name is OptimizerNames.ADAMW_TORCH_FUSED and _has_fused(request.args) else {}
+        fused = {"fused": True} if name is OptimizerNames.ADAMW_TORCH_FUSED and _has_fused(request) else {}
         return Served(getattr(torch.optim, _TORCH_ADAMS[name]), {**request.adam, **fused})
     if name is OptimizerNames.LION_TORCH:
         return Served(Lion, {**request.lr, **request.betas})
@@ -174,9 +174,14 @@ def _serve(request: OptimizerRequest) -> Served:
     return PACKAGED[name](request)
 
 
-def _has_fused(args: TrainingArguments) -> bool:
-    """Whether torch's fused AdamW serves the device; a line is logged when it does not."""
-    if args.use_cpu or not xla.is_used():
+def _has_fused(request: OptimizerRequest) -> bool:
+    """Whether torch's fused AdamW serves the device and the parameters; a line is logged when it does not."""
+    parameters = [] if request.model is None else request.model.parameters()
+    # torch's kernel walks through memory: it would change what lies between the elements of a view, without an error.
+    if any(param.stride() != torch.empty_like(param, device="meta").stride() for param in parameters):
+        _log.warning("A parameter is a view with gaps in memory: torch's AdamW that is not fused trains.")
+        return False
+    if request.args.use_cpu or not xla.is_used():
         return True
     _log.info("torch's fused AdamW does not serve XLA devices: its AdamW that is not fused trains.")
     return False

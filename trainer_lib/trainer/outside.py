@@ -115,8 +115,13 @@ class OutsideParameters:
         for name, (prefix, owner, value) in (self._first or {}).items():
             # A forward may have replaced a buffer, also by one of another shape.
             each = dict(owner.named_buffers(prefix)).get(name) if isinstance(owner, nn.Module) else owner
-            if each is not None:
-                each.data, each.grad = value.to(each.device, copy=True), None
+            if each is None:
+                continue
+            if each.shape == value.shape and each.dtype == value.dtype:
+                each.data.copy_(value)  # in place: a view stays a view
+            else:
+                each.data = value.to(each.device, copy=True)
+            each.grad = None
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

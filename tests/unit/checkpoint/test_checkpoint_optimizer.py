@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.checkpoint.optimizer import (
     OptimizerSnapshot,
     _describe_place,
@@ -20,6 +21,8 @@ from trainer_lib.checkpoint.optimizer import (
 )
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.optim import build_optimizer
+from trainer_lib.optim.packages import PACKAGED
 
 
 class Model(nn.Module):
@@ -113,7 +116,8 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterator[Ten
 
 
 def through_json(snapshot: OptimizerSnapshot) -> OptimizerSnapshot:
-    tensors = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+    # As safetensors files: row-major, whatever the strides were.
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in snapshot.tensors.items()}
     groups, scalars = json.loads(json.dumps([snapshot.groups, snapshot.scalars]))
     return OptimizerSnapshot(tensors, groups, scalars)
 
@@ -153,6 +157,73 @@ def test_training_goes_on_as_if_never_stopped(name: str, dtype: torch.dtype) -> 
     assert steps(other, restored, again, 3) == steps(model, optimizer, data, 3)
     for name_, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name_])
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "channels last": lambda: torch.randn(6, 4, 3, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(12, 7).t(),
+    "permuted": lambda: torch.randn(5, 4, 6).permute(2, 0, 1),
+    "transposed view with gaps": lambda: torch.randn(8, 14)[:, ::2].t(),
+    "part of a buffer": lambda: torch.randn(200)[7:91].view(12, 7),
+}
+SHIPPED = sorted({each.value for each in OptimizerNames} - {each.value for each in PACKAGED})
+
+
+class Laid(nn.Module):
+    """A weight in a layout of memory, and a vector."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.weight = nn.Parameter(LAYOUTS[layout]())
+        self.vector = nn.Parameter(torch.randn(7))
+
+    def forward(self, seed: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(seed[0]))
+        factors = torch.randn(self.weight.shape, generator=generator)
+        loss: Tensor = (self.weight * factors).sin().sum() + self.vector.cos().sum()
+        return loss
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_restored_state_lies_in_memory_as_state_that_was_never_saved(name: str, layout: str) -> None:
+    args = TrainingArguments("unused", optim=name, learning_rate=0.01, weight_decay=0.1)
+    model, other = Laid(layout), Laid(layout)
+    optimizer, restored = build_optimizer(args, model), build_optimizer(args, other)
+    steps(model, optimizer, batches(), 3)
+    other.load_state_dict(model.state_dict())
+    restore_optimizer(
+        restored, other.named_parameters(), through_json(snapshot_optimizer(optimizer, model.named_parameters()))
+    )
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        kept = [each.stride() for each in optimizer.state[param].values() if isinstance(each, Tensor)]
+        assert kept == [each.stride() for each in restored.state[twin].values() if isinstance(each, Tensor)]
+    assert steps(model, optimizer, batches(), 3) == steps(other, restored, batches(), 3)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_state_takes_the_layout_that_the_parameter_has_now() -> None:
+    """A checkpoint of a row-major model, or one that another program wrote, resumed in channels_last."""
+    param = nn.Parameter(torch.randn(6, 4, 3, 5))
+    optimizer = torch.optim.AdamW([param], fused=True)
+    param.grad = torch.randn(6, 4, 3, 5)
+    optimizer.step()
+    now = nn.Parameter(param.detach().to(memory_format=torch.channels_last))
+    restored = torch.optim.AdamW([now], fused=True)
+    restore_optimizer(restored, {"w": now}, through_json(snapshot_optimizer(optimizer, {"w": param})))
+    assert restored.state[now]["exp_avg"].stride() == now.stride()
+    assert torch.equal(restored.state[now]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+def test_an_order_of_dimensions_that_is_none_is_damage() -> None:
+    param = nn.Parameter(torch.randn(2, 3))
+    optimizer = torch.optim.SGD([param], lr=1, momentum=0.9)
+    optimizer.state[param]["momentum_buffer"] = torch.randn(3, 2).t()
+    snapshot = through_json(snapshot_optimizer(optimizer, {"w": param}))
+    snapshot.scalars["state"]["w"]["momentum_buffer"]["order"] = [1, 1 << 60]
+    with pytest.raises(DamagedError, match="malformed"):
+        restore_optimizer(optimizer, {"w": param}, snapshot)
 
 
 def test_the_moments_of_low_precision_weights_keep_their_precision() -> None:

@@ -196,6 +196,23 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
         build_optimizer(_args(), model)
 
 
+def test_a_view_with_gaps_in_memory_trains_as_plain_weights() -> None:
+    """torch's fused kernel would change the elements in between."""
+    torch.manual_seed(0)
+    memory = torch.randn(8, 14)
+    view, plain = nn.Module(), nn.Module()
+    view.weight, plain.weight = nn.Parameter(memory[:, ::2]), nn.Parameter(memory[:, ::2].clone())
+    between = memory[:, 1::2].clone()
+    for model in (view, plain):
+        optimizer = build_optimizer(TrainingArguments("unused", optim="adamw_torch_fused"), model)
+        for factor in (1.0, 2.0):
+            optimizer.zero_grad()
+            (next(model.parameters()) * factor).sin().sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    torch.testing.assert_close(*view.parameters(), *plain.parameters())
+    assert torch.equal(memory[:, 1::2], between)
+
+
 def test_a_users_own_choice_is_taken() -> None:
     optimizer = build_optimizer(
         _args(weight_decay=0.2), Tiny(), cls_and_kwargs=(torch.optim.SGD, {"lr": 0.3}), decay_names=[]
