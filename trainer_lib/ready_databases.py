@@ -9,11 +9,15 @@ the next one::
 A kind of database is known by the version of its program and the names and sizes of its migrations, so another version
 never gets it. The program still checks the copy as it checks each database that it opens. Whatever fails here, the
 program makes its tables itself.
+
+A process that is killed while it migrates leaves half of the tables, which no later process can use. So `create` has
+the tables made and checked in a folder beside the database, which then gets its name in one step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import logging
@@ -21,7 +25,8 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +34,8 @@ from pathlib import Path
 from trainer_lib.user_folders import cache_folder
 
 _FOLDER = "databases"
+_JOURNALS = ("-wal", "-shm", "-journal")
+_LEFT_S = 3600.0  # a draft that is older belongs to a process that was killed
 _log = logging.getLogger(__name__)
 
 
@@ -60,14 +67,66 @@ class Kind:
         return cache_folder(_FOLDER) / f"{self.package}-{version}-{digest[:12]}.db"
 
 
+@contextlib.contextmanager
+def create(kind: Kind, database: Path, make: Callable[[Path], None]) -> Iterator[None]:
+    """Hold the lock of a database inside the block, and make the database first where none is there.
+
+    Args:
+        make: makes the tables of the file that it gets, or checks those that are there, and closes it; what it raises
+            is raised.
+    """
+    database = Path(os.path.realpath(database))
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with (database.parent / f".{database.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not database.exists():
+            with _drafts(database) as folder:
+                _make_checked(kind, folder / database.name, make)
+                for ending in _JOURNALS:  # sqlite would apply a removed database's changes to the new one
+                    database.with_name(database.name + ending).unlink(missing_ok=True)
+                (folder / database.name).replace(database)
+        yield
+
+
+def _make_checked(kind: Kind, draft: Path, make: Callable[[Path], None]) -> None:
+    is_copy = place(kind, draft)
+    try:
+        make(draft)
+    except Exception:
+        if not is_copy:
+            raise
+        _log.debug("The kept tables of %s cannot be used; they are made again.", draft.name, exc_info=True)
+        kind.template().unlink(missing_ok=True)
+        for ending in ("", *_JOURNALS):
+            draft.with_name(draft.name + ending).unlink(missing_ok=True)
+        is_copy = False
+        make(draft)
+    if not is_copy:
+        keep(kind, draft)
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _drafts(target: Path) -> Iterator[Path]:
+    """A folder beside `target` for what will get its name; those that killed processes left are removed."""
+    prefix = f".{target.name}-"
+    for left in target.parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _LEFT_S:
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
+        yield Path(folder)
+
+
 def place(kind: Kind, database: Path) -> bool:
     """Copy the kept tables to `database`, in one step, unless something is there; return whether it was done."""
     with contextlib.suppress(OSError, sqlite3.Error, metadata.PackageNotFoundError):
         template = kind.template()
         if database.exists() or _has_journal(database) or not _is_own(template):
             return False
-        with tempfile.TemporaryDirectory(prefix=f".{database.name}-", dir=database.parent) as folder:
-            copy = Path(folder) / database.name
+        with _drafts(database) as folder:
+            copy = folder / database.name
             shutil.copyfile(template, copy)
             if not _is_sound(copy):
                 template.unlink(missing_ok=True)
@@ -83,8 +142,8 @@ def keep(kind: Kind, database: Path) -> None:
         template = kind.template()
         if _is_own(template):
             return
-        with tempfile.TemporaryDirectory(prefix=f".{template.name}-", dir=template.parent) as folder:
-            draft, compact = Path(folder) / "draft.db", Path(folder) / "compact.db"
+        with _drafts(template) as folder:
+            draft, compact = folder / "draft.db", folder / "compact.db"
             _copy(database, draft)
             _empty(draft, kind.filled, compact)
             with compact.open("rb") as file:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from flows.server import membership
-from trainer_lib.ready_databases import Kind, keep, place
+from trainer_lib.ready_databases import Kind, create, keep, place
 
 KIND = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "kinds"))
 
@@ -132,3 +134,41 @@ def test_threads_that_keep_and_place_at_once_get_whole_databases(tmp_path: Path,
 
 def test_prefects_tables_are_known_by_its_migrations() -> None:
     assert membership._DATABASES.template().name.startswith("prefect-3.")
+
+
+def _make(database: Path) -> None:
+    _run(database, "CREATE TABLE IF NOT EXISTS alembic_version (version_num TEXT)")
+    if not _run(database, "SELECT * FROM alembic_version"):
+        _run(database, "INSERT INTO alembic_version VALUES ('abc')")
+    _run(database, "CREATE TABLE IF NOT EXISTS kinds (name TEXT)")
+
+
+def test_a_database_that_could_not_be_made_leaves_nothing_and_is_made_by_the_next(tmp_path: Path) -> None:
+    database = tmp_path / "new" / "new.db"
+
+    def fail(draft: Path) -> None:
+        _run(draft, "CREATE TABLE alembic_version (version_num TEXT)")
+        assert not database.exists()
+        raise sqlite3.OperationalError("disk full")
+
+    with pytest.raises(sqlite3.OperationalError), create(KIND, database, fail):
+        pass
+    assert [path.name for path in database.parent.iterdir()] == [".new.db.lock"]
+    database.with_name("new.db-journal").write_bytes(b"the changes of a removed database")
+    with create(KIND, database, _make):
+        assert _run(database, "SELECT * FROM alembic_version") == [("abc",)]
+    assert {path.name for path in database.parent.iterdir()} == {".new.db.lock", "new.db"}
+    with create(KIND, database, fail):  # it is there, so nothing is made
+        pass
+
+
+def test_drafts_of_killed_processes_are_removed_after_an_hour(tmp_path: Path) -> None:
+    killed, at_work = tmp_path / ".new.db-killed", tmp_path / ".new.db-at_work"
+    for folder in (killed, at_work):
+        folder.mkdir()
+        (folder / "new.db").write_bytes(b"half")
+    os.utime(killed, (time.time() - 4000, time.time() - 4000))
+    with create(KIND, tmp_path / "new.db", _make):
+        pass
+    assert not killed.exists()
+    assert at_work.exists()

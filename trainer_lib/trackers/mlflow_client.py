@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.errors import first_line
-from trainer_lib.trackers.database_lock import lock_database
+from trainer_lib.ready_databases import Kind, create
 from trainer_lib.trackers.shipper import Clock
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own
 KEY_TAG = "trainflow.pipeline_key"
 DISCARDED = "DISCARDED"  # how a run ends that a recipe mistake ended before it began
 FAILURE_TAG = "trainflow.failure"
+DATABASES = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "workspaces"))
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MAX_LIMIT_EXCEEDED"}
 _GONE = "RESOURCE_DOES_NOT_EXIST"
 
@@ -151,8 +152,32 @@ def connect(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
-    with lock_database(tracking_uri), _few_tries() if is_database else contextlib.nullcontext():
+    file = sqlite_file(tracking_uri)
+    # Two processes that find no tables would both create them.
+    tables = contextlib.nullcontext() if file is None else create(DATABASES, file, _make_tables)
+    with _few_tries() if is_database else contextlib.nullcontext(), tables:
         return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+def sqlite_file(tracking_uri: str) -> Path | None:
+    """Return the database file that a tracking URI names; None for any other URI."""
+    scheme, _, path = tracking_uri.partition(":///")
+    return Path(path) if scheme == "sqlite" and path and "?" not in path else None
+
+
+def _make_tables(database: Path) -> None:
+    """Make MLflow's tables in a new file, or check those that are there. Raises what mlflow raises."""
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401 - its models say which tables there are
+    from mlflow.store.db import utils
+
+    databases: Any = utils
+    engine = databases.create_sqlalchemy_engine_with_retry(f"sqlite:///{database}")
+    try:
+        if not databases._all_tables_exist(engine):
+            databases._initialize_tables(engine)
+        databases._verify_schema(engine)
+    finally:
+        engine.dispose()
 
 
 def connect_timed(tracking_uri: str, clock: Clock) -> MlflowClient:
