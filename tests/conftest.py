@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,7 @@ settings.load_profile("trainflow")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Move home, caches and servers' homes into a private folder, before any test module is imported."""
+    _hear_signals()
     sandbox = Path(tempfile.mkdtemp(prefix="trainflow-tests-")).resolve()
     config.stash[SANDBOX] = sandbox
     for name in list(os.environ):
@@ -107,6 +109,17 @@ def pytest_configure(config: pytest.Config) -> None:
             "NO_COLOR": "1",
         }
     )
+
+
+def _hear_signals() -> None:
+    """Undo what `nohup ... &` did: an ignored signal stays ignored in every process of a test, also in commands."""
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, lambda *_: None),  # the suite outlives its terminal, and what it starts has the default
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
