@@ -17,7 +17,7 @@ from flows.past_trainings import find_similar
 from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import total_batch_size
-from trainer_lib.arguments.global_batch import rows_at_a_time
+from trainer_lib.arguments.global_batch import describe_step, rows_at_a_time
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.footprint import Estimate, Footprint, Probe, footprints
 from trainer_lib.records import to_record
@@ -41,6 +41,7 @@ class Length:
         steps: optimizer steps.
         samples: training samples, those that come again counted again.
         batch: samples of a step.
+        step: how processes share them, in words.
         epochs: passes over the data.
         evaluations, saves: how often it evaluates and saves.
         evaluated_rows: rows of one evaluation.
@@ -53,6 +54,7 @@ class Length:
     evaluations: int
     saves: int
     evaluated_rows: int
+    step: str
 
     @classmethod
     def of(cls, args: TrainingArguments, facts: PrepareFacts, config: TrainConfig, processes: int) -> Length:
@@ -73,6 +75,7 @@ class Length:
             + bool(args.eval_on_start),
             saves=count(str(args.save_strategy), args.save_steps),
             evaluated_rows=evaluated,
+            step=describe_step(args, data_parallel_size=processes),
         )
 
 

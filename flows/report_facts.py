@@ -21,6 +21,7 @@ from tasks.stage.manifest import StageManifest, stage_store
 from tasks.stage.outcome_tables import Outcome, read_outcomes
 from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
+from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.verb_results import STATISTICS
@@ -121,7 +122,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
     outcomes = _outcomes(found)
     return ReportFacts(
         settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
-        machine=_machine(training),
+        machine=_machine(training, plan),
         spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
@@ -271,7 +272,7 @@ def _time(text: str) -> datetime:
     return datetime.fromisoformat(text)
 
 
-def _machine(training: StageManifest | None) -> Rows:
+def _machine(training: StageManifest | None, plan: Plan) -> Rows:
     rows = [
         ("host", platform.node()),
         ("system", platform.platform(terse=True)),
@@ -282,6 +283,10 @@ def _machine(training: StageManifest | None) -> Rows:
     facts = None if training is None else training.facts
     if device := getattr(facts, "device", None):
         rows.append(("trained on", f"{getattr(facts, 'world_size', None) or 1} × {device}"))
+    args, micro_batch = plan.stages["train"].arguments, getattr(facts, "micro_batch", None)
+    if args is not None and micro_batch is not None:
+        processes = getattr(facts, "world_size", None) or 1
+        rows.append(("batch", describe_step(args, data_parallel_size=processes, micro_batch=micro_batch)))
     return rows
 
 

@@ -44,7 +44,8 @@ class LogLine:
     Attributes:
         at: when it was written, ISO-8601 in UTC.
         stage, attempt: where it belongs.
-        kind: "line" (a worker's), "warning", "resume", "wait", "progress" or "stage" (how the attempt began or ended).
+        kind: "line" (a worker's), "warning", "begin", "resume", "wait", "progress" or "stage" (how the attempt began or
+            ended).
         rank: the rank that wrote it; None of what no rank wrote.
     """
 
@@ -177,7 +178,7 @@ def keep_logs(folder: Store) -> Iterator[None]:
 
 def _text_of(event: Event, kind: str) -> str:
     match kind:
-        case "line" | "warning" | "resume" | "save" | "wait":
+        case "line" | "warning" | "begin" | "resume" | "save" | "wait":
             return str(event.get("message") or "")
         case "log":
             return measured(event) or describe(event)

@@ -11,12 +11,13 @@ from tasks.stage.keys import train_key
 from tasks.stage.made_with import describe_environment
 from tasks.stage.manifest import StageManifest
 from tasks.stage.model_lineage import digest_checkpoints
-from tasks.stage.retry import count_sharers, halve_training_batch, max_halvings
+from tasks.stage.retry import halve_training_batch, max_halvings
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.stage_code import code_of, metrics_digest
 from tasks.stage.task import stage_task
 from tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.global_batch import rows_at_a_time
 from trainer_lib.requests import TrainRequest
 
 
@@ -41,8 +42,8 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
         return _train(context, attempt, config, parsed, data)
 
     key = train_key(config, context, data)
-    sharers = count_sharers(parsed, lambda: context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size)
-    halvings = max_halvings(parsed.per_device_train_batch_size, shared_by=sharers)
+    processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
+    halvings = max_halvings(rows_at_a_time(parsed, data_parallel_size=processes))
     manifest = run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
     # The result was cached, so no launch came: machines that wait to take part would wait until their timeout.
     if not attempts:
@@ -85,6 +86,7 @@ def _train(
         metrics_code=measured_by,
         device=result.device,
         mfu=result.mfu,
+        micro_batch=result.micro_batch,
         checkpoint_digests=digests,
         exported=exported,
         environment=describe_environment(),

@@ -56,6 +56,7 @@ class TrainResult:
         peak_bytes: the largest memory of a process (`trainer_lib.memory.read_peak_bytes`).
         device: what each process trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
+        micro_batch: samples that a process was allowed at a time; a step may have had fewer.
     """
 
     files: tuple[FileEntry, ...]
@@ -69,6 +70,7 @@ class TrainResult:
     peak_bytes: int | None = None
     device: str | None = None
     mfu: float | None = None
+    micro_batch: int | None = None
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def _length(found: Forecast) -> Iterator[Text]:
     if length is None:
         return
     tokens = "" if found.tokens is None else f", {found.tokens:,} tokens"
-    yield _row("training", f"{length.steps:,} steps of {length.batch:,} samples: {length.samples:,} samples{tokens}")
+    yield _row("training", f"{length.steps:,} steps, {length.samples:,} samples{tokens}")
+    yield _row("", length.step)
     yield _row("", f"{length.epochs:g} passes over the data, {_often(length)}")
 
 

@@ -113,7 +113,7 @@ class PlainDisplay:
         name, kind = str(event.get("stage", "")), event.get("event")
         if kind == "line":
             self._print(name, f"| {event.get('message', '')}")
-        elif kind in ("warning", "resume", "wait"):
+        elif kind in ("warning", "begin", "resume", "wait"):
             self._print(name, f"{'warning: ' if kind == 'warning' else ''}{event.get('message', '')}")
         elif kind == "stage":
             self._change(name, event)
@@ -195,7 +195,7 @@ class LiveDisplay:
         name, kind = str(event.get("stage", "")), event.get("event")
         if kind == "line":
             self._above(name, str(event.get("message", "")), "dim")
-        elif kind in ("warning", "resume"):
+        elif kind in ("warning", "begin", "resume"):
             self._above(name, str(event.get("message", "")), "yellow" if kind == "warning" else "")
         else:
             self._stages[name].take(event)

@@ -77,6 +77,7 @@ class TrainFacts(StageFacts, stage="train"):
         tracked_run: the same run, by the name that it has before its server is reached.
         device: what each process trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
+        micro_batch: samples that a process was allowed at a time in the end; None: an older version trained it.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
             an older version trained it.
         checkpoint_digests: name of a committed checkpoint -> content digest of its files.
@@ -97,6 +98,7 @@ class TrainFacts(StageFacts, stage="train"):
     metrics_code: str | None = None
     device: str | None = None
     mfu: float | None = None
+    micro_batch: int | None = None
     checkpoint_digests: dict[str, str] = field(default_factory=dict)
     exported: str | None = None
     environment: dict[str, str] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 An event is a small dict. `event` says which: "stage" (it started, was cached, committed, failed or will be retried),
 "line" (a line that a worker printed), "wait" (for a device), or what workers report: "start", "progress", "log",
-"save", "resume", "warning". Every event names its `stage`.
+"save", "begin", "resume", "warning". Every event names its `stage`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StageProgress:
             self.times["waited"] = float(event["waited_s"]) + self.times.get("waited", 0.0)
         if self._logger is None:
             return
-        if event.get("event") in ("warning", "resume", "save", "wait") and event.get("message"):
+        if event.get("event") in ("warning", "begin", "resume", "save", "wait") and event.get("message"):
             level = logging.WARNING if event["event"] == "warning" else logging.INFO
             self._logger.log(level, "%s", mask(str(event["message"])))
         elif event.get("event") == "log" and (text := measured(event) or describe(event)):

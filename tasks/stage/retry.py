@@ -101,7 +101,7 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
     if isinstance(error, Preempted):
         return Decision(True, "preempted: tried again, free of charge")
     if isinstance(error, OutOfMemoryError):
-        if can_halve:
+        if can_halve and not _had_one_sample(error):
             return Decision(True, "out of memory: tried again with half the micro-batch, the same global batch")
         return Decision(False, "out of memory, and nothing left to lower")
     if isinstance(error, StoreUnreachableError) and retries > 0:
@@ -122,7 +122,7 @@ def advise_on_memory(error: BaseException, *, can_halve: bool, halves: bool) -> 
         can_halve: whether the batch can be halved once more, which the next attempt does.
         halves: whether the stage has a batch that can be halved at all.
     """
-    if not isinstance(error, OutOfMemoryError) or can_halve:
+    if not isinstance(error, OutOfMemoryError) or (can_halve and not _had_one_sample(error)):
         return
     error.remedy = (
         "One sample at a time is too large already: set gradient_checkpointing or bf16, take a smaller model, or a "
@@ -131,6 +131,11 @@ def advise_on_memory(error: BaseException, *, can_halve: bool, halves: bool) -> 
         else "Let the stage hold less at a time (prepare() may yield its rows one by one, shard_rows may be lower), or "
         "take a machine with more memory."
     )
+
+
+def _had_one_sample(error: OutOfMemoryError) -> bool:
+    """Whether the Trainer itself halved its micro-batch as far as it goes."""
+    return error.field == "per_device_train_batch_size" and error.value == "1"
 
 
 class Ledger:
@@ -256,13 +261,13 @@ def halve_training_batch(
         varies: there may be fewer of them at times; the global batch is then fixed also without a halving.
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
-    from trainer_lib.arguments.global_batch import micro_batch_size
+    from trainer_lib.arguments.global_batch import rows_at_a_time
 
-    if halvings == 0 and not varies:
-        return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="train.args")
-    micro_batch = micro_batch_size(parsed, data_parallel_size=world_size)
-    given_for = parsed.per_device_train_batch_size // micro_batch  # all processes with split_batches, else one
+    if halvings == 0 and (not varies or parsed.global_batch_size):
+        return dict(args)
+    micro_batch = rows_at_a_time(parsed, data_parallel_size=world_size)
+    given_for = count_sharers(parsed, lambda: world_size)
     return {
         **parsed.to_dict(),
         "gradient_accumulation_steps": 1,  # derived from the two below

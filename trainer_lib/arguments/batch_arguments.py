@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import Unset, arg
 
 
 @dataclass
@@ -18,7 +18,11 @@ class BatchArguments:
     """Batch sizes and the length of training."""
 
     per_device_train_batch_size: int = arg(
-        8, "Samples that one process trains on at a time (the micro-batch).", affects="weights", unit="samples", ge=1
+        Unset(8),
+        "Samples that one process trains on at a time (the micro-batch).",
+        affects="weights",
+        unit="samples",
+        ge=1,
     )
     # Not in a key: metrics are weighted by samples, not by batches.
     per_device_eval_batch_size: int = arg(
@@ -27,7 +31,7 @@ class BatchArguments:
     global_batch_size: int | None = arg(
         None,
         "Samples of one optimizer step over all processes. When given, gradient accumulation follows from it for any "
-        "number of processes.",
+        "number of processes; given alone, a process takes its whole share at a time, halved where memory runs out.",
         affects="weights",
         unit="samples",
         ge=1,

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.arguments.fields import Unset
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
@@ -123,6 +124,8 @@ def _bool(value: Any, field: str, secret: bool) -> bool:
 
 
 def _int(value: Any, field: str, secret: bool) -> int:
+    if isinstance(value, Unset):
+        return value
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
         raise _refused("This is not a whole number", "a whole number", value, field, secret)

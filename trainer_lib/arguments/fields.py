@@ -54,6 +54,10 @@ else:
     Settings = Annotated[str | None, Accepts(dict[str, Any] | None)]  # a word on a command line is JSON
 
 
+class Unset(int):
+    """A default that other arguments may replace: readers see the number, `fill` sees that none was given."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Declaration:
     """What is known of an argument beyond its type and its default.

@@ -4,6 +4,7 @@
 
     micro-batch   per_device_train_batch_size                            or, with split_batches,
                   per_device_train_batch_size / processes
+                  global_batch_size / processes                          when only that is given
     global batch  global_batch_size                                      when it is given, else
                   micro-batch x gradient_accumulation_steps x processes
 
@@ -57,6 +58,20 @@ def rows_at_a_time(args: ArgumentGroups, *, data_parallel_size: int) -> int:
     """
     share = -(-total_batch_size(args, data_parallel_size=data_parallel_size) // data_parallel_size)
     return min(micro_batch_size(args, data_parallel_size=data_parallel_size), share)
+
+
+def follows_global_batch(args: ArgumentGroups) -> bool:
+    """Whether the micro-batch follows from `global_batch_size`, because no micro-batch was given."""
+    return "per_device_train_batch_size" in args.__dict__.get("_filled", ())
+
+
+def describe_step(args: ArgumentGroups, *, data_parallel_size: int, micro_batch: int | None = None) -> str:
+    """Return the samples of a step in words; `micro_batch` where memory allowed fewer than the arguments."""
+    total = total_batch_size(args, data_parallel_size=data_parallel_size)
+    size = min(micro_batch or total, rows_at_a_time(args, data_parallel_size=data_parallel_size))
+    accumulation = -(-total // (size * data_parallel_size))
+    processes = f"{data_parallel_size} process{'es' if data_parallel_size > 1 else ''}"
+    return f"{total:,} samples a step: micro-batch {size:,} x accumulation {accumulation:,} x {processes}"
 
 
 def accumulation_steps(args: ArgumentGroups, *, data_parallel_size: int) -> int:

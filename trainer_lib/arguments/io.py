@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments.fields import declarations, field_map
+from trainer_lib.arguments.fields import Unset, declarations, field_map
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import is_secret, mask, mask_value
 
@@ -32,6 +32,8 @@ def plain(value: Any) -> Any:
     """Return `value` as plain JSON values: an object with `to_dict` through that method, any other as its text."""
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, Unset):
+        return int(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -120,7 +120,7 @@ class ArgumentMembers(ArgumentGroups):
     def train_batch_size(self) -> int:
         """Number of samples that this process trains on at a time."""
         # The reference multiplies by the devices of the process; here a process uses one.
-        return self.per_device_train_batch_size
+        return int(self.per_device_train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:

@@ -17,7 +17,7 @@ from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import Unset, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
@@ -140,6 +140,11 @@ def _consequences(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
         yield "eval_steps", args.logging_steps
     if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
         yield "torch_compile", True
+    # Not where a step cannot be tried again with half of it, or where one number is for all processes.
+    config = args.accelerator_config
+    cannot_change = args.fsdp or args.deepspeed or isinstance(config, str) or (config or {}).get("split_batches")
+    if args.global_batch_size and isinstance(args.per_device_train_batch_size, Unset) and not cannot_change:
+        yield "per_device_train_batch_size", args.global_batch_size
 
 
 def _best_model(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.checkpoint.reader import Checkpoint
+from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
@@ -88,7 +90,7 @@ def begin_run(
     trainer: TrainerHooks, internals: Internals, url: str | None, trial: Any, ignore_keys: list[str] | None
 ) -> tuple[TrainingRun, Checkpoint | None]:
     """Prepare everything that trains; returns the run, and the checkpoint at `url` that it continues. Collective."""
-    args, engine, comm = trainer.args, internals.engine, internals.world.comm
+    args, engine = trainer.args, internals.engine
     if internals.stop is None:
         raise InfrastructureError("The training loop runs outside of train().")
     engine.start_training(measures_norm=not internals.signatures.overridden.isdisjoint(_NORMS))
@@ -125,13 +127,20 @@ def begin_run(
     internals.rollbacks.apply(run, trainer.state.global_step)
     internals.events.show_parts()
     _log.info(
-        "Training %d steps of %s samples (of %s) on %d processes (%s, %s), %d trainable parameters%s.",
-        *(max_steps, source.global_batch or "?"),
-        *("a stream" if source.epoch_samples is None else trainer.num_examples(source), comm.world_size),
+        "Training %d steps over %s, %s (%s, %s), %d trainable parameters%s.",
+        *(max_steps, "a stream" if source.epoch_samples is None else f"{trainer.num_examples(source)} samples"),
+        _step_in_words(trainer, internals, source),
         *(engine.strategy.name, engine.precision.name, trainer.get_num_trainable_parameters()),
         f", from {url}" if url else "",
     )
     return run, loaded
+
+
+def _step_in_words(trainer: TrainerHooks, internals: Internals, source: TrainSource) -> str:
+    if isinstance(source, ForeignLoader):
+        return f"{source.global_batch or '?'} samples a step"
+    size = internals.world.comm.data_parallel.size
+    return describe_step(trainer.args, data_parallel_size=size, micro_batch=trainer._train_batch_size)
 
 
 def _step_history(internals: Internals, args: TrainingArguments) -> StepHistory:

@@ -196,7 +196,7 @@ class TrainingLoop:
         if run.skip_until > self._trainer.state.global_step:  # after a loss spike
             engine.skip_step(run)
             return None, None
-        if not self._trainer.args.auto_find_batch_size:
+        if not self._internals.micro_batches.is_on:
             return self._forward_backward(model, samples, run), engine.step(model, run)
         # A rank that runs out of memory in a backward would leave the others waiting for its gradients.
         loss = call_within_memory(comm, lambda: self._forward_backward(model, samples, run))
@@ -207,7 +207,7 @@ class TrainingLoop:
         """All micro-steps of a step: gradients are complete afterwards. The step's loss on this rank, 0-dim."""
         trainer, internals, weights = self._trainer, self._internals, run.weights
         with_items = internals.signatures.training_step_takes_items
-        syncs_last = not trainer.args.auto_find_batch_size
+        syncs_last = not internals.micro_batches.is_on
         syncs_each = syncs_last and internals.world.batching.sync_each_batch
         last, total = len(samples) - 1, None
         weights.computing = True

@@ -1,4 +1,6 @@
-"""`auto_find_batch_size`: when memory runs out, train with half the micro-batch and the same global batch.
+"""When memory runs out, train with half the micro-batch and the same global batch.
+
+With `auto_find_batch_size`, and in a process alone whose micro-batch follows from `global_batch_size`.
 
 ::
 
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from trainer_lib.arguments.global_batch import follows_global_batch
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.distributed import Communicator
@@ -69,6 +72,12 @@ class MicroBatchSearch:
         """Start again with the micro-batch of the arguments: they have changed."""
         self._allowed = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a step that runs out of memory is tried again. Several processes exchange more for it: if asked."""
+        args = self._trainer.args
+        return args.auto_find_batch_size or (follows_global_batch(args) and self._internals.world.comm.world_size == 1)
+
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
         return min(batch_size, self._allowed or batch_size)
@@ -76,7 +85,8 @@ class MicroBatchSearch:
     def adopt(self, saved: Any) -> None:
         """Use the micro-batch that a checkpoint records, when it is smaller: memory need not run out again."""
         trainer = self._trainer
-        if trainer.args.auto_find_batch_size and isinstance(saved, int) and 0 < saved < trainer._train_batch_size:
+        may_change = trainer.args.auto_find_batch_size or follows_global_batch(trainer.args)
+        if may_change and isinstance(saved, int) and 0 < saved < trainer._train_batch_size:
             self._allowed = saved
 
     def train(self, url: str | None, attempt: Callable[[str | None], TrainOutput]) -> TrainOutput:
@@ -86,7 +96,7 @@ class MicroBatchSearch:
             OutOfMemoryError: memory does not suffice for a micro-batch of one sample.
         """
         trainer = self._trainer
-        if not trainer.args.auto_find_batch_size:
+        if not self.is_on:
             return attempt(url)
         backup = Backup.of(trainer, self._internals)
         with self._internals.engine.outside.first_values_kept():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.loader import has_length
 from trainer_lib.worker.session import Events
@@ -91,6 +92,10 @@ class EventsCallback(TrainerCallback):
         self._began, self._first_step = time.monotonic(), state.global_step
         self._rated = _Counted(step=state.global_step)
         self._first_flops = float(state.total_flos)
+        if self._internals is not None:
+            size = self._internals.world.comm.data_parallel.size
+            step = describe_step(args, data_parallel_size=size, micro_batch=state.train_batch_size)
+            self._events.emit("begin", message=step)
         if state.global_step:
             self.resumed_from = state.global_step
             message = f"continues from step {state.global_step}"

@@ -80,6 +80,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             peak_bytes=max(peaks or ()),
             device=device,
+            micro_batch=trainer.state.train_batch_size,
             mfu=utilization(
                 events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision
             ),

@@ -175,6 +175,9 @@ def test_a_batch_that_is_split_stays_divisible_among_the_processes() -> None:
     args = {"per_device_train_batch_size": 12, "accelerator_config": {"split_batches": True}}
     sizes = [halve_training_batch(args, halvings, world_size=2)["per_device_train_batch_size"] for halvings in range(4)]
     assert sizes == [12, 6, 2, 2]  # 6, 3, 1 and 1 samples on each of two processes
+    alone = {"global_batch_size": 12}  # a process takes its whole share of six
+    assert halve_training_batch(alone, 0, world_size=2, varies=True) == alone
+    assert halve_training_batch(alone, 1, world_size=2)["per_device_train_batch_size"] == 3
     assert {global_batch(halve_training_batch(args, halvings, world_size=2), 2) for halvings in range(4)} == {12}
 
 

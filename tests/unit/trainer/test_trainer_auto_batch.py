@@ -14,7 +14,9 @@ from torch import nn
 
 from tests.support.toys import Classifier, StatefulStream, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import Trainer, TrainerCallback
+from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.arguments.fields import Unset
+from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.errors import ConfigError, OutOfMemoryError
 
 ROWS = classification_rows(26)
@@ -308,3 +310,49 @@ def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path:
 def _seeded(cls: type[Classifier]) -> Classifier:
     torch.manual_seed(0)
     return cls()
+
+
+def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(tmp_path: Path) -> None:
+    """Eight samples at a time is the default of those who give neither size."""
+    given: dict[str, Any] = {"per_device_train_batch_size": Unset(8), "global_batch_size": 24, "max_steps": 1}
+    assert TrainingArguments().per_device_train_batch_size == 8
+    sizes: dict[str, list[int]] = {}
+    for name, room, more in (
+        ("alone", 24, {}),
+        ("short of memory", 6, {}),
+        ("given", 24, {"per_device_train_batch_size": 8}),
+        ("neither", 24, {"global_batch_size": None, "gradient_accumulation_steps": 3}),
+        ("one for all processes", 24, {"accelerator_config": {"split_batches": True}}),
+    ):
+        model = hungry(room)
+        model.dropout = nn.Dropout(0.0)
+        trained = trainer(tmp_path / name, ROWS, model=model, **{**given, **more})
+        trained.train()
+        sizes[name] = model.seen
+    assert sizes["alone"] == [24] and sizes["short of memory"][-4:] == [6, 6, 6, 6]
+    assert sizes["given"] == sizes["neither"] == sizes["one for all processes"] == [8, 8, 8]
+
+
+def test_a_checkpoint_of_smaller_micro_batches_keeps_them(tmp_path: Path) -> None:
+    """An earlier version took eight samples at a time where only the global batch was given."""
+    given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 13, "per_device_train_batch_size": 8}
+    whole = trainer(tmp_path / "a", ROWS, model=hungry(99), **given)
+    whole.train()
+    older = trainer(tmp_path / "b", ROWS, model=hungry(99), callbacks=[StopAt(2)], **given)
+    assert preempted_at(older) == 2
+    resumed = trainer(tmp_path / "b", ROWS, model=hungry(99), **{**given, "per_device_train_batch_size": Unset(8)})
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.model.seen == [8, 5, 8, 5]
+    assert_equal(final_state(whole), final_state(resumed))
+
+
+def test_the_batch_that_follows_from_others_changes_with_them() -> None:
+    args = TrainingArguments(global_batch_size=24)
+    assert (args.per_device_train_batch_size, args.to_dict()["per_device_train_batch_size"]) == (24, 24)
+    args.global_batch_size = None
+    args.validate()
+    assert args.per_device_train_batch_size == 8
+    for more in ({"fsdp": "full_shard"}, {"deepspeed": {"zero_optimization": {"stage": 2}}}):
+        assert TrainingArguments(global_batch_size=24, **more).per_device_train_batch_size == 8
+    words = describe_step(TrainingArguments(global_batch_size=24), data_parallel_size=2, micro_batch=5)
+    assert words == "24 samples a step: micro-batch 5 x accumulation 3 x 2 processes"
