@@ -24,6 +24,7 @@ from tasks.stage.keys import StageKey, stage_key, versions
 from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
 from tasks.stage.sources import fingerprints
 from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
+from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import known_columns
 from trainer_lib.data.part_records import RECORDS
 from trainer_lib.data.parts import NumberedParts
@@ -37,6 +38,7 @@ from trainer_lib.launch.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
+from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.requests import ScoreRequest
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.suggestions import suggestion
@@ -153,12 +155,14 @@ class RowsJob:
         name = self.model.description.info.get("label")
         return name if isinstance(name, str) and name not in self.model.description.columns else None
 
-    def find_answer(self) -> str | None:
-        """The column that the model predicts if the first row has it; None: it does not, or it is named already."""
-        if self.answer is None or self.answer in (*self.asked.ignored, self.asked.id_column):
-            return None
-        _, first = next(read_rows(self.files), ("", None))
-        return self.answer if isinstance(first, Mapping) and self.answer in first else None
+    def find_unused(self) -> list[str]:
+        """The columns of the first row that predictions leave aside: what is predicted, and what training left out."""
+        form, first = TableForm.of(self.model.description.info), None
+        with contextlib.suppress(DataError):  # the worker names a bad row, or counts it
+            _, first = next(read_rows(self.files), ("", None))
+        named = {*self.asked.ignored, self.asked.id_column, ROW_ID, "id"}
+        names = [str(name) for name in first if name not in named] if isinstance(first, Mapping) else []
+        return [name for name in names if name == self.answer or (form is not None and form.drops(name))]
 
     def request(self) -> ScoreRequest:
         """What the worker is asked for."""

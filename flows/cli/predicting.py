@@ -13,7 +13,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Quiet, print_json
-from flows.cli.presentation import shown
+from flows.cli.presentation import printable, shown
 from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tasks.stage.manifest import StageManifest
 
 _SHOWN = "predict"
+_FEW = 8  # columns that a line names
 _Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A run (its id, name or tag, or last), a checkpoint, a publication, hf://…"),
@@ -142,8 +143,13 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
         configs = job.workers(workers, threads)
-        if (answer := job.find_answer()) is not None:
-            out.print(f"The column '{answer}' is what the model predicts; it is left aside.")
+        unused = job.find_unused()
+        if job.answer in unused:
+            out.print(f"The column '{job.answer}' is what the model predicts; it is left aside.")
+        if others := [name for name in unused if name != job.answer]:
+            more = f" and {len(others) - _FEW:,} more" if len(others) > _FEW else ""
+            names = printable(", ".join(others[:_FEW]))
+            out.print(f"Training left these columns out, and so do predictions: {names}{more}", markup=False)
         out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
             source = job.model.registered or shown(job.model.url)

@@ -87,6 +87,6 @@ def test_the_column_that_is_predicted_is_left_aside(tmp_path: Path) -> None:
     publish_line(tmp_path / "model", info={"label": "answer"})
     (tmp_path / "new.jsonl").write_text('{"x": [1.0], "answer": {"text": ["one"]}}\n')
     asked = NewRows(model=str(tmp_path / "model"), data=[str(tmp_path / "new.jsonl")], to=str(tmp_path / "out"))
-    assert RowsJob.of(replace(asked, trust=True)).find_answer() == "answer"
+    assert RowsJob.of(replace(asked, trust=True)).find_unused() == ["answer"]
     _predict(replace(asked, format="jsonl"))
     assert "prediction" in _texts(tmp_path / "out")[0]

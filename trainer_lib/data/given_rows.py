@@ -98,7 +98,9 @@ def _find_columns(rows: Sequence[Any], known: Mapping[str, Column], place: Calla
             if name != ROW_ID and name not in known:
                 near = nearest(str(name), known)
                 hint = f"the nearest is '{near}'" if near else f"the columns are {', '.join(known)}"
-                raise refuse_row(place(number), str(name), f"the model was trained without this column; {hint}")
+                error = refuse_row(place(number), str(name), f"the model was trained without this column; {hint}")
+                error.remedy = f"Correct its name, or leave it out: trainflow predict … --ignore {name}."
+                raise error
         found.update(name for name in row if name != ROW_ID)
     if not found:
         raise refuse_row(place(0), None, f"it has none of the columns {', '.join(known)}")

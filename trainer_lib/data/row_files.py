@@ -5,7 +5,7 @@ Each row knows its file, its number in that file from 0 on and, in a text, its l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +56,7 @@ class RowReader:
             numbered from 0 over all files.
         ignored: columns that are left out.
         constants: columns that every row gets, with their values; no file has them.
+        read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
 
     Attributes:
         position: rows read so far.
@@ -69,9 +70,11 @@ class RowReader:
         id_column: str | None = None,
         ignored: Sequence[str] = (),
         constants: Mapping[str, Any] | None = None,
+        read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
     ) -> None:
         self.position = 0
         self._constants = dict(constants or {})
+        self._read_columns = read or (lambda values, place: dict(values))
         self._columns = columns
         self._arrays = [name for name, column in columns.items() if column.kind == "array"]
         self._ignored = frozenset(ignored)
@@ -176,25 +179,26 @@ class RowReader:
         return found if type(found) in _IDS else None
 
     def _read(self, opened: OpenFile, number: int, line: int | None, values: Any) -> Row:
+        place = name_place(opened.file, number, line)
         if not isinstance(values, dict):
             what = f"it is a {type(values).__name__}, not a mapping from columns to values"
-            raise refuse_row(name_place(opened.file, number, line), None, what)
+            raise refuse_row(place, None, what)
         if not self._is_id_known:
             self.assume_id_column(next((name for name in (ROW_ID, "id") if name in values), None))
         row_id = self.position if self._id_column is None else self._find_id(opened, number, line, values)
-        if opened.has_texts:
-            self._parse_texts(name_place(opened.file, number, line), values)
-        # Last: the id of a bad row is looked for in its values.
-        for name in self._left_out:
-            values.pop(name, None)
-        for name in self._arrays:
-            if isinstance(value := values.get(name), list):
-                values[name] = _in_shape(value, self._columns[name].shape)
+        # A copy: the id of a bad row is looked for in its values.
+        row = {name: value for name, value in values.items() if name not in self._left_out}
         for name, value in self._constants.items():
-            if name in values:
-                raise refuse_row(name_place(opened.file, number, line), name, "the row has a value of its own")
-            values[name] = value
-        return Row(row_id, values, opened.file, number, line)
+            if name in row:
+                raise refuse_row(place, name, "the row has a value of its own")
+            row[name] = value
+        row = self._read_columns(row, place)
+        if opened.has_texts:
+            self._parse_texts(place, row)
+        for name in self._arrays:
+            if isinstance(value := row.get(name), list):
+                row[name] = _in_shape(value, self._columns[name].shape)
+        return Row(row_id, row, opened.file, number, line)
 
     def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:
         name = str(self._id_column)
@@ -212,7 +216,7 @@ class RowReader:
     def _parse_texts(self, place: str, values: dict[str, Any]) -> None:
         for name, text in values.items():
             # Another column is refused later, with the nearest name.
-            if name not in self._left_out and (column := self._columns.get(name)) is not None:
+            if isinstance(text, str) and (column := self._columns.get(name)) is not None:
                 values[name] = parse_text(place, name, text, column)
 
 

@@ -29,6 +29,7 @@ from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
+from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.records import to_record
 from trainer_lib.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.storage import FileEntry, Store
@@ -45,6 +46,7 @@ class LoadedModel:
     Attributes:
         model: the module with its trained weights, in evaluation mode.
         collate: the recipe's, or None: rows -> batch, a mapping from names to tensors ``[batch, ...]``.
+        form: how new rows are read, where the model was trained on a table; None: they have the prepared types.
         description: what the model consists of.
         url: where it was loaded from.
         digest: SHA-256 of all that decides the predictions.
@@ -57,6 +59,7 @@ class LoadedModel:
         self._work = work
         self._data = recipes.DataInfo(to_record(work.request.data))
         self.collate = work.recipe.collate_with(self._data)
+        self.form = TableForm.of(self.description.info)
         self._args = arguments(work, "predict", work.request.output)
         with keep_generators():  # building draws the initial weights, which the trained ones replace
             self.model: nn.Module = build_model(work, self._args, self._data)
@@ -66,7 +69,8 @@ class LoadedModel:
         """Predict rows that are not prepared data: what the predict stage would write for them.
 
         Args:
-            rows: mappings with the columns of the prepared data, labels left out; lists stand for arrays.
+            rows: mappings with the columns of the prepared data, labels left out; lists stand for arrays. Those of a
+                recipe for tables may have what its files had: gaps, numbers as texts, columns that training left out.
             batch_size: rows of a forward pass; default: the training's `per_device_eval_batch_size`.
 
         Returns:
@@ -75,13 +79,18 @@ class LoadedModel:
         Raises:
             DataError: a row has an unknown column, lacks one, or has a value of another type.
         """
-        given = GivenRows(rows, self.description.columns)
+        given = GivenRows(self._read(rows), self.description.columns)
         spool = PredictionSpool(None)
         try:
             self.add_outputs(given, spool, batch_size=batch_size)
             return self.columns_of(spool)
         finally:
             spool.close()
+
+    def _read(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+        if (form := self.form) is None:
+            return rows
+        return [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
 
     @property
     def batch_size(self) -> int:

@@ -102,8 +102,14 @@ class _Scoring:
         constants = {
             name: parse_text("--set", name, text, self._known[name]) for name, text in request.constants.items()
         }
+        form = self._loaded.form
         return RowReader(
-            request.sources, self._known, id_column=request.id_column, ignored=request.ignored, constants=constants
+            request.sources,
+            self._known,
+            id_column=request.id_column,
+            ignored=request.ignored,
+            constants=constants,
+            read=None if form is None else form.read,
         )
 
     def _find_form(self) -> _Form:
@@ -112,35 +118,37 @@ class _Scoring:
         Raises:
             DataError: there are no rows, or all rows of the first batches are bad.
         """
-        reader = self._open()
+        reader, head, names = self._open(), list[Row | BadRow](), list[str]()
         try:
-            head = list(reader.take_all(min(self._size * BATCHES_AT_ONCE, self._request.rows_per_file)))
+            # Where bad rows are allowed, the first ones may all be bad.
+            while not names and len(head) <= self._request.max_errors:
+                more = list(reader.take_all(min(self._size * BATCHES_AT_ONCE, self._request.rows_per_file)))
+                if not more:
+                    break
+                head += more
+                names = self._find_names(more)
         finally:
             reader.close()
         if not head:
             raise DataError("The files have no rows.", field="NEW_DATA", remedy="Give at least one row.")
+        if (column := self._request.sort_by) is not None and names:
+            require_column(names, column, field="--sort-by")
+        ids = [row.id for kind in (Row, BadRow) for row in head if isinstance(row, kind) and row.id is not None]
+        return _Form(names, reader.id_column, bool(ids) and isinstance(ids[0], str))
+
+    def _find_names(self, rows: Sequence[Row | BadRow]) -> list[str]:
+        """The columns of the rows, in their prepared order; none: no row has values that the model takes."""
+        good = [row for row in rows if isinstance(row, Row)]
         if not self._allows_bad:
-            for row in head:
+            for row in rows:
                 if isinstance(row, BadRow):
                     raise row.error
-        good = [row for row in head if isinstance(row, Row)]
-        names = self._find_names(good)
-        if not good or names is None:
-            errors = [row.error for row in head if isinstance(row, BadRow)]
-            raise errors[0] if errors else DataError("The first rows cannot be read.", field="NEW_DATA")
-        if (column := self._request.sort_by) is not None:
-            require_column(names, column, field="--sort-by")
-        return _Form(names, reader.id_column, isinstance(good[0].id, str))
-
-    def _find_names(self, rows: list[Row]) -> list[str] | None:
-        """The columns of the rows, in their prepared order; None: no row has values that the model takes."""
-        if not self._allows_bad:
-            return self._convert(rows, None).column_names
+            return self._convert(good, None).column_names
         found: set[str] = set()
-        for row in rows:
+        for row in good:
             if self._find_problem(row, None) is None:
                 found.update(row.values)
-        return [name for name in self._known if name in found] or None
+        return [name for name in self._known if name in found]
 
     def _go_to(self, part: int) -> bool:
         """Read up to the first row of a part; False if there are fewer rows."""

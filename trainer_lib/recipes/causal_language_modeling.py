@@ -54,6 +54,7 @@ from trainer_lib.recipes.packed_batches import (
 )
 from trainer_lib.recipes.packing import new_counts, pack_documents
 from trainer_lib.recipes.raw_texts import NEW_TOKENS, collate_texts, continue_prompts, row_likelihoods
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.text_documents import FIELD, DocumentSplits
 from trainer_lib.recipes.tokenizing import (
     keep_tokenizer,
@@ -168,6 +169,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         ends={name: getattr(tokenizer, name) for name in ENDS},
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({}, chosen, optional=[chosen["text"], NEW_TOKENS, "input_ids", "lengths"]),
     )
     return {
         name: pack_documents(

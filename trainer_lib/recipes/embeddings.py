@@ -39,6 +39,7 @@ from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
 from trainer_lib.recipes.retrieval import Candidates, find_ranks, in_batches, measure_ranks
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
@@ -141,6 +142,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({chosen["query"]: "text"}, chosen),
     )
     texts = [chosen["query_prefix"] + text for text in queries]
     texts += [chosen["positive_prefix"] + text for text in positives]

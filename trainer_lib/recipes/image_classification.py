@@ -52,6 +52,7 @@ from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.table_files import Table
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 
 if TYPE_CHECKING:
@@ -180,6 +181,9 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     counts: dict[str, Any] = {}
     # The images are counted as the rows are read.
     out.info.update(label=table.label, classes=table.classes(), form=form, normal=normal, counts=counts)
+    names = {IMAGE: IMAGE, **({chosen["image"]: IMAGE} if chosen["image"] else {})}
+    rename = {**chosen["rename"], **names}
+    out.info.update(note_form({}, {"rename": rename}, optional=[IMAGE, "pixels"]))
     return table.images(ImageForm(**form), counts)
 
 

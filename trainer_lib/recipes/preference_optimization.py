@@ -55,6 +55,7 @@ from trainer_lib.recipes.preferred_pairs import (
     score_answers,
 )
 from trainer_lib.recipes.raw_texts import batch_prompts, continue_prompts
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
 from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_byte_tokenizer, load_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
@@ -155,6 +156,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         ends={name: getattr(tokenizer, name) for name in ENDS},
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({chosen["prompt"]: "exact"}, chosen, optional=[chosen["chosen"], chosen["rejected"]]),
     )
     model = FirstModel(out.info, place).build(field=FIELD)
     scores = score_answers(model, [*preferred, *others], pad=tokenizer.pad_token_id)

@@ -38,6 +38,7 @@ from trainer_lib.recipes.classifier_models import MODEL, build_with_head
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.row_trainer import RowTrainer
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
 from trainer_lib.recipes.tokenizing import (
@@ -116,6 +117,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({chosen["question"]: "text", chosen["context"]: "exact"}, chosen),
     )
     _require_room(questions, tokenizer, chosen, table.table.places)
     texts_of = [[answer.text for answer in each] or [""] for each in answers]

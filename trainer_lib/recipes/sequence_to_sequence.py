@@ -37,6 +37,7 @@ from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
 from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
 from trainer_lib.recipes.row_trainer import RowTrainer
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
 from trainer_lib.recipes.text_scores import measure_texts, score_row
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
@@ -124,6 +125,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({chosen["text"]: "text"}, chosen),
     )
     read = [chosen["prefix"] + text for text in texts]
     count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], what="texts to read")

@@ -76,12 +76,10 @@ class Table:
             DataError: most of its values are numbers and some are not; the error names the first of those.
         """
         values = [value for value in self.columns[name] if value is not None]
-        others = sum(_number_of(value) is None for value in values)
+        others = sum(number_of(value) is None for value in values)
         if not values or not others or 2 * others > len(values):
             return bool(values) and not others
-        first = next(
-            row for row, each in enumerate(self.columns[name]) if each is not None and _number_of(each) is None
-        )
+        first = next(row for row, each in enumerate(self.columns[name]) if each is not None and number_of(each) is None)
         raise DataError(
             f"{self.places[first]}, column '{name}': '{str(self.columns[name][first])[:40]}' is not a number, and "
             f"{len(values) - others} of the {len(values)} values of this column are.",
@@ -91,7 +89,7 @@ class Table:
 
     def numbers(self, name: str) -> np.ndarray:
         """The values of a column of numbers, float64 ``[rows]``; NaN where there is none."""
-        return np.array([math.nan if value is None else _number_of(value) for value in self.columns[name]], np.float64)
+        return np.array([math.nan if value is None else number_of(value) for value in self.columns[name]], np.float64)
 
     def texts(self, name: str) -> list[str]:
         """The values of a column as texts ``[rows]``; empty where there is none. A whole number has no point."""
@@ -199,15 +197,15 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
 
 def _value(value: Any, name: str, place: str, lists: Sequence[str], readers: Mapping[str, Reader]) -> Any:
     if name in lists:
-        return _texts(value, name, place)
+        return read_texts(value, name, place)
     if name in readers:
         return readers[name](value, f"{place}, column '{name}'")
     if (lists or readers) and isinstance(value, list | tuple | dict):
         return None  # beside the lists that are read, files may have others
-    return _plain(value, name, place)
+    return plain_value(value, name, place)
 
 
-def _plain(value: Any, name: str, place: str) -> Any:
+def plain_value(value: Any, name: str, place: str) -> Any:
     """A number, a text, or None for what a file writes as nothing."""
     if value is None or isinstance(value, bool | int | float):
         return None if isinstance(value, float) and math.isnan(value) else value
@@ -220,7 +218,7 @@ def _plain(value: Any, name: str, place: str) -> Any:
     raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
 
 
-def _texts(value: Any, name: str, place: str) -> list[str] | None:
+def read_texts(value: Any, name: str, place: str) -> list[str] | None:
     """A list of texts; numbers in it are names."""
     if value is None:
         return None
@@ -235,10 +233,10 @@ def _texts(value: Any, name: str, place: str) -> list[str] | None:
     return [str(each) for each in value]
 
 
-def _number_of(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """The finite number that a value stands for; None for a text that stands for none."""
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

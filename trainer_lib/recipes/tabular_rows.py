@@ -12,6 +12,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
 from trainer_lib.recipes.table_files import Reader, Table, read_table
+from trainer_lib.recipes.table_form import note_form
 
 FIELD = "prepare.options"
 DEFAULTS: dict[str, Any] = {
@@ -234,8 +235,12 @@ class TabularRows:
         return self.table.numbers(self.label)
 
     def info(self) -> dict[str, Any]:
-        """What `build_model` needs to know of the features, as JSON."""
-        return {"label": self.label, "numbers": self.numbers, "texts": self.texts}
+        """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""
+        number = "number" if self.options["missing"] == "refuse" else "number?"
+        columns = dict.fromkeys(self.numbers, number) | dict.fromkeys(self.texts, "text?")
+        dropped = [name for name in self.table.columns if name not in columns]
+        form = note_form(columns, self.options, dropped=dropped)
+        return {"label": self.label, "numbers": self.numbers, "texts": self.texts, **form}
 
 
 def _in_order(name: str) -> tuple[float, str]:

@@ -36,6 +36,7 @@ from trainer_lib.recipes.held_out_metrics import measure_classes
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
@@ -132,6 +133,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form(dict.fromkeys(names, "text"), chosen),
     )
     count_cut_texts(out, tokenizer, *columns.values(), longest=chosen["max_length"])
     table.texts.update({name: [] for name in names})  # `rows` gives these columns

@@ -37,6 +37,7 @@ from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
 from trainer_lib.recipes.row_trainer import RowTrainer
+from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 from trainer_lib.recipes.tag_metrics import find_usual_tags, measure_tags
 from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_tokenizer, load_word_tokenizer
@@ -166,6 +167,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         tokenizer=keep_tokenizer(tokenizer, out),
+        **note_form({chosen["words"]: "words"}, chosen),
     )
     usual, most = find_usual_tags((words[row], labels[row]) for row in train)
     expected = [[usual.get(word, most) for word in each] for each in words]
