@@ -72,12 +72,14 @@ class Garbage:
         items: what can go, in the order in which it goes.
         kept: id of a run -> why it stays.
         in_use: URL of a folder that nothing refers to -> the process that works in it or reads it.
+        links: URLs of symbolic links, which are neither followed nor removed, nor is what is behind them.
         obstacle: why nothing may be removed; None: nothing is in the way.
     """
 
     items: list[Item] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     in_use: dict[str, str] = field(default_factory=dict)
+    links: list[str] = field(default_factory=list)
     obstacle: InfrastructureError | None = None
 
     @property
@@ -121,6 +123,10 @@ def find_garbage(
             garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", folder))
     _add_publications(garbage, Store.open(storage))
     _add_limited(garbage, storage)
+    doomed = tuple(f"{item.store.url}/" for item in garbage.items)
+    root = Store.open(storage)
+    links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
+    garbage.links = [url for url in links if not url.startswith(doomed)]
     return garbage
 
 
@@ -224,7 +230,10 @@ def _add_publications(garbage: Garbage, root: Store) -> None:
 
 def _add_limited(garbage: Garbage, storage: str) -> None:
     """Add the results of runs with `--limit` that have ended."""
-    scratch = Store.open(storage).child(LIMITED)
+    root = Store.open(storage)
+    if LIMITED not in root.children():
+        return  # absent, or a link
+    scratch = root.child(LIMITED)
     runs = scratch.child(RUNS)
     why = "a run with --limit that has ended"
     if any(_at_work(runs.child(name)) for name in runs.children()):
@@ -294,10 +303,12 @@ def _references_now(storage: str, config: TrackingConfig | None, skip_registry: 
     others = find_publications(storage)
     if not skip_registry:
         others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
-    limited = Store.open(storage).child(LIMITED).url
-    for place, named in ((storage, collect_folders(runs, others)), (limited, collect_folders(list_runs(limited), []))):
-        root = Store.open(place).child(STAGES)
-        found |= {root.child(*folder).url: what for folder, what in named.items()}
+    root = Store.open(storage)
+    places = {root: collect_folders(runs, others)}
+    if LIMITED in root.children():
+        places[root.child(LIMITED)] = collect_folders(list_runs(root.child(LIMITED).url), [])
+    for place, named in places.items():
+        found |= {place.child(STAGES, *folder).url: what for folder, what in named.items()}
     return found
 
 

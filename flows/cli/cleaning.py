@@ -84,6 +84,7 @@ def _print(storage: str, garbage: Garbage, removed: Sequence[Item], *, deleted: 
             "bytes": sum(item.bytes for item in removed),
             "kept": garbage.kept,
             "in_use": garbage.in_use,
+            "links": garbage.links,
             "obstacle": None if garbage.obstacle is None else garbage.obstacle.to_record(),
         }
     )
@@ -113,7 +114,8 @@ def _found(garbage: Garbage, *, bare: bool) -> list[Text]:
 
 
 def _in_use(garbage: Garbage) -> list[Text]:
-    return [Text(f"in use  {shown(url)}  {who}", "dim") for url, who in garbage.in_use.items()]
+    links = [Text(f"link  {shown(url)}  neither followed nor removed", "yellow") for url in garbage.links]
+    return [Text(f"in use  {shown(url)}  {who}", "dim") for url, who in garbage.in_use.items()] + links
 
 
 def _rest(garbage: Garbage, removed: Sequence[Item]) -> list[Text]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from flows.cli.presentation import shown
 from flows.sizes import describe_bytes
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, is_link, list_excess, read_checkpoint_info
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.checkpoint.parsing import parse_json
@@ -121,7 +121,7 @@ def roots(store: Store) -> Iterator[Store]:
 
 
 def _entries(root: Store) -> list[Entry]:
-    steps = {name: step for name in root.children() if (step := parse_step(name)) is not None}
+    steps = {name: step for name in {*root.children(), *list_linked(root)} if (step := parse_step(name)) is not None}
     names = sorted(steps, key=lambda name: steps[name], reverse=True)
     best = _best(root, names)
     return [_entry(root, name, best) for name in names]
@@ -130,7 +130,7 @@ def _entries(root: Store) -> list[Entry]:
 def _entry(root: Store, name: str, best: int | None) -> Entry:
     step = parse_step(name)
     step = -1 if step is None else step
-    if is_link(root, name):
+    if name in list_linked(root):
         return Entry(root, name, step, "link", problems=("a link, which is not followed",))
     store = root.child(name)
     try:
@@ -160,7 +160,7 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
     """The step that the newest readable checkpoint records as the best; None when none records one."""
     for name in names:
         try:
-            info = None if is_link(root, name) else read_checkpoint_info(root, name)
+            info = None if name in list_linked(root) else read_checkpoint_info(root, name)
             if info is not None and info.commit.entry(_STATE) is not None:
                 state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT))
                 best = state.get("best_global_step") if isinstance(state, dict) else None

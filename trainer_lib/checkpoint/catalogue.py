@@ -236,9 +236,11 @@ def _is_of_another(names: list[str]) -> bool:
     return not ours and is_foreign(names)
 
 
-def is_link(root: Store, name: str) -> bool:
-    """Whether a folder's name is a symbolic link; only local stores have links."""
-    return root.is_local and root.local_path(name).is_symlink()
+def list_linked(root: Store) -> list[str]:
+    """List the names directly below that are symbolic links; only local stores have links."""
+    if not root.is_local or not root.local_path().is_dir():
+        return []
+    return [path.name for path in root.local_path().iterdir() if path.is_symlink()]
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -257,10 +259,8 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 def _list_names(root: Store) -> list[str]:
     """List the folders that are named like a checkpoint, newest step first, links left out."""
-    # A link may lead out of the folder: what is behind it is not ours to use, still less to delete.
-    steps = [
-        (step, name) for name in root.children() if (step := parse_step(name)) is not None and not is_link(root, name)
-    ]
+    # `children` leaves out links to folders: what is behind them is not ours to use, still less to delete.
+    steps = [(step, name) for name in root.children() if (step := parse_step(name)) is not None]
     return [name for _, name in sorted(steps, reverse=True)]
 
 

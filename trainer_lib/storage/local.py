@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -13,21 +14,30 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
+from trainer_lib.errors import StorageError
 from trainer_lib.storage.files import FileInfo
 
 T = TypeVar("T")
 _TRIES = 30
 _PAUSE_S = 0.01
+_FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC
+_NAMED: set[Path] = set()  # folders behind links that a warning has named
+_log = logging.getLogger(__name__)
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 class LocalBackend:
-    """A folder on a mounted disk."""
+    """A folder on a mounted disk. Nothing is listed, written or removed across a link below `top`.
+
+    Args:
+        top: the folder that the user named, which may be behind links.
+    """
 
     exclusive = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, top: Path | None = None) -> None:
         self.root = root
+        self._top = top or root
 
     def path(self, rel: str) -> Path:
         """Return the full path of a relative one."""
@@ -35,7 +45,39 @@ class LocalBackend:
 
     def child(self, rel: str) -> LocalBackend:
         """Return the backend of a folder below."""
-        return LocalBackend(self.path(rel))
+        return LocalBackend(self.path(rel), self._top)
+
+    @contextlib.contextmanager
+    def _opened(self, folder: Path) -> Iterator[int]:
+        """Open a folder step by step from `top`, so that no link is crossed even if another process makes it just now.
+
+        Raises:
+            StorageError: a link to a folder is on the way.
+            OSError: the folder is absent.
+        """
+        path = self._top if folder.is_relative_to(self._top) else folder
+        descriptor = os.open(path, _FOLDER)
+        try:
+            for part in folder.relative_to(path).parts:
+                path /= part
+                outer = descriptor
+                try:
+                    descriptor = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=outer)
+                except OSError:
+                    if path.is_symlink() and path.is_dir():
+                        raise _link_error(path) from None
+                    raise
+                os.close(outer)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _write(self, path: Path, write: Callable[[], T]) -> T:
+        """Make the folder and write, but neither behind a link nor through one into another file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._opened(path.parent):
+            if path.is_symlink() and (path.is_file() or not path.exists()):
+                raise _link_error(path)
+        return _in_folder(path.parent, write)
 
     def size(self, rel: str) -> int:
         """Return the bytes of a regular file."""
@@ -46,7 +88,9 @@ class LocalBackend:
 
     def files(self, rel: str) -> list[FileInfo]:
         """List the regular files below; links to files and to folders are left out."""
-        found = []
+        found: list[FileInfo] = []
+        if not self._is_folder(rel):
+            return found
         for folder, _, names in os.walk(self.path(rel)):
             for name in names:
                 path = Path(folder, name)
@@ -58,16 +102,32 @@ class LocalBackend:
 
     def links(self) -> list[str]:
         """List the links to files, to folders and to nothing; follow none."""
-        walk = os.walk(self.root)
+        walk = os.walk(self.root) if self._is_folder("") else ()
         found = [Path(folder, name) for folder, folders, names in walk for name in (*folders, *names)]
         return [path.relative_to(self.root).as_posix() for path in found if path.is_symlink()]
 
     def names(self, rel: str) -> list[str]:
-        """List the names directly below."""
+        """List the names directly below; links are left out unless they lead to a file."""
+        if not self._is_folder(rel):
+            return []
         try:
-            return [entry.name for entry in self.path(rel).iterdir()]
+            with os.scandir(self.path(rel)) as entries:
+                return [entry.name for entry in entries if not entry.is_symlink() or entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def _is_folder(self, rel: str) -> bool:
+        path = self.path(rel)
+        try:
+            with self._opened(path):
+                return True
+        except StorageError as error:
+            if path not in _NAMED:
+                _log.warning("What is behind a symbolic link of a storage is not looked at: %s", error.field)
+            _NAMED.add(path)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        return False
 
     def open_read(self, rel: str) -> BinaryIO:
         """Open a regular file; refuse a pipe or a device, which could block for ever."""
@@ -91,7 +151,7 @@ class LocalBackend:
     def open_write(self, rel: str) -> BinaryIO:
         """Open a buffered file; the entries of new folders above it are durable at once."""
         path = self.path(rel)
-        return _in_folder(path.parent, lambda: path.open("wb"))
+        return self._write(path, lambda: path.open("wb"))
 
     def finish(self, stream: BinaryIO) -> None:
         """Flush, fsync and close; `sync` makes the folder's entry durable."""
@@ -114,7 +174,7 @@ class LocalBackend:
         It serves only the file systems that have no hard links.
         """
         path = self.path(rel)
-        return _in_folder(path.parent, lambda: self._create(path, data))
+        return self._write(path, lambda: self._create(path, data))
 
     def _create(self, path: Path, data: bytes) -> bool:
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -150,14 +210,15 @@ class LocalBackend:
     def replace(self, rel: str, data: bytes) -> None:
         """Write a draft, fsync it, and rename it: neither a reader nor a crash meets half of the bytes."""
         path = self.path(rel)
-        _in_folder(path.parent, lambda: _replace(path, data))
+        self._write(path, lambda: _replace(path, data))
         _sync_folder(path.parent)
 
     def delete(self, rel: str) -> None:
         """Unlink the file and make its absence durable: a deleted commit file must not return after a power cut."""
         path = self.path(rel)
         try:
-            path.unlink()
+            with self._opened(path.parent) as folder:
+                os.unlink(path.name, dir_fd=folder)
         except (FileNotFoundError, NotADirectoryError):
             return
         _sync_folder(path.parent)
@@ -165,11 +226,13 @@ class LocalBackend:
     def delete_tree(self, rel: str) -> None:
         """Remove a folder; of a link, remove only the link."""
         path = self.path(rel)
-        # First the link: rmtree would refuse one, and `exists` follows it.
-        if path.is_symlink() or path.is_file():
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            shutil.rmtree(path)
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(self._opened(path.parent))
+                kind = os.lstat(path.name, dir_fd=folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            (shutil.rmtree if stat.S_ISDIR(kind.st_mode) else os.unlink)(path.name, dir_fd=folder)
 
     def free_bytes(self) -> int | None:
         """Return the bytes that an unprivileged process may still write on the disk of this folder."""
@@ -189,6 +252,14 @@ class LocalBackend:
         for folder, _, _ in os.walk(self.root):
             _sync_folder(Path(folder))
         _sync_folder(self.root.parent)  # the entry of the folder itself
+
+
+def _link_error(path: Path) -> StorageError:
+    return StorageError(
+        "This is a symbolic link. Nothing is written or removed behind one inside a storage.",
+        field=str(path),
+        remedy="Move what it leads to here, or remove the link. The storage itself may be a link.",
+    )
 
 
 def _existing(path: Path) -> Path:

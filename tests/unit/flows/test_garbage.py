@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import cleaning
+from flows.cli import main as cli
 from flows.garbage import find_garbage, remove_garbage
 from flows.past_runs import find_run, list_runs, tag_run
 from tests.support.recorded import collect, commit_stage, committed, folders, nightly, record_run
@@ -52,6 +54,40 @@ def test_what_a_failed_run_worked_in_stays_while_the_run_is_recorded(tmp_path: P
         record_run(storage, str(day) * 16, day=day)
     collect(storage, keep=2)
     assert store.list() == []
+
+
+def test_a_link_is_named_and_left_with_what_is_behind_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, outside = tmp_path / "storage", tmp_path / "outside"
+    nightly(str(storage), 1)
+    nightly(str(outside), 2, pipeline="other")
+    key = commit_stage(str(storage), "train", "half made")
+    Store.open(str(storage)).child("stages", "train", key[:16]).delete(COMMIT)
+    links = {
+        "runs/aaaa": "runs/" + list_runs(str(outside))[0].id,
+        f"runs/{list_runs(str(storage))[0].id}/tags": "runs",
+        "stages/evaluate/bbbb": "stages/evaluate",
+        "stages/follow": "stages/train",
+        f"stages/train/{key[:16]}/checkpoints": "",  # goes with its folder
+        "stages/train/cccc": "",
+        "hub": "stages",
+        "limited": "",
+    }
+    for link, target in links.items():
+        (storage / link).parent.mkdir(exist_ok=True)
+        (storage / link).symlink_to(outside / target)
+    before = sorted(outside.rglob("*"))
+    found, gone = collect(str(storage), keep=1)
+    assert gone == {f"{storage}/stages/train/{key[:16]}"}
+    left = sorted(f"{storage}/{link}" for link in links if "checkpoints" not in link)
+    assert sorted(found.links) == left
+    assert sorted(outside.rglob("*")) == before
+    monkeypatch.setattr(cleaning, "quiet_environment", lambda: None)
+    cli.application()(["gc", "--storage", str(storage), "--delete", "--skip-registry"], standalone_mode=False)
+    told = capsys.readouterr().out.replace("\n", "")
+    assert all(f"link  {link}  neither followed" in told for link in left)
+    assert sorted(outside.rglob("*")) == before
 
 
 def test_a_tagged_run_stays(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.stores import record_fsync
-from trainer_lib.errors import StorageFullError
+from trainer_lib.errors import StorageError, StorageFullError
 from trainer_lib.storage import Store
 
 
@@ -101,6 +103,76 @@ def test_links_are_neither_listed_nor_followed_when_deleting(tmp_path: Path) -> 
     store.delete_tree()
     assert (outside / "precious").read_bytes() == b"1"
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda store: store.write_bytes("link/precious", b"2"),
+        lambda store: store.create("link/deep/new", b"2"),
+        lambda store: store.replace("link/precious", b"2"),
+        lambda store: store.delete("link/precious"),
+        lambda store: store.delete_tree("link/folder"),
+        lambda store: store.child("link").delete_tree("folder"),
+        lambda store: store.child("link", "folder").delete_tree(),
+        lambda store: store.write_bytes("file", b"2"),
+        lambda store: store.write_bytes("nothing", b"2"),
+    ],
+)
+def test_nothing_is_written_or_removed_behind_a_link_below_the_storage(
+    tmp_path: Path, act: Callable[[Store], object]
+) -> None:
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "precious").write_bytes(b"1")
+    (outside / "folder" / "deep").write_bytes(b"1")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "storage").symlink_to("disk")  # the user's own: it is the storage
+    for name, target in (("link", "../outside"), ("file", "../outside/precious"), ("nothing", "../outside/absent")):
+        (tmp_path / "disk" / name).symlink_to(target)
+    store = Store.open(tmp_path / "storage")
+    with pytest.raises(StorageError, match="symbolic link") as caught:
+        act(store)
+    assert str(caught.value.field).startswith(str(tmp_path / "storage"))
+    assert sorted(path.name for path in outside.rglob("*")) == ["deep", "folder", "precious"]
+    assert {path.read_bytes() for path in outside.rglob("*") if path.is_file()} == {b"1"}
+
+
+def test_what_is_behind_a_link_below_the_storage_is_not_listed_and_the_link_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "outside" / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "outside" / "precious").write_bytes(b"1")
+    store = Store.open(tmp_path / "store")
+    store.write_bytes("x", b"1")
+    (tmp_path / "store" / "link").symlink_to("../outside")
+    (tmp_path / "store" / "file").symlink_to("../outside/precious")
+    assert store.children() == ["file", "x"], "links to folders are left out; a file can be read"
+    assert store.links() == ["file", "link"]
+    assert [store.list("link"), store.child("link").children(), store.child("link", "folder").links()] == [[], [], []]
+    assert {record.args for record in caplog.records} == {(str(tmp_path / "store" / "link"),)}
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_removed_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outside" / "inner").mkdir(parents=True)
+    (tmp_path / "outside" / "inner" / "precious").write_bytes(b"1")
+    store = Store.open(tmp_path / "store")
+    store.write_bytes("stage/inner/x", b"1")
+    lstat = os.lstat
+
+    def swap(name: Any, **how: Any) -> os.stat_result:
+        found = lstat(name, **how)
+        if name == "inner" and not (tmp_path / "store" / "aside").exists():
+            (tmp_path / "store" / "stage").rename(tmp_path / "store" / "aside")
+            (tmp_path / "store" / "stage").symlink_to(tmp_path / "outside")
+        return found
+
+    monkeypatch.setattr(os, "lstat", swap)
+    store.delete_tree("stage/inner")
+    assert (tmp_path / "outside" / "inner" / "precious").exists()
+    assert list((tmp_path / "store" / "aside").iterdir()) == []
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -196,9 +196,9 @@ def _check_kind(store: Store) -> set[str]:
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
         raise _refuse_folder(store, f"{what}.", remedy)
     names = {info.path for info in store.list()}
-    # `list` leaves out links, pipes and empty folders: names that `children` has, without children of their own.
+    # `list` leaves out pipes and empty folders: names that `children` has, without children of their own.
     folders = {name.partition("/")[0] for name in names}
-    links = [name for name in store.children() if name not in folders and not store.children(name)]
+    links = store.links() + [name for name in store.children() if name not in folders and not store.children(name)]
     if links:
         raise DamagedError(
             "A link or a pipe stands where a file is expected; it may lead anywhere.",
