@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
+from trainer_lib.trackers.spool import user_data_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,7 +144,7 @@ def _recorded(place: TrackingPlace) -> TrackingPlace:
 
 @contextlib.contextmanager
 def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
-    """MLflow's server inside the block; yields its address. One that runs already is used as it is.
+    """MLflow's server inside the block; yields its address, with its token. One that runs already is used as it is.
 
     Everything it starts ends with the block, and also when this process is killed; no file is left then, either.
 
@@ -154,10 +156,11 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
         yield place.server
         return
     # Another process may take the port before MLflow does; `_wait` reports that.
-    port = _checked(port)
-    with tempfile.TemporaryFile() as log, _guarded(place, port, log) as process:
-        _wait(process, port, log)
-        yield f"http://{HOST}:{port}"
+    port, token = _checked(port), secrets.token_urlsafe(24)
+    address = f"http://{HOST}:{port}/?token={token}"
+    with tempfile.TemporaryFile() as log, _guarded(place, port, token, log) as process:
+        _wait(process, address, log)
+        yield address
 
 
 @contextlib.contextmanager
@@ -176,20 +179,24 @@ def prefect_served() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _guarded(place: TrackingPlace, port: int, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "mlflow", "ui", "--host", HOST, "--port", str(port), "--workers", "1"]
+def _guarded(place: TrackingPlace, port: int, token: str, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-P", "-m", "trainer_lib.trackers.mlflow_page", str(port)]
     guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve())]
+    database = place.sqlite_file
+    artifacts = (database.parent if database is not None else user_data_dir()) / "mlartifacts"
     environ = {
         **os.environ,
-        "MLFLOW_BACKEND_STORE_URI": place.uri,  # not an argument: it may hold a password
+        # Not arguments: they may hold a password.
+        "MLFLOW_BACKEND_STORE_URI": place.uri if database is None else f"sqlite:///{database}",
+        "TRAINFLOW_UI_TOKEN": token,
+        "TRAINFLOW_UI_ARTIFACTS": str(artifacts),
+        "PYTHONSAFEPATH": "1",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # spares eight processes of 270 MB
         "PYTHONWARNINGS": "ignore",
     }
-    database = place.sqlite_file
     process = subprocess.Popen(
         [*guarded, "--grace", str(_GRACE_S), "--", *command],
-        # Python imports from its working directory first: never from a folder that others may write.
-        cwd=database.parent if database is not None else "/",
+        cwd="/",  # libraries read settings from the working directory: never from a folder that others may write
         env=environ,
         stdin=subprocess.PIPE,
         stdout=log,
@@ -220,11 +227,11 @@ def _checked(port: int | None) -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            if _request(f"http://{HOST}:{port}", "GET", "/health") is not None:
+            if _request(address, "GET", "/health") is not None:
                 return
         time.sleep(0.1)
     log.seek(0)
@@ -258,7 +265,7 @@ def show(place: TrackingPlace, port: int | None, out: Console) -> None:
             out.print(f"Prefect: {link}")
         except TrainflowError as error:  # MLflow's pages are there all the same
             out.print(f"Prefect: {error}")
-        out.print("Ctrl-C ends them. The links are for you alone: Prefect's carries its password.")
+        out.print("Ctrl-C ends them. The links are for you alone: they carry passwords.")
         while True:
             time.sleep(3600)
 
@@ -272,9 +279,10 @@ def page(address: str, experiment: str | None) -> str:
     # The start page is always there; a deep link is a convenience.
     except (OSError, ValueError, KeyError, http.client.HTTPException):
         return address
+    address = address if "?" in address else f"{address}/"
     if run is not None:
-        return f"{address}/#/experiments/{run[0]}/runs/{run[1]}?{TRAINING_VIEW}"
-    return f"{address}/#/experiments/{found[0]}/runs?{TRAINING_VIEW}" if found else address
+        return f"{address}#/experiments/{run[0]}/runs/{run[1]}?{TRAINING_VIEW}"
+    return f"{address}#/experiments/{found[0]}/runs?{TRAINING_VIEW}" if found else address
 
 
 def _experiment_id(address: str, name: str | None) -> str | None:
@@ -305,7 +313,10 @@ def _request(address: str, method: str, path: str, body: dict[str, Any] | None =
     connection = kind(parts.hostname or HOST, parts.port, timeout=10)
     try:
         content = None if body is None else json.dumps(body)
-        connection.request(method, parts.path + path, content, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if parts.query:
+            headers["Authorization"] = f"Bearer {parts.query.removeprefix('token=')}"
+        connection.request(method, parts.path.rstrip("/") + path, content, headers)
         answer = connection.getresponse()
         data = answer.read()
         if answer.status != http.HTTPStatus.OK:

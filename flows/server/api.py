@@ -52,9 +52,13 @@ _REQUEST_S = 20.0
 def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
     """Turn off analytics, advertisements and chatter of Prefect and MLflow; a value the user has set stays.
 
-    Call it before either is imported. NO_PROXY is extended by the loopback addresses.
+    Call it before either is imported. NO_PROXY is extended by the loopback addresses. A `prefect.toml` or `.env` of the
+    working directory cannot name a logging configuration, which can call any function.
     """
     environ = os.environ if environ is None else environ
+    if "PREFECT_LOGGING_SETTINGS_PATH" not in environ:
+        home = Path(environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+        environ.setdefault("PREFECT_LOGGING_CONFIG_PATH", str(home / "logging.yml"))
     for name, value in QUIET.items():
         environ.setdefault(name, value)
     if any(environ.get(name) for name in _PROXIES):

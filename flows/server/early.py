@@ -39,6 +39,7 @@ class EarlyServer:
         with contextlib.suppress(OSError):
             process = subprocess.Popen(
                 command,
+                cwd="/",  # Prefect reads settings from the working directory, which the membership sends as variables
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def _offences(path: Path) -> Iterator[str]:
 def test_nothing_is_unpickled_evaluated_or_handed_to_a_shell() -> None:
     found = {offence for path in sources(*OURS) for offence in _offences(path)}
     assert found == set()
+
+
+def test_every_interpreter_that_we_start_leaves_the_working_directory_off_its_path() -> None:
+    """`sys.executable, "-P"` or `-I`: else a `torch.py` in the working directory is imported in torch's place."""
+    for path in sources("trainflow", "flows", "tasks", "trainer_lib"):
+        for node in ast.walk(tree(path)):
+            parts = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+            for program, option in pairwise(parts):
+                if _dotted(program) == "sys.executable":
+                    assert isinstance(option, ast.Constant), relative(path)
+                    assert option.value in ("-P", "-I"), relative(path)
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,20 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_pa
     temporary.mkdir()
     with running("ui", finished.spec, log=tmp_path / "log", env={"TMPDIR": str(temporary)}) as command:
         address = command.wait_for("MLflow:  http://127.0.0.1:").split()[1]
-        assert re.search(r"/#/experiments/1/runs/[0-9a-f]{32}\?workflowType=machine_learning$", address)
-        with urllib.request.urlopen(address, timeout=10) as page:
+        mlflow, _, shown = address.partition("/?token=")
+        token, _, page_of_run = shown.partition("#")
+        assert re.fullmatch(r"/experiments/1/runs/[0-9a-f]{32}\?workflowType=machine_learning", page_of_run)
+        for path in ("/", "/health", "/?token=guessed", "/api/2.0/mlflow/experiments/get?experiment_id=1"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(mlflow + path, timeout=10)
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with browser.open(address.partition("#")[0], timeout=10) as page:
+            assert page.url == f"{mlflow}/", "the token is in the address once only"
             assert b"<html" in page.read()
+        with browser.open(f"{mlflow}/ajax-api/2.0/mlflow/experiments/get?experiment_id=1", timeout=10) as found:
+            assert json.load(found)["experiment"]["name"] == "toy"
+        client = urllib.request.Request(f"{mlflow}/version", headers={"Authorization": f"Bearer {token}"})
+        assert urllib.request.urlopen(client, timeout=10).status == 200
         prefect = command.wait_for("Prefect: http://127.0.0.1:").split()[1]
         origin, _, secret = prefect.partition("/trainflow-sign-in#")
         with urllib.request.urlopen(prefect.partition("#")[0], timeout=10) as page:
@@ -246,6 +257,43 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_pa
         assert not list(temporary.glob("trainflow*")), "what has no name is not left behind when this is killed"
         assert command.stop() == 0
     assert "Traceback" not in command.output
+
+
+def plant(folder: Path, mark: Path) -> None:
+    """Leave modules and settings that would run code of a stranger, which leaves a mark."""
+    for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
+        (folder / f"{name}.py").write_text(f"import os\nos.makedirs({str(mark)!r} + '/{folder.name}-{name}')\n")
+    called = {"version": 1, "handlers": {"x": {"()": "os.makedirs", "name": f"{mark}/{folder.name}-settings"}}}
+    (folder / "called.yml").write_text(json.dumps({**called, "root": {"handlers": ["x"]}}))
+    (folder / "prefect.toml").write_text('[logging]\nconfig_path = "called.yml"\n')
+    (folder / ".env").write_text("PREFECT_LOGGING_SETTINGS_PATH=called.yml\n")
+
+
+def test_what_a_stranger_leaves_in_the_storage_or_beside_the_recipe_is_not_executed(
+    finished: Finished, tmp_path: Path
+) -> None:
+    project, temporary, mark = tmp_path / "project", tmp_path / "temporary", tmp_path / "mark"
+    temporary.mkdir()
+    toy.project(project, recipe="import helper\n" + toy.RECIPE.replace("2.0 * x", "helper.SLOPE * x"))
+    (project / "helper.py").write_text("SLOPE = 2.0\n")
+    shutil.copytree(finished.folder / "store", project / "store")
+    for folder in (project, project / "store", temporary):
+        plant(folder, mark)
+    program = tmp_path / "program" / "trainflow.py"  # as the installed script: its own folder is on the path
+    program.parent.mkdir()
+    program.write_text("from flows.cli.main import main\nmain()\n")
+    environ = {"TMPDIR": str(temporary)}
+    with running("run", "pipeline.yaml", *SHORT, log=tmp_path / "1", cwd=project, env=environ, program=program) as run:
+        assert run.process.wait(120) == 0, run.output
+    for number, words in enumerate((["status"], ["runs"], ["gc"], ["sync"]), start=2):
+        log = tmp_path / str(number)
+        with running(*words, "--storage", ".", log=log, cwd=project / "store", env=environ, program=program) as command:
+            assert command.process.wait(60) == 0, command.output
+    words, log = ["ui", "--storage", "."], tmp_path / "log"
+    with running(*words, log=log, cwd=project / "store", env=environ, program=program) as command:
+        command.wait_for("Prefect: http://127.0.0.1:")
+        assert command.stop() == 0
+    assert not mark.exists(), list(mark.iterdir())
 
 
 def test_a_recipe_that_raises_ends_with_its_own_exit_code_and_the_users_line(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Agent:
         part = "lead" if asked["leads"] else "follow"
         # Results' bits depend on the number of threads, which Ray sets to the CPUs of an actor.
         kept = {name: value for name, value in os.environ.items() if name not in asked["without"]}
-        member = [sys.executable, "-u", "-m", "trainer_lib.engines.member", part, str(folder / "job.json")]
+        member = [sys.executable, "-P", "-u", "-m", "trainer_lib.engines.member", part, str(folder / "job.json")]
         member += ["--host", asked["host"], "--nodes", str(asked["nodes"]), "--address", str(folder / "address")]
         member += ["--guarded"]  # Ray kills the guard itself when its machine is lost
         self._process = subprocess.Popen(

@@ -124,10 +124,14 @@ class Slurm:
         """Find the job of an earlier driver. True if it does this very work, and goes on or has done it."""
         try:
             record = json.loads((self._base / "placed.json").read_text(encoding="utf-8"))
-            self._folder = self._base / str(record["folder"])
-            same = json.loads((self._folder / "job.json").read_text(encoding="utf-8"))["request"]
-        except (OSError, ValueError, KeyError):
+            # The folder will be removed and the number cancelled: the file of a stranger must not choose others.
+            if not re.fullmatch(r"\w+", record["folder"]) or not re.fullmatch(r"\d*", record.get("job") or ""):
+                return False
+            folder = self._base / record["folder"]
+            same = json.loads((folder / "job.json").read_text(encoding="utf-8"))["request"]
+        except (OSError, ValueError, KeyError, TypeError):
             return False
+        self._folder = folder
         self._cluster = record.get("cluster")
         self._number = record.get("job") or self._find_by_name()
         if self._number is None:
@@ -159,7 +163,7 @@ class Slurm:
         # srun takes them from the command alone, not from the job.
         cores = {name: value for name, value in options.items() if name == "cpus-per-task"}
         task = {"ntasks-per-node": 1, **cores, "output": self._folder / "machine-%t.out", "open-mode": "append"}
-        python = [sys.executable, "-u", "-m", "trainer_lib.engines.slurm", str(self._folder)]
+        python = [sys.executable, "-P", "-u", "-m", "trainer_lib.engines.slurm", str(self._folder)]
         done = self._run(
             *("sbatch", *_flags({**options, **own}), str(self._folder / "run.sh")),
             *("srun", *_flags({**task, "kill-on-bad-exit": 1}), *python),

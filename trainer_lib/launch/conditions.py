@@ -61,7 +61,7 @@ def read_conditions(environment: Mapping[str, str]) -> tuple[str, ...]:
     numbers = sorted({number for name, number in vars(resource).items() if name.startswith("RLIMIT_")})
     limits = [f"limit {number}: {resource.getrlimit(number)}" for number in numbers]
     spaces = [f"{path.name}: {path.readlink()}" for path in sorted(Path("/proc/thread-self/ns").iterdir())]
-    others = [sys.executable, _read("/proc/thread-self/cgroup"), _read("/proc/self/oom_score_adj")]
+    others = [_read("/proc/thread-self/cgroup"), _read("/proc/self/oom_score_adj"), sys.executable]
     others += [f"nice {os.getpriority(os.PRIO_PROCESS, 0)}", f"mask {sorted(signal.pthread_sigmask(0, []))}"]
     # A relative folder on the path is found from the working directory.
     if any(not part.startswith("/") for part in environment.get("PYTHONPATH", "/").split(":")):

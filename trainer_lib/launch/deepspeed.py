@@ -17,7 +17,7 @@ def build_command(verb: str, run_dir: Path, processes: int, port: int, environme
     visible = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
     which = ["--include", f"localhost:{','.join(visible[:processes])}"] if visible else ["--num_gpus", str(processes)]
     return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.runner", "--quiet", *which, "--no_local_rank"),
+        *(sys.executable, "-P", "-u", "-m", "deepspeed.launcher.runner", "--quiet", *which, "--no_local_rank"),
         *("--master_addr", "127.0.0.1", "--master_port", str(port)),
         *("--module", "trainer_lib.worker", verb, str(run_dir)),
     ]

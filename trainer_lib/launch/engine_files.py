@@ -23,7 +23,7 @@ _SETTINGS = "engine.json"
 
 def build_command(run_dir: Path) -> list[str]:
     """Return the command line of the process that has the engine place the work."""
-    return [sys.executable, "-u", "-m", "trainer_lib.engines.driver", str(run_dir)]
+    return [sys.executable, "-P", "-u", "-m", "trainer_lib.engines.driver", str(run_dir)]
 
 
 def write(run_dir: RunDir, config: LaunchConfig, env: Mapping[str, str]) -> None:

@@ -32,7 +32,7 @@ NOTHING = "nothing"  # the verb of a launch that only dismisses the waiting mach
 
 def build_command(run_dir: Path) -> list[str]:
     """Return the command line of a machine's agent, which reads from its request whether it leads."""
-    return [sys.executable, "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
+    return [sys.executable, "-P", "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
 
 
 def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:

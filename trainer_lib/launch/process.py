@@ -8,4 +8,4 @@ from pathlib import Path
 
 def build_command(verb: str, run_dir: Path) -> list[str]:
     """Return the command line of a single worker."""
-    return [sys.executable, "-u", "-m", "trainer_lib.worker", verb, str(run_dir)]
+    return [sys.executable, "-P", "-u", "-m", "trainer_lib.worker", verb, str(run_dir)]

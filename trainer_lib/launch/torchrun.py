@@ -13,4 +13,4 @@ from pathlib import Path
 
 def build_command(verb: str, run_dir: Path, processes: int) -> list[str]:
     """Return the command line of the agent that starts `processes` workers."""
-    return [sys.executable, "-u", "-m", "trainer_lib.machines.agent", str(processes), verb, str(run_dir)]
+    return [sys.executable, "-P", "-u", "-m", "trainer_lib.machines.agent", str(processes), verb, str(run_dir)]

@@ -151,7 +151,7 @@ class _Parent:
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-u", "-m", "trainer_lib.worker.warm_parent", str(theirs.fileno())),
+                    *(sys.executable, "-P", "-u", "-m", "trainer_lib.worker.warm_parent", str(theirs.fileno())),
                     ",".join(verbs),
                     " " * TITLE_BYTES,  # room for the children's own command lines
                 ],
