@@ -9,7 +9,6 @@ touched, or the stage finds nothing and runs again. Two removals exclude each ot
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -19,13 +18,14 @@ from functools import partial
 from typing import Any, Literal
 
 from flows.heartbeat import read_signs
-from flows.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs
+from flows.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs, raise_damage
 from flows.referrers import Folder, Referrer, Registry, collect_folders, find_publications
 from tasks.configs import TrackingConfig
 from tasks.stage.manifest import STAGES
 from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
 from trainer_lib.commit import COMMIT, withdraw_folder
-from trainer_lib.errors import InfrastructureError, StorageError
+from trainer_lib.errors import DamagedError, InfrastructureError, StorageError, TrainflowError
+from trainer_lib.json_text import BrokenSealError, parse_json
 from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
 from trainer_lib.locks.readers import list_readers
 from trainer_lib.locks.removal import REMOVING, announce_removal, remove_run, withdraw_removal
@@ -80,7 +80,7 @@ class Garbage:
     kept: dict[str, str] = field(default_factory=dict)
     in_use: dict[str, str] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
-    obstacle: InfrastructureError | None = None
+    obstacle: TrainflowError | None = None
 
     @property
     def bytes(self) -> int:
@@ -102,14 +102,15 @@ def find_garbage(
     Raises:
         StorageError: the storage cannot be read.
     """
-    garbage = Garbage()
-    runs = list_runs(storage)
+    changed: list[DamagedError] = []
+    garbage, runs = Garbage(), _list_runs(storage, changed.append)
     others = find_publications(storage)
     if not skip_registry:
         try:
             others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
         except InfrastructureError as error:
             garbage.obstacle = error
+    garbage.obstacle = garbage.obstacle or next(iter(changed), None)
     reasons = _why_runs_stay(storage, runs, keep, others)
     garbage.kept = {run.id: reasons[run.id] for run in runs if run.id in reasons}
     garbage.items += _find_runs(storage, [run for run in runs if run.id not in reasons], {run.id for run in runs}, keep)
@@ -128,6 +129,16 @@ def find_garbage(
     links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
     garbage.links = [url for url in links if not url.startswith(doomed)]
     return garbage
+
+
+def _list_runs(storage: str, on_change: Callable[[DamagedError], object]) -> list[PastRun]:
+    """List the runs; call `on_change` for a record that was changed: which results it had referred to is not known."""
+
+    def sort_out(damage: DamagedError) -> None:
+        if isinstance(damage.__cause__, BrokenSealError):
+            on_change(damage)
+
+    return list_runs(storage, sort_out)
 
 
 def _why_runs_stay(
@@ -176,7 +187,7 @@ def _find_runs(storage: str, doomed: Sequence[PastRun], known: set[str], keep: i
 def _is_new_plan(store: Store) -> bool:
     """Whether a folder holds the plan of a run that was not started; plans are kept for a day."""
     with suppress(ValueError, TypeError, KeyError, StorageError):
-        record = json.loads(store.read_if_exists(_PLAN_FILE, limit=_RECORD_BYTES) or b"{}")
+        record = parse_json(store.read_if_exists(_PLAN_FILE, limit=_RECORD_BYTES) or b"{}")
         return datetime.now(UTC) - datetime.fromisoformat(record["planned"]["made"]) < _PLAN_KEPT
     return False
 
@@ -299,14 +310,14 @@ def _is_needed(folder: Store) -> bool:
 def _references_now(storage: str, config: TrackingConfig | None, skip_registry: bool) -> dict[str, str]:
     """URL of every stage's folder that something refers to now -> what does."""
     found: dict[str, str] = {}
-    runs = list_runs(storage)
+    runs = _list_runs(storage, raise_damage)
     others = find_publications(storage)
     if not skip_registry:
         others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
     root = Store.open(storage)
     places = {root: collect_folders(runs, others)}
     if LIMITED in root.children():
-        places[root.child(LIMITED)] = collect_folders(list_runs(root.child(LIMITED).url), [])
+        places[root.child(LIMITED)] = collect_folders(_list_runs(root.child(LIMITED).url, raise_damage), [])
     for place, named in places.items():
         found |= {place.child(STAGES, *folder).url: what for folder, what in named.items()}
     return found

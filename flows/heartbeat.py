@@ -29,6 +29,7 @@ from tasks.stage.progress import Event, describe, subscribe
 from tasks.stage.retry import now
 from trainer_lib.errors import StorageError
 from trainer_lib.guard import process_table
+from trainer_lib.json_text import parse_record
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.removal import leave_mark
 from trainer_lib.storage import Store
@@ -253,9 +254,4 @@ def _read(alive: Store, name: str) -> Sign | None:
 
 
 def _parsed(alive: Store, name: str) -> dict[str, Any]:
-    data = alive.read_if_exists(name, limit=_LIMIT)
-    try:
-        record = json.loads(data) if data else {}
-    except ValueError:  # just being written
-        return {}
-    return record if isinstance(record, dict) else {}
+    return parse_record(alive.read_if_exists(name, limit=_LIMIT))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flows.past_runs import RUN_FILE, PastRun, find_run, list_runs
+from flows.past_runs import RUN_FILE, PastRun, find_run, list_runs, read_run
 from flows.run_lineage import compose_lineage
 from tasks.stage.facts import PublishFacts
 from tasks.stage.manifest import STAGES, StageManifest, stage_folder
@@ -87,6 +87,13 @@ class _Found:
     key: tuple[str, str] | None = None
     notes: list[str] = field(default_factory=list)
     damage: list[tuple[str, str]] = field(default_factory=list)
+    altered: DamagedError | None = None
+
+    def take_altered(self, error: DamagedError) -> bool:
+        """Take the run's record although it was altered."""
+        self.altered = error
+        self.damage.append(("run", f"{RUN_FILE}: {error.message.removesuffix('.')}"))
+        return True
 
 
 def find_chain(address: str, *, storage: str | None = None, home: str | None = None, lenient: bool = False) -> Chain:
@@ -103,6 +110,8 @@ def find_chain(address: str, *, storage: str | None = None, home: str | None = N
         DamagedError: a lineage file was altered.
     """
     found = _identify(address, storage, home)
+    if found.altered is not None and not lenient:
+        raise found.altered
     if storage is not None:
         found.storage = Store.open(storage, field="--storage")
     published = None if found.publication is None else _read(found.publication, found, "publication", lenient)
@@ -170,7 +179,9 @@ def _weights_of(address: str) -> str:
 def _of_folder(store: Store, address: str) -> _Found:
     if store.exists(RUN_FILE):
         [run, storage] = [store.url.rstrip("/").rpartition("/")[2], _above(store, 2)]
-        return _Found("run", storage, run=find_run(storage.url, run, field=FIELD))
+        found = _Found("run", storage)
+        found.run = read_run(storage.url, run, found.take_altered) or find_run(storage.url, run, field=FIELD)
+        return found
     commit, damage = _read_commit(store)
     if (commit is None and damage is None and store.exists(FILE)) or store.exists(RECORD):
         return _Found("publication", _storage_above(store), store)

@@ -7,7 +7,6 @@ read in pieces, so a model that is larger than memory is verified as well.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, veri
 from trainer_lib.errors import BrokenLineageError, ConfigError, DamagedError, StorageError
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.huggingface import MAX_RECORD_BYTES, RECORD
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.lineage import FILE, CheckpointLink, StageLink
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
@@ -184,10 +184,10 @@ def _look_at_key(store: Store, key: str, stage: str, seen: _Looked) -> dict[str,
         seen.problems.append(f"{KEY_FILE}: missing")
         return {}
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         fields: dict[str, Any] = dict(record["fields"])
         digest = hashlib.sha256(canonical({"stage": stage, **fields})).hexdigest()
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         seen.problems.append(f"{KEY_FILE}: is not what trainflow writes")
         return {}
     if {digest, record.get("key")} != {key} or record.get("stage") != stage:
@@ -255,10 +255,10 @@ def _published_entries(store: Store, chain: Chain) -> list[FileEntry]:
 
 def _hub_entries(store: Store) -> Iterator[FileEntry]:
     try:
-        record = json.loads(store.read_bytes(RECORD, limit=MAX_RECORD_BYTES))
+        record = parse_json(store.read_bytes(RECORD, limit=MAX_RECORD_BYTES))
         entries = [FileEntry(str(each["path"]), int(each["size"]), str(each["sha256"])) for each in record["files"]]
         digest = record["content_digest"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedError("This is not what trainflow writes.", field=f"{store.url}/{RECORD}") from error
     if any(relative_problem(entry.path) for entry in entries):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from tasks.stage.manifest import StageManifest
 from tasks.stage.model_flavor import describe_flavor
 from tasks.stage.portable_model import write_description
 from trainer_lib.errors import CodeError, StorageError
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.records import from_record
 from trainer_lib.storage import Store
@@ -92,7 +92,7 @@ class ModelTracking:
         if waits:
             run.wait_for(lambda: folder.exists(OUTCOME_FILE))
         found = folder.read_if_exists(OUTCOME_FILE, limit=_OUTCOME_BYTES)
-        return None if found is None else from_record(Registered, json.loads(found), ignore_unknown=True)
+        return None if found is None else from_record(Registered, parse_json(found), ignore_unknown=True)
 
     def close(self) -> None:
         """Wait for the pictures. Safe to repeat."""

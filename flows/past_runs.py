@@ -10,16 +10,18 @@ the same run.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from tasks.stage.keys import Difference, StageKey
 from tasks.stage.manifest import StageManifest, compare_keys, look_up_under
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import BrokenSealError, parse_record, parse_sealed, render_sealed
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
@@ -32,13 +34,16 @@ ARGUMENTS_FILE = "arguments.json"
 TAGS = "tags"
 NEWEST = "last"
 """In place of an id: the run that was started last."""
-_RUN_FILE_BYTES = 1 << 20
+_RUN_FILE_BYTES = 16 << 20
 _KEYS_BYTES = 64 << 20
 _SHORTEST = 4
 """Characters that the beginning of an id must have to stand for it."""
 _LISTED = 5
 _AT_ONCE = 16
 """Records that are read at the same time from a store that is not a disk."""
+_log = logging.getLogger(__name__)
+_NAMED: set[str | None] = set()
+"""Damaged records that this process has named."""
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -122,18 +127,47 @@ def run_folder(storage: str, run_id: str) -> Store:
     return Store.open(storage).child(RUNS, run_id)
 
 
-def read_record(folder: Store) -> dict[str, Any]:
-    """The record in a run's folder; empty where there is none, or one that a crash has torn."""
-    data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
+def _warn_of(damage: DamagedError) -> None:
+    # A command reads a record several times.
+    if damage.field not in _NAMED:
+        _NAMED.add(damage.field)
+        _log.warning("%s is left out: %s %s", damage.field, damage.message, damage.remedy)
+
+
+def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _warn_of) -> dict[str, Any]:
+    """The record in a run's folder; empty where there is none, or a damaged one.
+
+    Args:
+        on_damage: called for a damaged record; where it returns True, a changed record is taken as it is.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
     try:
-        record = json.loads(data) if data else {}
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+        data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
+        return parse_sealed(data) if data else {}
+    except (ValueError, DamagedError) as error:
+        problem = "it is too large" if isinstance(error, DamagedError) else str(error)
+        damage = DamagedError(
+            f"The record of a run is damaged: {problem}.",
+            field=f"{folder.url}/{RUN_FILE}",
+            remedy="Restore the file, or remove it: the run's command then writes a new record.",
+        )
+        damage.__cause__ = error
+        is_taken = on_damage(damage) is True
+        return error.record if is_taken and isinstance(error, BrokenSealError) else {}
 
 
-def list_runs(storage: str) -> list[PastRun]:
+def write_record(folder: Store, record: Mapping[str, Any]) -> None:
+    """Replace the record in a run's folder. Raises StorageError."""
+    folder.replace(RUN_FILE, render_sealed(record))
+
+
+def list_runs(storage: str, on_damage: Callable[[DamagedError], object] = _warn_of) -> list[PastRun]:
     """Every recorded run, the newest first.
+
+    Args:
+        on_damage: called for each record that cannot be read or was changed; by default it logs a warning.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -142,7 +176,7 @@ def list_runs(storage: str) -> list[PastRun]:
     names = runs.children()
 
     def read(name: str) -> PastRun | None:
-        return _read(name, read_record(runs.child(name)))
+        return _read(name, read_record(runs.child(name), on_damage))
 
     if runs.is_local or len(names) < 2:
         found = [read(name) for name in names]
@@ -152,13 +186,18 @@ def list_runs(storage: str) -> list[PastRun]:
     return sorted((run for run in found if run is not None), key=lambda run: (run.started, run.id), reverse=True)
 
 
-def read_run(storage: str, run_id: str) -> PastRun | None:
-    """The run of a whole id; None where none is recorded.
+def raise_damage(damage: DamagedError) -> NoReturn:
+    """Raise it: for who must not do without a record."""
+    raise damage
+
+
+def read_run(storage: str, run_id: str, on_damage: Callable[[DamagedError], object] = _warn_of) -> PastRun | None:
+    """The run of a whole id; None where none is recorded. `on_damage` is that of `read_record`.
 
     Raises:
         StorageError: the storage cannot be read.
     """
-    return _read(run_id, read_record(run_folder(storage, run_id)))
+    return _read(run_id, read_record(run_folder(storage, run_id), on_damage))
 
 
 def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
@@ -169,7 +208,7 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
         pipeline: the pipeline that it must be a run of; None: any.
 
     Raises:
-        ConfigError: no such run, several, or one of another pipeline.
+        ConfigError: no such run, several, or one of another pipeline. DamagedError: the run's record is damaged.
     """
     runs = list_runs(storage)
     own = [run for run in runs if pipeline in (None, run.name)]
@@ -177,6 +216,8 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
     # Tags lie in files of their own, which are read only where nothing else fits.
     matching = matching or [run for run in own if text in read_tags(storage, run)]
     if not matching:
+        if text in Store.open(storage).child(RUNS).children():
+            read_record(run_folder(storage, text), raise_damage)
         raise _unknown(storage, text, runs, field, pipeline)
     if len(matching) > 1:
         raise ConfigError(
@@ -292,12 +333,11 @@ def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -
     Args:
         keys: stage -> its key as far as they decide it now.
     """
-    data = run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES)
     try:
-        recorded = json.loads(data) if data else {}
+        recorded = parse_record(run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES))
         found = [each for name, key in keys.items() if name in recorded for each in compare_keys(recorded[name], key)]
-    except (ValueError, KeyError, TypeError):
-        return []  # torn, or of another version
+    except (KeyError, TypeError):
+        return []  # of another version
     return list({str(each): each for each in found}.values())
 
 

@@ -17,6 +17,7 @@ from flows.sizes import describe_bytes, describe_seconds
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import StorageError
+from trainer_lib.json_text import parse_record
 from trainer_lib.storage import Store
 
 FILE = "plan.json"
@@ -74,11 +75,10 @@ class Comparison:
 def read_plan_record(folder: Store) -> dict[str, Any]:
     """The record in a run's folder; empty where there is none, or one that cannot be read."""
     try:
-        data = folder.read_if_exists(FILE, limit=_BYTES)
-        record = json.loads(data) if data else {}
-    except (ValueError, StorageError):
+        record = parse_record(folder.read_if_exists(FILE, limit=_BYTES))
+    except StorageError:
         return {}
-    return record if isinstance(record, dict) and record.get("format") == 1 else {}
+    return record if record.get("format") == 1 else {}
 
 
 def compare(record: Mapping[str, Any]) -> list[Comparison]:

@@ -33,6 +33,7 @@ from tasks.stage.made_with import find_processor, find_versions
 from tasks.stage.manifest import StageManifest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
+from trainer_lib.json_text import parse_json
 from trainer_lib.path_options import is_path
 from trainer_lib.records import to_record
 from trainer_lib.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
@@ -311,7 +312,7 @@ def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with its time and, last, its seal."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     # Through JSON, because the seal must cover what a reader of the file gets: lists for tuples, texts for keys.
-    whole = json.loads(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
+    whole = parse_json(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
     return {**whole, "seal": _digest(whole)}
 
 

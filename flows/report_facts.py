@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from tasks.stage.progress import duration
 from tasks.stage.retry import Ledger
 from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.errors import TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
 from trainer_lib.verb_results import STATISTICS
 
@@ -159,7 +159,7 @@ def describe_data(prepared: StageManifest | None) -> Rows:
 def _describe_columns(prepared: StageManifest) -> Rows:
     if not any(entry.path == STATISTICS for entry in prepared.files):
         return []
-    splits = json.loads(prepared.store().read_bytes(STATISTICS, limit=_STATISTICS_BYTES))
+    splits = parse_json(prepared.store().read_bytes(STATISTICS, limit=_STATISTICS_BYTES))
     columns = [(f"{split}.{name}", one) for split, found in splits.items() for name, one in found.items()]
     columns = [(name, one) for name, one in columns if not name.endswith(".row_id")]
     rows = [(name, mask(_describe_column(one))) for name, one in columns[:_COLUMNS]]

@@ -5,7 +5,6 @@ Read from the run's folder and the commit files of its stages; no result is open
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import KEY_FILE, StageManifest, stage_folder
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError
+from trainer_lib.json_text import parse_record
 from trainer_lib.storage import Store
 
 _REPORT = "report.html"
@@ -229,9 +229,4 @@ def _read_spec(folder: Store) -> dict[str, Any]:
 
 
 def _read_json(folder: Store, name: str) -> dict[str, Any]:
-    data = folder.read_if_exists(name, limit=_LIMIT)
-    try:
-        record = json.loads(data) if data else {}
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    return parse_record(folder.read_if_exists(name, limit=_LIMIT))

@@ -23,6 +23,7 @@ from tasks.stage.manifest import STAGES
 from tasks.stage.progress import Event, describe, measured, subscribe
 from tasks.stage.retry import ATTEMPTS, now
 from trainer_lib.errors import DamagedError, TrainflowError
+from trainer_lib.json_text import parse_json, parse_record
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.line_file import LineFile
@@ -267,16 +268,14 @@ def _attempt(stage: str, ledger: Store, name: str) -> Attempt:
 
 def _record(ledger: Store, name: str) -> dict[str, Any]:
     try:
-        data = ledger.read_if_exists(name, limit=_RECORD_BYTES)
-        record = json.loads(data) if data else {}
-    except (ValueError, DamagedError):
+        return parse_record(ledger.read_if_exists(name, limit=_RECORD_BYTES))
+    except DamagedError:
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _parse(stage: str, attempt: int, line: bytes) -> LogLine | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         rank = record.get("rank")
         return LogLine(
             str(record["t"]),

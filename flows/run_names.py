@@ -17,6 +17,7 @@ from typing import Any
 
 from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import StorageError
+from trainer_lib.json_text import parse_record
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
@@ -108,9 +109,4 @@ def _flat(value: Any, name: str) -> Iterable[tuple[str, Any]]:
 
 
 def _read(folder: Store, number: int) -> dict[str, Any]:
-    data = folder.read_if_exists(f"{number}.json", limit=_LIMIT)
-    try:
-        record = json.loads(data) if data else {}
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
+    return parse_record(folder.read_if_exists(f"{number}.json", limit=_LIMIT))

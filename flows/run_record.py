@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from flows.ending import expected_ending
 from flows.model_tracking import ModelTracking, registered_as, write_or_warn
-from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder
+from flows.past_runs import ARGUMENTS_FILE, KEYS_FILE, RUN_FILE, SPEC_FILE, read_record, run_folder, write_record
 from flows.plan import Plan
 from flows.plan_record import actual_of, compare, read_plan_record, write_half
 from flows.report import REPORT, render_report
@@ -41,6 +41,7 @@ from tasks import tracking
 from tasks.stage.manifest import StageManifest, stage_folder
 from tasks.stage.retry import now
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.storage import Store
 
@@ -343,7 +344,7 @@ class RunRecord:
 
     def _save(self, record: dict[str, Any]) -> None:
         self._record = record
-        self.folder.replace(RUN_FILE, json.dumps(record, indent=1).encode())
+        write_record(self.folder, record)
 
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
@@ -351,7 +352,7 @@ class RunRecord:
         # It has the digests of the files that are written now.
         self.folder.delete(LINEAGE_FILE)
         self.folder.write_bytes(SPEC_FILE, self.plan.spec_text.encode())
-        keys = {name: json.loads(key.to_json()) for name, key in self.plan.early_keys.items()}
+        keys = {name: parse_json(key.to_json()) for name, key in self.plan.early_keys.items()}
         self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
         arguments = {name: each.arguments.to_dict() for name, each in self.plan.stages.items() if each.arguments}
         self.folder.write_bytes(ARGUMENTS_FILE, json.dumps(arguments).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from flows.heartbeat import BEAT_S, PAUSE_S, Sign, find_silent, read_signs, remove_sign
-from flows.past_runs import RUN_FILE, PastRun, list_runs, read_record, run_folder
+from flows.past_runs import PastRun, list_runs, read_record, run_folder, write_record
 from flows.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
 from flows.run_message import tell_of_death
 from tasks.stage.retry import now
@@ -212,5 +211,5 @@ def _record_death(folder: Store, status: RunStatus) -> str | None:
         return None
     died = status.where or "before its first stage"
     record |= {"status": "KILLED", "died": died, "ended": now()}
-    folder.replace(RUN_FILE, json.dumps(record, indent=1).encode())
+    write_record(folder, record)
     return died

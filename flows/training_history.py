@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.layout import DATA, TRAINER_STATE
-from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.errors import StorageError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 
 _LIMIT = 256 << 20
@@ -28,7 +27,7 @@ def read_training_history(stage: Store) -> list[Entry]:
         return []
     # Of the steps that no log covers: all of them, where `logging_steps` is larger than the training.
     losses = stage.read_if_exists("losses.json", limit=_LIMIT)
-    return [*json.loads(data), *json.loads(losses or b"[]")]
+    return [*parse_json(data), *parse_json(losses or b"[]")]
 
 
 def read_unfinished_history(stage: Store, seen: Sequence[Mapping[str, Any]] = ()) -> list[Entry]:

@@ -12,7 +12,6 @@ Neither prefect nor torch is imported here: the model is loaded by a worker.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
@@ -327,7 +327,7 @@ def _find_done(job: RowsJob) -> StageManifest[NewRowsFacts] | None:
 
 def _key_of(store: Store) -> str | None:
     data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
-    return None if data is None else str(json.loads(data)["key"])
+    return None if data is None else str(parse_json(data)["key"])
 
 
 def _require_ours(job: RowsJob, store: Store) -> None:
@@ -344,7 +344,7 @@ def _require_ours(job: RowsJob, store: Store) -> None:
         )
     data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
     try:
-        record = json.loads(data) if data else {"key": job.key.digest}
+        record = parse_json(data) if data else {"key": job.key.digest}
         is_other = record["key"] != job.key.digest
         changed = compare_keys(record, job.key) if is_other else []
     except (ValueError, KeyError, TypeError) as error:

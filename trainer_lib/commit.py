@@ -28,6 +28,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer_lib.errors import DamagedError, LeaseLostError, NewerVersionError, StorageError
+from trainer_lib.json_text import parse_json, seal_of
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
 __all__ = [
@@ -117,7 +118,7 @@ def write_commit(
     entries = tuple(sorted(files, key=lambda entry: entry.path))
     created = datetime.now(UTC).isoformat(timespec="microseconds")
     # Through JSON: the commit that is returned equals the one that will be read.
-    commit = Commit(kind, entries, json.loads(json.dumps(meta)), created, content_digest(entries))
+    commit = Commit(kind, entries, parse_json(json.dumps(meta)), created, content_digest(entries))
     data = _render(commit)
     _check_own(commit, data)
     # Before the commit: after a power cut COMMIT.json must not list files that were only cached.
@@ -254,12 +255,12 @@ def _render(commit: Commit) -> bytes:
         "files": [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in commit.files],
         "meta": commit.meta,
     }
-    return (json.dumps(record | {"seal": _seal(record)}, indent=1) + "\n").encode()
+    return (json.dumps(record | {"seal": seal_of(record)}, indent=1) + "\n").encode()
 
 
 def _parse(store: Store, data: bytes) -> Commit:
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         problem = _record_problem(record)
         if problem is not None and _is_sealed(record) and record["format"] > FORMAT:
             raise NewerVersionError(
@@ -275,7 +276,7 @@ def _parse(store: Store, data: bytes) -> Commit:
             if commit.content_digest == content_digest(entries) and _render(commit) == data:
                 return commit
             problem = "was altered after it was written"
-    except (ValueError, RecursionError):  # ValueError: malformed UTF-8, JSON or numbers
+    except ValueError:  # malformed UTF-8, JSON or numbers
         problem = "is not JSON that trainflow writes"
     raise _damaged(store, problem)
 
@@ -284,11 +285,7 @@ def _is_sealed(record: object) -> bool:
     """Whether a record of any format states it and carries its seal, so that no damage made the format."""
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         return False
-    return bool(record.get("seal") == _seal({name: value for name, value in record.items() if name != "seal"}))
-
-
-def _seal(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return bool(record.get("seal") == seal_of({name: value for name, value in record.items() if name != "seal"}))
 
 
 def _record_problem(record: object) -> str | None:

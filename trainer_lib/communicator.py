@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from trainer_lib.errors import TrainflowError
+from trainer_lib.json_text import parse_json
 
 
 class DataParallel(NamedTuple):
@@ -102,7 +103,7 @@ class SingleProcess(Communicator):
 
     @override
     def gather_json(self, obj: Any) -> list[Any] | None:
-        return [json.loads(json.dumps(obj))]
+        return [parse_json(json.dumps(obj))]
 
     @override
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -110,7 +111,7 @@ class SingleProcess(Communicator):
 
     @override
     def broadcast_json(self, obj: Any) -> Any:
-        return json.loads(json.dumps(obj))
+        return parse_json(json.dumps(obj))
 
     @override
     def agree(self, error: TrainflowError | None) -> None:

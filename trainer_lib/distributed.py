@@ -35,6 +35,7 @@ from trainer_lib.communicator import DataParallel as DataParallel
 from trainer_lib.communicator import Pending as Pending
 from trainer_lib.communicator import SingleProcess as SingleProcess
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
+from trainer_lib.json_text import parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class ProcessGroup(Communicator):
     @override
     def gather_json(self, obj: Any) -> list[Any] | None:
         gathered = self.gather_bytes(json.dumps(obj).encode())
-        return None if gathered is None else [json.loads(data) for data in gathered]
+        return None if gathered is None else [parse_json(data) for data in gathered]
 
     @override
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -116,7 +117,7 @@ class ProcessGroup(Communicator):
         dist.broadcast(in_flight.share(size), src=0, group=self._group)
         buffer = _to_tensor(data) if self.rank == 0 else torch.empty(int(size[0]), dtype=torch.uint8)
         dist.broadcast(in_flight.remember(buffer), src=0, group=self._group)
-        return json.loads(buffer.numpy().tobytes())
+        return parse_json(buffer.numpy().tobytes())
 
     @override
     def agree(self, error: TrainflowError | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.json_text import parse_json
 
 CALLS: Mapping[str, tuple[str, ...]] = {
     "prepare": ("options", "out"),
@@ -206,7 +207,7 @@ def as_sources(value: object) -> list[Any]:
             raise DataError("A source is listed twice.", field="list_sources", value=text, remedy="List it once.")
         seen.add(text)
     # Through JSON, so that a run which continues compares the same values.
-    return [json.loads(json.dumps(source)) for source in value]
+    return [parse_json(json.dumps(source)) for source in value]
 
 
 def as_list(value: object) -> list[Any]:

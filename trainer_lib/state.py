@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import read_json
 
 
 class ExportableState:
@@ -180,7 +181,7 @@ class TrainerState:
             DamagedError: the file does not hold a state.
         """
         try:
-            values = json.loads(Path(json_path).read_text(encoding="utf-8"))
+            values = read_json(Path(json_path), dict)
         except OSError as error:
             raise ConfigError(
                 f"The file cannot be read: {error.strerror}.",

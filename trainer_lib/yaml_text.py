@@ -24,6 +24,7 @@ from ruamel.yaml.resolver import VersionedResolver, implicit_resolvers
 from typing_extensions import override
 
 MAX_NODES = 100_000  # an alias of an alias of an alias ... is small in the file and endless in memory
+MAX_DEPTH = 100
 
 _TAG = "tag:yaml.org,2002:"
 _Words = dict[str, list[tuple[str, re.Pattern[str]]]]  # tag and pattern, by the first character of a word
@@ -75,7 +76,7 @@ def parse_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
         node = reader.compose(text)
         if node is None:
             return None, lines
-        _collect_lines(node, "", lines)
+        _collect_lines(node, "", lines, MAX_DEPTH)
         return reader.constructor.construct_document(node), lines
     except RecursionError:
         raise YamlProblem("nested too deeply") from None
@@ -179,14 +180,16 @@ class _PlainRepresenter(SafeRepresenter):
 _PlainRepresenter.add_representer(float, _PlainRepresenter.represent_float)
 
 
-def _collect_lines(node: Node, prefix: str, lines: dict[str, int]) -> None:
-    """Record each key's line, and refuse a key that its mapping gives twice."""
+def _collect_lines(node: Node, prefix: str, lines: dict[str, int], depth: int) -> None:
+    """Record each key's line, and refuse a key that its mapping gives twice, and more than `depth` further levels."""
     if isinstance(node, SequenceNode):
         children = [(str(index), item, item) for index, item in enumerate(node.value)]
     elif isinstance(node, MappingNode):
         children = [(str(key.value), key, value) for key, value in node.value]
     else:
         return
+    if depth == 0:
+        raise YamlProblem("nested too deeply")
     seen: set[str] = set()
     for name, marked, value in children:
         key = f"{prefix}.{name}" if prefix else name
@@ -198,7 +201,7 @@ def _collect_lines(node: Node, prefix: str, lines: dict[str, int]) -> None:
         lines[key] = line
         if len(lines) > MAX_NODES:
             raise YamlProblem("its aliases expand without end")
-        _collect_lines(value, key, lines)
+        _collect_lines(value, key, lines, depth - 1)
 
 
 def _as_problem(error: YAMLError) -> YamlProblem:

@@ -13,9 +13,9 @@ from flows.sizes import describe_bytes
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
-from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.claim import read_claim
 from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.lease import find_holder
@@ -162,8 +162,8 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
         try:
             info = None if name in list_linked(root) else read_checkpoint_info(root, name)
             if info is not None and info.commit.entry(_STATE) is not None:
-                state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT))
-                best = state.get("best_global_step") if isinstance(state, dict) else None
+                state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT), dict)
+                best = state.get("best_global_step")
                 # Not isinstance: True is an int, and the file may come from anywhere.
                 return best if type(best) is int else None
         except (DamagedError, ValueError):

@@ -25,6 +25,7 @@ from tasks.configs import TrackingConfig
 from tasks.tracking import default_tracking_uri
 from trainer_lib import guard
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import nearest
@@ -322,6 +323,6 @@ def _request(address: str, method: str, path: str, body: dict[str, Any] | None =
         if answer.status != http.HTTPStatus.OK:
             return None
         # /health answers "OK", which is not JSON.
-        return dict(json.loads(data)) if data.startswith(b"{") else {}
+        return parse_json(data, dict) if data.startswith(b"{") else {}
     finally:
         connection.close()

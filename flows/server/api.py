@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
+from trainer_lib.json_text import read_json
 
 if TYPE_CHECKING:
     from flows.server.early import EarlyServer
@@ -157,7 +157,7 @@ def server_folder(url: str) -> Path | None:
 
     for path in (get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}"):
         with contextlib.suppress(OSError, ValueError):
-            if f"{json.loads(path.read_bytes())['url']}/api" == url:
+            if f"{read_json(path)['url']}/api" == url:
                 return path.parent
     return None
 

@@ -46,6 +46,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.locks.file_lock import try_lock
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _obey(asked: list[_Place | None]) -> None:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
         os._exit(0)  # its starter has ended, or does not want it
-    orders = json.loads(line)
+    orders = parse_json(line)
     log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -169,7 +170,7 @@ def _serve(place: _Place) -> int:
 def _killed_predecessor(folder: Path) -> tuple[int, str]:
     """Port and password of a server that was killed; port 0 and a new password when the last one ended in order."""
     try:
-        left = json.loads((folder / DESCRIPTION).read_bytes())
+        left = read_json(folder / DESCRIPTION)
         return int(str(left["url"]).rpartition(":")[2]), str(left["auth"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0, f"trainflow:{secrets.token_urlsafe(24)}"
@@ -228,7 +229,7 @@ def _request(url: str, password: str, path: str, body: object = None) -> Any:
         status, data = _send(url, password, path, body)
     if status >= http.HTTPStatus.BAD_REQUEST:
         raise http.client.HTTPException(f"{path}: {status} {data[:200]!r}")
-    return json.loads(data) if data else None
+    return parse_json(data) if data else None
 
 
 def _send(url: str, password: str, path: str, body: object) -> tuple[int, bytes]:

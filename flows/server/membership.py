@@ -30,6 +30,7 @@ from typing_extensions import override
 from flows.server import embedded
 from flows.server.early import EarlyServer
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.json_text import read_json
 from trainer_lib.locks.file_lock import is_locked, try_lock
 from trainer_lib.ready_databases import Kind, keep, place
 
@@ -207,10 +208,9 @@ class Membership:
         if not self._is_serving():
             return None
         try:
-            found: dict[str, Any] = json.loads((self.folder / embedded.DESCRIPTION).read_bytes())
+            return read_json(self.folder / embedded.DESCRIPTION, dict)
         except (FileNotFoundError, ValueError):
             return None
-        return found
 
     def _failure(self, what: str) -> InfrastructureError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []

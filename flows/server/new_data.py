@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError, first_line
+from trainer_lib.json_text import parse_record
 from trainer_lib.path_options import is_path
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
@@ -152,12 +153,7 @@ class Watch:
         return hashlib.sha256("".join(sorted(rows)).encode("utf-8", "surrogateescape")).hexdigest()
 
     def _read_note(self) -> dict[str, Any]:
-        data = self._notes().read_if_exists(self._name, limit=_LIMIT)
-        try:
-            note = json.loads(data or b"{}")
-        except ValueError:
-            return {}
-        return note if isinstance(note, dict) else {}
+        return parse_record(self._notes().read_if_exists(self._name, limit=_LIMIT))
 
     def _write_note(self, seen: str, started: int) -> None:
         note = {"url": self.url, "deployment": self.deployment, "seen": seen, "started": started}

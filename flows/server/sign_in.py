@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 from pathlib import Path
 
 from flows.server import embedded
+from trainer_lib.json_text import read_json
 
 
 def sign_in_link(folder: Path, page: str = "/runs") -> str:
@@ -24,7 +24,7 @@ def sign_in_link(folder: Path, page: str = "/runs") -> str:
     Raises:
         OSError: the server is gone.
     """
-    about = json.loads((folder / embedded.DESCRIPTION).read_bytes())
+    about = read_json(folder / embedded.DESCRIPTION)
     password = base64.b64encode(str(about["auth"]).encode()).decode()
     return f"{about['url']}{embedded.SIGN_IN}#{password}&{page}"
 
@@ -40,6 +40,6 @@ def find_page() -> str | None:
         return str(settings.ui_url or settings.api.url.removesuffix("/api"))
     for path in sorted((settings.home / "trainflow").glob(f"*/{embedded.DESCRIPTION}")):
         with contextlib.suppress(OSError, ValueError, KeyError):  # a server that has just ended
-            if is_healthy(str(json.loads(path.read_bytes())["url"])):
+            if is_healthy(str(read_json(path)["url"])):
                 return sign_in_link(path.parent)
     return None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 
 MAX_BYTES = 1 << 20
 
@@ -61,20 +61,13 @@ def _read_text(path: Path) -> str:
 
 
 def _load_json(path: Path, text: str) -> Any:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in items]
-        for key in keys:
-            # json.loads would keep the last one in silence; YAML refuses this by itself.
-            if keys.count(key) > 1:
-                raise ConfigError(f"The key '{key}' is given twice.", field=str(path), remedy="Remove one of the two.")
-        return dict(items)
-
     try:
-        return json.loads(text, object_pairs_hook=pairs)
-    except json.JSONDecodeError as error:
+        return parse_json(text, unique=True)
+    except ValueError as error:
+        line = getattr(error, "lineno", None)
         raise ConfigError(
-            f"The file is not valid JSON: {error.msg}.",
-            field=f"{path}, line {error.lineno}",
+            f"The file is not valid JSON: {getattr(error, 'msg', error)}.",
+            field=str(path) if line is None else f"{path}, line {line}",
             remedy="Correct the file.",
         ) from error
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.past_runs import RUN_FILE, read_record, run_folder
+from flows.past_runs import read_record, run_folder, write_record
 from flows.run_message import describe_error, state_of
 from flows.server.api import quiet_environment
 from flows.spec.spec import PipelineSpec
@@ -42,6 +42,7 @@ from flows.sweeps.trial_specs import (
 from tasks import tracking
 from tasks.sweep_settings import SWEEP
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
+from trainer_lib.json_text import parse_json
 from trainer_lib.search.ledger import Ledger, TrialState
 from trainer_lib.storage import Store
 from trainer_lib.yaml_text import dump_yaml
@@ -208,7 +209,7 @@ class _Sweep:
         data = slot.read()
         for line in slot.split(data):
             with contextlib.suppress(ValueError):
-                event = json.loads(line)
+                event = parse_json(line)
                 if event.get("event") == "failed":
                     self._failure = self._failure or from_record(event["error"])
                     self._shown.lose(slot, first_line(self._failure))
@@ -297,7 +298,7 @@ class _Sweep:
         if run_id is None:
             return trial
         if record.get("mlflow_run_id") != run_id:
-            folder.write_bytes(RUN_FILE, json.dumps({**record, "mlflow_run_id": run_id}, indent=1).encode())
+            write_record(folder, {**record, "mlflow_run_id": run_id})
         return replace(trial, notes={**trial.notes, "mlflow_run_id": run_id})
 
     def _conclude(self, seconds: float) -> SweepResult:

@@ -52,6 +52,7 @@ from trainer_lib.errors import (
     TrainflowError,
     from_exception,
 )
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.gpu_selection import SHARED_BY
 from trainer_lib.search.ledger import Claim, Ledger
 from trainer_lib.storage import Store
@@ -238,7 +239,7 @@ def _steps(result: PipelineResult) -> int | None:
 
 def main() -> int:
     """Work as the orders on stdin say; returns the exit code."""
-    orders = json.loads(_read_line())
+    orders = parse_json(_read_line())
     os.environ[SHARED_BY] = str(orders["slots"])  # without it, the trials would take each other's cores
     quiet_environment()
     may_begin = threading.Semaphore(0)

@@ -18,6 +18,7 @@ from tasks.stage.manifest import compare_keys
 from tasks.stage.resolver import Resolver
 from tasks.sweep_settings import Range, SweepSettings
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.search.study_design import Axis, Design
 from trainer_lib.suggestions import nearest, suggestion
 
@@ -125,7 +126,7 @@ def identify(spec: PipelineSpec) -> dict[str, Any]:
     # The same values for every study of this space: what differs then lies outside of it.
     first = {key: _candidates(each)[0] for key, each in settings.space.items()}
     keys = Plan.of(trial_spec(spec, first, {})).early_keys
-    return {"settings": fixed, "keys": {name: json.loads(key.to_json()) for name, key in keys.items()}}
+    return {"settings": fixed, "keys": {name: parse_json(key.to_json()) for name, key in keys.items()}}
 
 
 def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ exclusively. What a killed process was evaluating is evaluated again by the next
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.errors import DamagedError
+from trainer_lib.json_text import parse_sealed, render_sealed
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.storage import Store
 
@@ -95,8 +95,7 @@ class Evaluations:
 
     def add(self, evaluation: Evaluation) -> bool:
         """Record an evaluation; False when another process has recorded one of the same checkpoint."""
-        text = json.dumps({"format": 1, **evaluation.to_dict()}, indent=1) + "\n"
-        return self._folder.create(f"{evaluation.id}.json", text.encode())
+        return self._folder.create(f"{evaluation.id}.json", render_sealed({"format": 1, **evaluation.to_dict()}))
 
     def acquire(self, info: CheckpointInfo, *, give_up: Callable[[], bool], poll_s: float) -> Lease | None:
         """Take the lease of a checkpoint's evaluation; None when another process has it and `give_up` returns True."""
@@ -117,7 +116,7 @@ class Evaluations:
     def _parse(self, name: str) -> Evaluation:
         data = self._folder.read_if_exists(name, limit=_LIMIT)
         try:
-            record = json.loads(data or b"")
+            record = parse_sealed(data or b"")
             metrics = {str(key): float(value) for key, value in record["metrics"].items()}
             found = Evaluation(
                 checkpoint=str(record["checkpoint"]),
@@ -129,10 +128,11 @@ class Evaluations:
             )
             if f"{found.id}.json" == name and parse_step(found.checkpoint) is not None:
                 return found
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            pass
+            problem = "it is of another checkpoint"
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            problem = str(error) if isinstance(error, ValueError) else "a field is missing, or of another type"
         raise DamagedError(
-            "The record of an evaluation is damaged.",
+            f"The record of an evaluation is damaged: {problem}.",
             field=f"{self._folder.url}/{name}",
             remedy="Delete the file: its checkpoint is then evaluated again.",
         )

@@ -6,7 +6,6 @@ number of parts, and the bytes of the parts depend neither on the cluster nor on
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from tasks.prefect_internals import send_little
 from tasks.runner_settings import RunnerSettings
 from tasks.runners.clusters import Cluster, unreachable_api
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.pool import Progress, settle
 from trainer_lib.launch.reported import Owner, launch_reported
@@ -49,7 +49,7 @@ def work_elsewhere(number: int, text: str) -> State[Any]:
     from prefect.states import Completed
 
     answer = launch_reported(text)
-    failure = json.loads(answer).get("failure")
+    failure = parse_json(answer).get("failure")
     return Completed(data=answer) if failure is None else Failed(message=failure["message"], data=answer)
 
 
@@ -179,7 +179,7 @@ class _Mapped:
         """How a task has ended: an answer, or the failure."""
         try:
             data: Any = self._cluster.state(future).data
-            answer = json.loads(getattr(data, "result", data))  # in a record where Prefect has made one
+            answer = parse_json(getattr(data, "result", data))  # in a record where Prefect has made one
         except Exception as error:  # of the cluster, of its transport, of Prefect on that machine
             if self._stopped is not None:
                 return Interrupted("The work was stopped before this worker started.")

@@ -35,6 +35,7 @@ from tasks.stage.sources import memory
 from tasks.stage.stage_code import EVALUATE, PREPARE, code_of, evaluations_matter_to, reach_of_predict, reach_of_train
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
+from trainer_lib.json_text import parse_json
 from trainer_lib.metric_names import read_metrics
 from trainer_lib.records import to_record
 
@@ -146,7 +147,7 @@ def stage_key(
     """
     try:
         # Through JSON: a key read back from key.json must compare equal to one computed now.
-        plain = json.loads(canonical({"schema": schema, **fields}))
+        plain = parse_json(canonical({"schema": schema, **fields}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"A key holds plain data only: {error}.", field=stage, remedy="Use numbers, texts, lists and mappings."

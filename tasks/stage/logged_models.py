@@ -15,6 +15,7 @@ from tasks.tracking import TrackedRun
 from trainer_lib.commit import content_digest, read_commit
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.records import to_record
@@ -124,7 +125,7 @@ def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
         path = f"{RESAMPLES}/{split}.json"
         if not isinstance(values, dict) or path not in [entry.path for entry in evaluation.files]:
             continue
-        found = json.loads(evaluation.store().read_bytes(path, limit=_RESAMPLES_BYTES))
+        found = parse_json(evaluation.store().read_bytes(path, limit=_RESAMPLES_BYTES))
         for name, resampled in found["metrics"].items():
             known.append(f"{split}_{name}")
             if known[-1] == config.metric and name in values:

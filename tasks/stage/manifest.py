@@ -12,7 +12,6 @@ Neither prefect nor torch is imported here.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -26,6 +25,7 @@ from tasks.stage.facts import StageFacts
 from tasks.stage.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
 from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, Store
@@ -265,7 +265,7 @@ def belongs_to_other_key(store: Store, key: StageKey) -> bool:
         if (commit := read_commit(store, kind="stage")) is not None:
             made_for.add(str(commit.meta.get("key")))
         if data := store.read_if_exists(KEY_FILE, limit=_KEY_BYTES):
-            made_for.add(str(json.loads(data)["key"]))
+            made_for.add(str(parse_json(data)["key"]))
     except (ValueError, KeyError, TypeError, DamagedError):
         pass  # half written: the key that can be read decides
     return bool(made_for - {key.digest})
@@ -369,7 +369,7 @@ def summary(changed: list[Difference], most: int = 3) -> str:
 def _read_key(stages: Store, name: str) -> dict[str, Any] | None:
     try:
         data = stages.read_if_exists(f"{name}/{KEY_FILE}", limit=_KEY_BYTES)
-        record = json.loads(data) if data else None
+        record = parse_json(data) if data else None
         return {**record, "fields": dict(record["fields"])} if record else None
     except (ValueError, KeyError, TypeError, DamagedError):
         return None  # of another program, or half written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +22,7 @@ from trainer_lib.hub.base import ADAPTER, Source
 from trainer_lib.hub.card import Card
 from trainer_lib.hub.card_results import HardRows, Picture
 from trainer_lib.hub.outcome_pictures import as_file
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry
 
@@ -150,10 +150,10 @@ def _training_time(model: StageManifest) -> str | None:
 def _history(model: StageManifest) -> list[dict[str, Any]]:
     """The trainer's log, which lies beside the model; empty for one that an older version trained."""
     try:
-        found = json.loads(model.store().read_if_exists("history.json", limit=_HISTORY_BYTES) or b"[]")
+        found = parse_json(model.store().read_if_exists("history.json", limit=_HISTORY_BYTES) or b"[]", list)
     except (TrainflowError, ValueError):
         return []
-    return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 def _loader(of_model: Mapping[str, Source]) -> tuple[str, str] | None:
@@ -164,10 +164,10 @@ def _loader(of_model: Mapping[str, Source]) -> tuple[str, str] | None:
         return None
     found = of_model["config.json"]
     try:
-        config = json.loads(found.store.read_bytes(found.entry.path, limit=_CONFIG_BYTES))
+        config = parse_json(found.store.read_bytes(found.entry.path, limit=_CONFIG_BYTES), dict)
     except (TrainflowError, ValueError):
         return None
-    if not isinstance(config, dict) or "model_type" not in config:
+    if "model_type" not in config:
         return None
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else "AutoModel"

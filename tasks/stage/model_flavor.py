@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.model_record import Flavor, FlavorFile
@@ -50,7 +50,7 @@ def describe_flavor(
         raise _refuse("An adapter needs the weights of its base model, which are not its own.", model.url)
     found: Any = None
     if "config.json" in names:
-        found = json.loads(model.store().read_bytes(f"{_FOLDER}/config.json", limit=_CONFIG_BYTES))
+        found = parse_json(model.store().read_bytes(f"{_FOLDER}/config.json", limit=_CONFIG_BYTES))
     classes = found.get("architectures") if isinstance(found, dict) and "model_type" in found else None
     if not isinstance(classes, list) or len(classes) != 1:
         raise _refuse("The trained model is not a model of transformers.", model.url)

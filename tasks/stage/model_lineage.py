@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content
+from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.lineage import FILE, CheckpointLink, Lineage, PublicationLink, SourceLink, StageLink
 from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
 from trainer_lib.model_folder.provenance import render_statement
@@ -120,7 +120,7 @@ def find_inputs(fields: Mapping[str, Any]) -> dict[str, str]:
 def read_key(store: Store) -> dict[str, Any]:
     """The fields of the key in a stage's folder; empty where they cannot be read."""
     try:
-        return dict(json.loads(store.read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"])
+        return dict(parse_json(store.read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"])
     except (TrainflowError, ValueError, KeyError, TypeError):
         return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.outcome_pictures import draw_outcome
+from trainer_lib.json_text import parse_json
 from trainer_lib.verb_results import OUTCOMES
 
 _OUTCOME_BYTES = 16 << 20
@@ -72,7 +72,7 @@ def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterato
             continue
         split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
         try:
-            found = json.loads(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
+            found = parse_json(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
             classes = len(found.get("matrix") or ())
             yield Outcome(split, found, _class_names(info, classes) if classes else [])
         except (TrainflowError, ValueError, AttributeError) as error:

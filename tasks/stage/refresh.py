@@ -26,6 +26,7 @@ from tasks.configs import MaxAge
 from tasks.stage.keys import REFRESH, StageKey
 from trainer_lib.commit import read_commit
 from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _find_current(first: StageKey, limit: MaxAge, context: StageContext) -> Stag
 def _begin(first: StageKey, storage: str) -> StageKey:
     store, name = _notes(storage, first)
     try:
-        record = json.loads(store.read_if_exists(name, limit=_LIMIT) or b"{}")
+        record = parse_json(store.read_if_exists(name, limit=_LIMIT) or b"{}")
         if record.get("key") == first.digest and isinstance(record.get(REFRESH), str):
             return first.following(record[REFRESH])
     except (ValueError, AttributeError, DamagedError):

@@ -33,6 +33,7 @@ from trainer_lib.errors import (
     StoreUnreachableError,
     TrainflowError,
 )
+from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
@@ -227,14 +228,10 @@ class Ledger:
     def _read(self, name: str) -> dict[str, Any]:
         try:
             data = self.store.read_if_exists(name, limit=_RECORD_BYTES)
-            record = json.loads(data) if data else {}
-        except (ValueError, RecursionError, DamagedError):
+            return parse_json(data, dict) if data else {}
+        except (ValueError, DamagedError):
             self.unreadable.append(name)
             return {}
-        if not isinstance(record, dict):
-            self.unreadable.append(name)
-            return {}
-        return record
 
 
 def _position(step: int | None) -> int:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.data.row_sources import is_pattern, list_matches
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
+from trainer_lib.json_text import read_json
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.suggestions import nearest
@@ -175,8 +176,7 @@ class _Memory:
         self.changed = False
         if path is not None:
             with contextlib.suppress(OSError, ValueError):
-                entries = json.loads(path.read_text("utf-8"))
-                self.entries = entries if isinstance(entries, dict) else {}
+                self.entries = read_json(path, dict)
 
     def digest(self, path: Path) -> str:
         status = path.stat()

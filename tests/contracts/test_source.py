@@ -90,6 +90,19 @@ def test_the_search_finds_what_it_looks_for(source: str, monkeypatch: pytest.Mon
     assert len(list(_offences(path))) == 1
 
 
+def test_only_the_bounded_reader_parses_json() -> None:
+    """A deep or endless text ends a command at any other place, and with it all commands of a storage."""
+    parsers = {"json.load", "json.loads", "json.JSONDecoder", "orjson.loads"}
+    calls = {
+        (relative(path), name)
+        for path in sources("trainflow", "flows", "tasks", "trainer_lib")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and (name := _dotted(node.func)) in parsers
+    }
+    # orjson has a bound of its own, and rows are many.
+    assert calls == {("trainer_lib/json_text.py", "json.loads"), ("trainer_lib/data/row_formats.py", "orjson.loads")}
+
+
 def _over_budget() -> Iterator[str]:
     for path in sources(*OURS, "tests"):
         lines = len(path.read_text(encoding="utf-8").splitlines())

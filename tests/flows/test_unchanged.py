@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from flows.heartbeat import read_signs
-from flows.past_runs import run_folder
+from flows.past_runs import read_record, run_folder, write_record
 from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.stages import all_stages
@@ -105,7 +105,7 @@ def remove_the_publication(folder: Path) -> None:
 
 def forget_the_end(folder: Path) -> None:
     [record] = (folder / "store" / "runs").glob("*/run.json")
-    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "RUNNING"}))
+    write_record(Store.open(str(record.parent)), {**read_record(Store.open(str(record.parent))), "status": "RUNNING"})
 
 
 def forget_the_run(folder: Path) -> None:

@@ -26,13 +26,13 @@ from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.foreign.source import convert_optimizer, convert_scheduler, derive_position, read_source
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.parsing import parse_json
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify_files, write_commit
 from trainer_lib.errors import DamagedError
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.claim import WRITING, read_claim
 from trainer_lib.locks.lease import Holder, find_holder
 from trainer_lib.locks.readers import list_readers

@@ -62,6 +62,9 @@ def test_lines_are_counted_through_lists_and_merged_mappings() -> None:
         ("a: !!int many\n", "a value does not fit its tag", None),
         ("a: &a [*a]\n", "nested too deeply", None),
         ("[" * 1000, "nested too deeply", None),
+        ("[" * 100_000, "nested too deeply", None),
+        ("- " * 101 + "1", "nested too deeply", None),
+        ("{a: " * 101 + "1" + "}" * 101, "nested too deeply", None),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line_and_without_values(text: str, problem: str, line: int | None) -> None:

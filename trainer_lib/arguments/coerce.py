@@ -7,7 +7,6 @@ not an integer, and 1 is not a text. (pydantic's TypeAdapter was tried in place 
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 import types
@@ -19,6 +18,7 @@ from typing import Any
 
 from trainer_lib.arguments.fields import Unset
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.suggestions import suggestion
 
 # The words of transformers' argument parser, and YAML's on and off.
@@ -262,7 +262,7 @@ def _typed(value: Any) -> Any:
 
 def _json(text: str, field: str, secret: bool) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"This is not JSON ({error}).",

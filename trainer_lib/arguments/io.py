@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer_lib.arguments.fields import Unset, declarations, field_map
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import is_secret, mask, mask_value
 
 
@@ -76,7 +77,7 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
             f"The file cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
         ) from None
     try:
-        values = json.loads(text) if path.suffix == ".json" else _parse_yaml(text)
+        values = parse_json(text) if path.suffix == ".json" else _parse_yaml(text)
     except ValueError as error:
         where = " ".join(str(error).split())
         raise ConfigError(

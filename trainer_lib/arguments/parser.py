@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import types
 import typing
@@ -28,6 +27,7 @@ from trainer_lib.arguments.coerce import NONE_WORDS, coerce
 from trainer_lib.arguments.fields import Declaration, declarations, field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.suggestions import suggestion
 
 DataClass = Any
@@ -266,7 +266,7 @@ def _is_list_or_none(word: str) -> bool:
     if word.strip().lower() in NONE_WORDS:
         return True
     try:
-        return isinstance(json.loads(word), list)
+        return isinstance(parse_json(word), list)
     except ValueError:
         return False
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.distributed import ProcessGroup, current
+from trainer_lib.json_text import parse_json
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -137,7 +138,7 @@ class StragglerCallback(TrainerCallback):
         self._compare(reports)
 
     def _compare(self, reports: list[str]) -> None:
-        times = [float(json.loads(text)[1]) for text in reports]
+        times = [float(parse_json(text)[1]) for text in reports]
         # The low median: of two ranks, the faster one is the measure.
         usual = statistics.median_low(times)
         for rank, (text, own) in enumerate(zip(reports, times, strict=True)):

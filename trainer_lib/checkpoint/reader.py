@@ -23,12 +23,13 @@ from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.parsing import damaged_file, parse_json
+from trainer_lib.checkpoint.parsing import damaged_file
 from trainer_lib.checkpoint.sharded import ShardedTensors
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
 from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ class Checkpoint:
         """
         try:
             yield
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ConfigError):  # a ValueError as well, but about the user's input
                 raise
             raise self._damaged(name, f"it cannot be used ({type(error).__name__}: {error})") from error

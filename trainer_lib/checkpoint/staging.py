@@ -10,7 +10,6 @@ GPU, ours do not.
 from __future__ import annotations
 
 import copy
-import json
 import threading
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from trainer_lib.checkpoint.sharded import LocalShard
 from trainer_lib.checkpoint.snapshot import Snapshot, select_part
 from trainer_lib.checkpoint.values import render_json
 from trainer_lib.errors import OutOfMemoryError
+from trainer_lib.json_text import parse_json
 from trainer_lib.xla import memory_address
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size
@@ -155,7 +155,7 @@ def _replace_rows(parts: LocalShard | None, copies: Mapping[str, Tensor]) -> Loc
 
 def _copy_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
     """Copy a value by way of JSON, which is several times faster than `copy.deepcopy`."""
-    written: dict[str, Any] = json.loads(render_json(name, value))
+    written: dict[str, Any] = parse_json(render_json(name, value))
     return written
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import require_shallow
 
 _MARKS = ("__tensor__", "__tuple__", "__dict__")
 
@@ -82,7 +83,9 @@ def render_json(name: str, value: object, *, indent: int | None = None) -> str:
         ConfigError: `value` holds anything else.
     """
     try:
-        return json.dumps(value, indent=indent)
+        text = json.dumps(value, indent=indent)
+        require_shallow(value)
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"This part of the state cannot be written as JSON: {error}.",

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from trainer_lib.data.column import TEXT, Column
 from trainer_lib.errors import DataError
+from trainer_lib.json_text import parse_json
 
 ROW_ID = "row_id"
 _NOTE = b"trainflow"
@@ -47,7 +48,7 @@ def arrow_field(name: str, column: Column) -> pa.Field:
 
 def column_of(field: pa.Field) -> Column:
     """The column whose `arrow_field` this is."""
-    note = json.loads((field.metadata or {})[_NOTE])
+    note = parse_json((field.metadata or {})[_NOTE])
     return Column(note["kind"], note["dtype"], tuple(note["shape"]))
 
 

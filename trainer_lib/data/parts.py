@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib.data.part_records import RECORDS, PartRecords
 from trainer_lib.errors import InfrastructureError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
 
 MAX_RECORD_BYTES = 1 << 20
@@ -41,7 +42,7 @@ def find_finished_part(
 def _match(store: Store, path: str, settings: Mapping[str, Any], data: bytes, *, compare_digest: bool) -> Part | None:
     """The file of a record, if it was written from these settings and is intact."""
     try:
-        record = json.loads(data)
+        record = parse_json(data)
         entry = FileEntry(**record["file"])
         if record["settings"] != dict(settings) or entry.path != path:
             return None

@@ -12,7 +12,6 @@ import csv
 import gzip
 import io
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.row_sources import PACKED, RowFile, format_of
 from trainer_lib.errors import DataError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 
 MAX_LINE_BYTES = 256 << 20
@@ -154,7 +154,7 @@ def _parse_json(line: bytes) -> Any:
     except ValueError:  # it refuses NaN, the infinities and half of a surrogate pair, which Python writes and reads
         pass
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError as error:
         raise ValueError(f"the line is not JSON ({error})") from error
 

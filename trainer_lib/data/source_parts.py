@@ -19,6 +19,7 @@ from trainer_lib.data.part_records import PartRecords
 from trainer_lib.data.shards import check_split_name, to_arrow_file
 from trainer_lib.data.statistics import Statistics, describe, merge
 from trainer_lib.errors import DataError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.suggestions import nearest
 
@@ -90,7 +91,7 @@ class SourceParts:
         if data is None:
             return None
         try:
-            record: dict[str, Any] = json.loads(data)
+            record: dict[str, Any] = parse_json(data)
             return record if record["settings"] == self._settings(part) and "splits" in record else None
         except (ValueError, KeyError, TypeError):
             return None

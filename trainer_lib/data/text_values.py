@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import refuse_row
+from trainer_lib.json_text import parse_json
 
 
 def parse_text(place: str, name: str, text: str, column: Column) -> Any:
@@ -23,7 +23,7 @@ def parse_text(place: str, name: str, text: str, column: Column) -> Any:
         if column.kind == "scalar":
             return _parse_number(text.strip(), np.dtype(column.dtype))
         if column.kind in ("list", "array"):
-            value = json.loads(text)
+            value = parse_json(text)
             if isinstance(value, list):
                 return value
     except (ValueError, OverflowError):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.config import LaunchConfig, from_settings
 
 _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
@@ -49,7 +50,7 @@ class Job:
 
 def read_member(text: str, **changes: Any) -> Job:
     """Read the job of a member from `Job.to_text`; `changes` are the settings of its machine."""
-    record = json.loads(text)
+    record = parse_json(text)
     config = replace(from_settings(record["config"]), **changes)
     # A job may have waited in the queue since a version that did not write `shared`.
     return Job(record["request"], config, {}, bool(record.get("shared", False)))

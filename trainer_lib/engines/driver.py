@@ -19,6 +19,7 @@ from typing import Any
 
 from trainer_lib.engines.base import Alive, Ended, Engine, Job, Lost, State, open_engine
 from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, first_line, from_record
+from trainer_lib.json_text import parse_record
 from trainer_lib.launch import engine_files
 from trainer_lib.launch.run_dir import MARK, RunDir
 
@@ -190,13 +191,7 @@ def _at_step(failure: TrainflowError, reported: TrainflowError) -> TrainflowErro
 
 
 def _parsed(line: str) -> dict[str, Any]:
-    if not line.startswith("{"):
-        return {}
-    try:
-        report = json.loads(line)
-    except ValueError:
-        return {}
-    return report if isinstance(report, dict) else {}
+    return parse_record(line) if line.startswith("{") else {}
 
 
 def main(argv: list[str]) -> int:

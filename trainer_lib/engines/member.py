@@ -27,6 +27,7 @@ from typing import Any
 from trainer_lib import guard
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch import follow, launch
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.records import to_record
@@ -118,7 +119,7 @@ def _changed(config: LaunchConfig, **changes: Any) -> LaunchConfig:
 def _keep_points_here() -> None:
     """Metrics wait for MLflow on this machine where it is not the one whose flow delivers them."""
     tracked = os.environ.get(TRACKED_RUN)
-    if tracked and json.loads(tracked).get("host") != socket.gethostname():
+    if tracked and parse_json(tracked).get("host") != socket.gethostname():
         os.environ.pop(SPOOL_DIR, None)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.refusal import unshared
 from trainer_lib.launch.variables import thread_variables
 from trainer_lib.storage import Store
@@ -223,7 +224,7 @@ class Ray:
     def _follow(self, line: str) -> None:
         """Note where the leading member is, and tell the others."""
         if line.startswith('{"started"'):
-            self._leader = str(json.loads(line)["started"])
+            self._leader = str(parse_json(line)["started"])
             self._tell_leader()
 
     def _tell_leader(self) -> None:
@@ -273,7 +274,7 @@ class Ray:
         ready, _ = self._ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout)
         for index, call in calls.items():
             try:
-                answers[index] = json.loads(self._ray.get(call, timeout=ANSWER_S if call in ready else 0))
+                answers[index] = parse_json(self._ray.get(call, timeout=ANSWER_S if call in ready else 0))
             except (self._ray.exceptions.ActorUnavailableError, self._ray.exceptions.GetTimeoutError):
                 self._silent.setdefault(index, asked)
             except self._ray.exceptions.RayActorError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from trainer_lib import guard
+from trainer_lib.json_text import parse_json
 
 KILL_S = 5.0
 MOST_LINES = 100_000
@@ -33,7 +34,7 @@ class Agent:
         """Describe this machine; `seen` says whether a file of the driver is there."""
         import ray
 
-        path = json.loads(text)["path"]
+        path = parse_json(text)["path"]
         node = ray.get_runtime_context().get_node_id()
         seen = path is None or Path(path).exists()
         host = ray.util.get_node_ip_address()
@@ -41,7 +42,7 @@ class Agent:
 
     def start(self, text: str) -> str:
         """Start the member, in an environment without what Ray sets for its own workers."""
-        asked = json.loads(text)
+        asked = parse_json(text)
         self._folder = tempfile.TemporaryDirectory(prefix="trainflow-ray-")
         folder = Path(self._folder.name)
         (folder / "job.json").write_text(asked["job"], encoding="utf-8")
@@ -81,7 +82,7 @@ class Agent:
         """Tell the member, which waits for it, where the leading machine is."""
         folder = Path(self._folder.name)
         written = folder / "address.new"
-        written.write_text(json.loads(text)["leader"], encoding="utf-8")
+        written.write_text(parse_json(text)["leader"], encoding="utf-8")
         written.replace(folder / "address")
         return "{}"
 
@@ -93,7 +94,7 @@ class Agent:
         """
         code = None if self._process is None else self._process.poll()
         with self._room:
-            read = max(0, int(json.loads(text)["after"]) - self._first)
+            read = max(0, int(parse_json(text)["after"]) - self._first)
             del self._lines[:read]
             self._first += read
             self._room.notify()
@@ -101,7 +102,7 @@ class Agent:
 
     def tell(self, text: str) -> str:
         """Have the workers save and end, or kill them, after which the member is gone."""
-        word = json.loads(text)["word"]
+        word = parse_json(text)["word"]
         if self._process is None or self._process.poll() is not None:
             return "{}"
         if word == "stop":  # as Slurm does it: what starts the workers ignores this signal

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from trainer_lib import errors
 from trainer_lib.engines import member
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
+from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.storage import Store
 
 # squeue and sacct are asked more seldom the longer nothing changes.
@@ -123,12 +124,12 @@ class Slurm:
     def _take_up(self) -> bool:
         """Find the job of an earlier driver. True if it does this very work, and goes on or has done it."""
         try:
-            record = json.loads((self._base / "placed.json").read_text(encoding="utf-8"))
+            record = read_json(self._base / "placed.json", dict)
             # The folder will be removed and the number cancelled: the file of a stranger must not choose others.
             if not re.fullmatch(r"\w+", record["folder"]) or not re.fullmatch(r"\d*", record.get("job") or ""):
                 return False
             folder = self._base / record["folder"]
-            same = json.loads((folder / "job.json").read_text(encoding="utf-8"))["request"]
+            same = read_json(folder / "job.json", dict)["request"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
         self._folder = folder
@@ -138,7 +139,7 @@ class Slurm:
             self._forget()
             return False
         self._look(patiently=True)
-        if same == json.loads(self._job.to_text())["request"] and (self._is_active() or self._has_said("result")):
+        if same == parse_json(self._job.to_text())["request"] and (self._is_active() or self._has_said("result")):
             self._record()
             return True
         deadline = time.monotonic() + COMMAND_S

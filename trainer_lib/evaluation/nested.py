@@ -13,6 +13,7 @@ import torch
 
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 
 Array = npt.NDArray[Any]
 _LEAF = "leaf"
@@ -131,7 +132,7 @@ def pack_tree(tree: Any) -> bytes:
 def unpack_tree(data: bytes) -> Any:
     """The tree that `pack_tree` packed; its arrays are read-only views of `data`."""
     header_bytes = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + header_bytes])
+    header = parse_json(data[8 : 8 + header_bytes])
     offset, arrays = 8 + header_bytes, []
     for dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))

@@ -25,6 +25,7 @@ from trainer_lib.evaluation.prediction_spool import (
     fill_padded,
     full_disk_named,
 )
+from trainer_lib.json_text import parse_json
 
 
 def pack_objects(tree: Any) -> bytes:
@@ -37,7 +38,7 @@ def pack_objects(tree: Any) -> bytes:
 def unpack_objects(data: bytes) -> Any:
     """The tree that `pack_objects` packed. Tuples come back as tuples, tensors as arrays."""
     form_bytes = int.from_bytes(data[:8], "little")
-    return _rebuild(json.loads(data[8 : 8 + form_bytes]), nested.unpack_tree(data[8 + form_bytes :]))
+    return _rebuild(parse_json(data[8 : 8 + form_bytes]), nested.unpack_tree(data[8 + form_bytes :]))
 
 
 def _describe_form(tree: Any, arrays: list[Any]) -> Any:

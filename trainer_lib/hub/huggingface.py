@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from trainer_lib.commit import content_digest
 from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
+from trainer_lib.json_text import read_json
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.outages import describe_outage
 
@@ -165,8 +166,7 @@ class HuggingFaceHub:
             if Path(path).stat().st_size > MAX_RECORD_BYTES:
                 return {}
             with contextlib.suppress(ValueError):
-                record = json.loads(Path(path).read_bytes())
-                return record if isinstance(record, dict) else {}
+                return read_json(Path(path), dict)
         return {}
 
     def _list_stale_paths(self, api: HfApi, head: str, content: Content, tree: dict[str, RepoFile]) -> list[str]:

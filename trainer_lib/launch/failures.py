@@ -8,7 +8,6 @@ stop, a rank that only lost contact.
 
 from __future__ import annotations
 
-import json
 import signal
 from typing import Any
 
@@ -21,6 +20,7 @@ from trainer_lib.errors import (
     TrainflowError,
     from_record,
 )
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.collective_lag import describe_lag
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.stacks import describe_places
@@ -96,7 +96,7 @@ def _stood_still(run_dir: RunDir, ending: Ending, what: str, field: str) -> Trai
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

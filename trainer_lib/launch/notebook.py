@@ -20,6 +20,7 @@ from typing import Any
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
 from trainer_lib.guard import PR_SET_PDEATHSIG, prctl
+from trainer_lib.json_text import parse_json
 from trainer_lib.kept_process import variables_kept
 from trainer_lib.launch.config import LaunchConfig, resolve_config
 from trainer_lib.launch.failures import signal_name
@@ -157,7 +158,7 @@ def _collect(children: Mapping[Connection, tuple[int, BaseProcess]]) -> Any:
 
 def _receive(connection: Connection) -> dict[str, Any] | None:
     try:
-        result: dict[str, Any] = json.loads(connection.recv_bytes())
+        result: dict[str, Any] = parse_json(connection.recv_bytes())
     except (EOFError, OSError):
         return None
     return result

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trainer_lib.errors import StorageError, from_exception
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.config import LaunchConfig, from_settings
 from trainer_lib.launch.refusal import unshared
@@ -79,7 +80,7 @@ class Owner:
         found = []
         for name in sorted(filter(_REPORT.fullmatch, self._folder.children())):
             if (data := self._folder.read_if_exists(name, limit=_LIMIT)) is not None:
-                report = json.loads(data)
+                report = parse_json(data)
                 found += [(int(report["number"]), message) for message in report["messages"]]
                 self._folder.delete(name)
         return found
@@ -160,7 +161,7 @@ class Reporter:
 
 def launch_reported(text: str) -> str:
     """Carry out a request as the text of `Owner.job` says, on this machine; return as text how it ended."""
-    asked = json.loads(text)
+    asked = parse_json(text)
     try:
         request = read_request(asked["request"])
         folder = Store.open(request.output).child(CLAIMS, asked["folder"])

@@ -34,6 +34,7 @@ from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageFullError, is_full_disk
 from trainer_lib.guard import Process, is_alive, send_signal, start_time
+from trainer_lib.json_text import parse_json, read_json
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
@@ -126,10 +127,9 @@ class RunDir:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return the content of a file; None if it was never written."""
         try:
-            value: dict[str, Any] = json.loads((self.path / name).read_text())
+            return read_json(self.path / name, dict)
         except (OSError, ValueError):
             return None
-        return value
 
     def read_errors(self) -> list[dict[str, Any]]:
         """Return the failure records of all ranks, earliest first."""
@@ -150,7 +150,7 @@ class RunDir:
         events = []
         for line in complete.splitlines():
             with suppress(ValueError):  # a line that a full disk has cut
-                events.append(json.loads(line))
+                events.append(parse_json(line, dict))
         return events
 
     def format_stacks(self) -> str:

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from typing import IO, Any, Protocol
 
 from trainer_lib.guard import Process, is_alive, is_stopped, send_signal
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.conditions import can_be_warm, read_conditions, read_umask, read_variables
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.run_dir import RunDir
@@ -380,5 +381,5 @@ def _receive(answer: socket.socket) -> dict[str, Any] | None:
         data = answer.recv(4096)
     except ConnectionError:
         return None
-    told: dict[str, Any] | None = json.loads(data) if data else None
+    told: dict[str, Any] | None = parse_json(data) if data else None
     return told

@@ -31,10 +31,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
 from trainer_lib.guard import Process, is_gone, start_time
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
@@ -75,13 +76,13 @@ class Holder:
     def from_bytes(cls, data: bytes) -> Holder | None:
         """Parse what `to_bytes` rendered; None for anything else."""
         try:
-            record: dict[str, Any] = json.loads(data)
+            record = parse_json(data, dict)
             holder = cls(**record)
             texts = (holder.id, holder.machine, holder.started, holder.since)
             # A day at the most: a file of unknown origin must not lock a folder for ever.
             is_valid = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
             return holder if is_valid and isinstance(holder.pid, int) else None
-        except (ValueError, TypeError, OverflowError, RecursionError):
+        except (ValueError, TypeError, OverflowError):
             return None
 
     def to_bytes(self) -> bytes:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from trainer_lib.errors import Interrupted
 from trainer_lib.guard import OWNER, is_stopped, start_time
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.user_folders import state_folder
 
@@ -137,7 +138,7 @@ class Queue:
         for path in sorted(self._folder.glob("*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 if not _remove_if_unused(path):
-                    record = json.loads(path.read_bytes()[:_LIMIT])
+                    record = parse_json(path.read_bytes()[:_LIMIT])
                     yield path, Ticket(**{**record, "devices": tuple(record["devices"])})
 
     @contextlib.contextmanager

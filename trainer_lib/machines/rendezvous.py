@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.json_text import parse_json
 
 POLL_S = 0.2
 FIRST_S = 0.02
@@ -90,11 +91,11 @@ class Rendezvous:
 
     def get(self, key: str) -> Any:
         """Return the value of a key at once; None when it has none yet."""
-        return self._try(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        return self._try(lambda: parse_json(self._store.get(key)) if self._store.check([key]) else None)
 
     def get_all(self, keys: list[str]) -> list[Any]:
         """Return the values of keys that all have one, in one operation however many they are."""
-        return [json.loads(value) for value in self._try(lambda: self._store.multi_get(keys))] if keys else []
+        return [parse_json(value) for value in self._try(lambda: self._store.multi_get(keys))] if keys else []
 
     def add(self, key: str, more: int = 1) -> int:
         """Add to a number and return the result; adding 0 only reads it."""

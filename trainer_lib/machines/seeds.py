@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import api
 
+from trainer_lib.json_text import parse_json
 from trainer_lib.machines.forked import become
 
 POLL_S = 0.02
@@ -112,7 +113,7 @@ def _wait_to_grow(pipe: int) -> NoReturn:
     os.setsid()  # as torchrun starts a worker
     try:
         with os.fdopen(pipe) as file:
-            asked = json.load(file)
+            asked = parse_json(file.read())
     except (OSError, ValueError):  # the agent has ended
         os._exit(1)
     become(asked["command"], asked["environment"])

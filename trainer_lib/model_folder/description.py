@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.commit import content_digest
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import parse_json
 from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, relative_problem
 
@@ -119,11 +119,9 @@ def read_description(data: bytes, where: str) -> ModelDescription:
         DamagedError: it is not such a file. ConfigError: a newer version wrote it.
     """
     try:
-        record = json.loads(data)
+        record = parse_json(data, dict)
     except ValueError as error:
-        raise DamagedError(f"The description of the model is not JSON ({error}).", field=where) from error
-    if not isinstance(record, Mapping):
-        raise DamagedError("The description of the model is not a mapping.", field=where)
+        raise DamagedError(f"The description of the model cannot be read: {error}.", field=where) from error
     if record.get("format") != FORMAT:
         raise ConfigError(
             f"The description has format {record.get('format')!r}, and this version reads format {FORMAT}.",

@@ -11,7 +11,6 @@ reading one leads to no other machine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import parse_json, seal_of
 from trainer_lib.records import from_record, to_record
 from trainer_lib.secrets import mask_value
 from trainer_lib.storage import FileEntry, Store, relative_problem
@@ -117,8 +117,8 @@ class Lineage:
         """The contents of the file, without secrets; equal lineages have equal bytes. Its seal covers all of it."""
         plain = {"format": FORMAT, **mask_value("", to_record(self))}
         # Through JSON: the seal covers what a reader of the file gets.
-        record = json.loads(json.dumps(plain, allow_nan=False))
-        return json.dumps({**record, "seal": _seal(record)}, indent=1, sort_keys=True).encode() + b"\n"
+        record = parse_json(json.dumps(plain, allow_nan=False))
+        return json.dumps({**record, "seal": seal_of(record)}, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def read_lineage(data: bytes, where: str) -> Lineage:
@@ -131,11 +131,9 @@ def read_lineage(data: bytes, where: str) -> Lineage:
         ConfigError: trainflow did not write this, or a newer version did. DamagedError: its seal does not fit.
     """
     try:
-        record = json.loads(data)
-    except (ValueError, RecursionError) as error:  # ValueError: also malformed UTF-8
-        raise _bad("is not JSON", where) from error
-    if not isinstance(record, dict):
-        raise _bad("is not a mapping", where)
+        record = parse_json(data, dict)
+    except ValueError as error:
+        raise _bad(f"cannot be read: {error}", where) from error
     if record.get("format") != FORMAT:
         raise ConfigError(
             f"The lineage has format {record.get('format')!r}, and this version reads format {FORMAT}.",
@@ -143,11 +141,11 @@ def read_lineage(data: bytes, where: str) -> Lineage:
             remedy="Read it with the version of trainflow that wrote it.",
         )
     seal = record.pop("seal", None)
-    expected = _seal(record)
+    expected = seal_of(record)
     record.pop("format")
     try:
         lineage = from_record(Lineage, record, name=FILE, ignore_unknown=True)
-    except (ConfigError, RecursionError) as error:
+    except ConfigError as error:
         raise _bad(f"has another form ({error})", where) from error
     for problem in _problems(lineage):
         raise _bad(problem, where)
@@ -200,10 +198,6 @@ def _problems(lineage: Lineage) -> Iterator[str]:
 def _digest_problems(what: str, digests: Iterable[str | None]) -> Iterator[str]:
     if not all(digest is None or _SHA256.fullmatch(digest) for digest in digests):
         yield f"has a digest of {what[:100]} that is not a SHA-256"
-
-
-def _seal(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _bad(what: str, where: str) -> ConfigError:

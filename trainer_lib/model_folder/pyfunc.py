@@ -7,7 +7,6 @@ executes code that lies among its artifacts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from trainer_lib.data.given_rows import known_columns
 from trainer_lib.errors import DamagedError, DataError
+from trainer_lib.json_text import read_json
 from trainer_lib.model_folder.locate import PIN, find_model, require_weights
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _load_pyfunc(path: str) -> PyfuncModel:
 
     found = find_model(path)
     require_weights(found)
-    pinned = json.loads((Path(path) / PIN).read_bytes())
+    pinned = read_json(Path(path) / PIN, dict)
     if found.digest() != pinned["digest"]:
         raise DamagedError(
             "The model is not the one that was logged.",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.json_text import parse_json
 from trainer_lib.recipe_functions import kind_of
 from trainer_lib.storage import FileEntry, Store
 
@@ -58,7 +59,7 @@ class PrepareOutput:
         """A copy of `info` as it will be read back. Raises DataError when a value is not JSON."""
         try:
             # Through JSON, as later stages read it: a tuple becomes a list here and not only there.
-            copied: dict[str, Any] = json.loads(json.dumps(self.info, allow_nan=False))
+            copied: dict[str, Any] = parse_json(json.dumps(self.info, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"The values in out.info must be JSON ({error}).",

@@ -20,6 +20,7 @@ from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.outputs import BestRun
 from trainer_lib.suggestions import suggestion
 
@@ -172,7 +173,7 @@ def json_values(given: Any, remedy: str) -> dict[str, Any]:
             remedy=remedy,
         )
     try:
-        values: dict[str, Any] = json.loads(json.dumps({str(name): _plain(value) for name, value in given.items()}))
+        values: dict[str, Any] = parse_json(json.dumps({str(name): _plain(value) for name, value in given.items()}))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"The function returned a value that is not JSON: {error}.",

@@ -24,6 +24,7 @@ import ray
 from ray import tune
 
 from trainer_lib.errors import ConfigError, TrainflowError, first_line, from_record
+from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.kept_process import signals_kept, variables_kept
 from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import SearchHooks, SearchSettings, json_values
@@ -106,8 +107,7 @@ def _read_pointer() -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     with checkpoint.as_directory() as folder:
-        pointer: dict[str, Any] = json.loads((Path(folder) / _POINTER).read_text(encoding="utf-8"))
-    return pointer
+        return read_json(Path(folder) / _POINTER, dict)
 
 
 class _Stops(tune.Stopper):  # type: ignore[misc]  # Ray is not there for every type check
@@ -119,7 +119,7 @@ class _Stops(tune.Stopper):  # type: ignore[misc]  # Ray is not there for every 
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         if FAILURE in result:
-            record = json.loads(result[FAILURE])
+            record = parse_json(result[FAILURE])
             failure = from_record(record)
             if record["alone"]:
                 _log.warning("Trial %s failed; the search continues: %s", trial_id, failure)

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_lib.json_text import parse_json
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -72,7 +74,7 @@ def decode_value(axis: Axis, value: Any) -> Any:
     """The value that Optuna keeps as the field has it."""
     if axis.choices is None and axis.step is not None and not axis.is_whole:
         return float(f"{value:.12g}")  # 0.3, and not the sum 0.30000000000000004
-    return value if axis.choices is None or _is_plain(axis) else json.loads(value)
+    return value if axis.choices is None or _is_plain(axis) else parse_json(value)
 
 
 def _is_plain(axis: Axis) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.errors import TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 from trainer_lib.trackers.line_file import LineFile
 
@@ -65,7 +66,7 @@ class JsonlTracker:
 
 def _step(line: bytes) -> int:
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return -1
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.names import group_log
@@ -59,7 +60,7 @@ class MLflowTracker:
         head: dict[str, Any] = {"tracking_uri": mask(default_tracking_uri()), "dedupe": True}
         self._params, self._is_delivered = None, False
         if pipeline := os.environ.get(TRACKED_RUN):
-            run = json.loads(pipeline)
+            run = parse_json(pipeline)
             self._name = group_log
             # The flow's process delivers, unless it is on another machine, which does not see this spool.
             self._is_delivered = run.pop("host", None) == socket.gethostname()
@@ -141,7 +142,7 @@ class MLflowTracker:
         memo = self._root / "run.json"
         if resume:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                known = json.loads(memo.read_bytes())
+                known = read_json(memo)
                 if known["tracking_uri"] == tracking_uri:
                     return str(known["token"])
         token = uuid.uuid4().hex

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 from trainer_lib.records import from_record, to_record
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
 from trainer_lib.trackers.model_record import DIGEST_TAG, Flavor
@@ -180,7 +181,7 @@ def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tu
         client.set_registered_model_alias(asked.name, CANDIDATE, version)
     known = client.get_model_version(asked.name, version).tags.get(VERDICT_TAG)
     if known is not None:  # decided: what people have moved since stays
-        return version, from_record(Verdict, json.loads(known))
+        return version, from_record(Verdict, parse_json(known))
     try:
         verdict = promote(client, asked.name, version, alias=asked.alias)
     except ConfigError as refused:
@@ -252,7 +253,7 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
             aliases.setdefault(str(version), []).append(alias)
         for each in sorted(versions_of(client, model.name), key=lambda one: -int(one.version)):
             score = each.tags.get(SCORE_TAG)
-            shown = {key: value for key, value in json.loads(score).items() if key != "resampled"} if score else None
+            shown = {key: value for key, value in parse_json(score).items() if key != "resampled"} if score else None
             verdict = each.tags.get(VERDICT_TAG)
             yield {
                 "name": model.name,
@@ -260,7 +261,7 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
                 "aliases": sorted(aliases.get(str(each.version), [])),
                 "description": each.description or "",
                 "score": shown,
-                "verdict": json.loads(verdict) if verdict else None,
+                "verdict": parse_json(verdict) if verdict else None,
                 "tags": {key: value for key, value in each.tags.items() if key not in (SCORE_TAG, VERDICT_TAG)},
                 "run_id": each.run_id,
                 "digest": each.tags.get(DIGEST_TAG),
@@ -305,7 +306,7 @@ def _score_of(client: Any, name: str, version: str) -> Score | None:
     text = found.tags.get(SCORE_TAG)
     if text is None:
         return None
-    score = from_record(Score, json.loads(text))
+    score = from_record(Score, parse_json(text))
     if score.resampled or not found.run_id:  # an older version has them in its tag
         return score
     path = _resamples_path(name, found.tags.get(DIGEST_TAG, ""))
@@ -322,7 +323,7 @@ def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
         sizes = {each.path: each.file_size for each in client.list_artifacts(run_id, _ARTIFACTS)}
         if sizes.get(path, _RESAMPLES_BYTES) >= _RESAMPLES_BYTES:
             return ()
-        return tuple(float(value) for value in json.loads(client.read_artifact(run_id, path)))
+        return tuple(float(value) for value in parse_json(client.read_artifact(run_id, path)))
     except (GoneError, RefusedError, ValueError, TypeError):
         return ()
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_record, read_json
 from trainer_lib.storage import Store
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
@@ -223,7 +224,7 @@ class Session:
                 continue
             session = cls(path, {})
             try:
-                session.head = dict(json.loads((path / "session.json").read_bytes()))
+                session.head = read_json(path / "session.json", dict)
                 session.state = _read_state(path)
                 # In this order: nothing is written once it is over.
                 session.over = session.is_over()
@@ -268,11 +269,7 @@ class Session:
                 offset += len(line)
                 if not line.endswith(b"\n") or offset > limit:
                     return
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    record = {}
-                yield (record if isinstance(record, dict) else {}), offset
+                yield parse_record(line), offset
 
     def save_state(self) -> None:
         """Write state.json. Raises OSError."""
@@ -326,7 +323,7 @@ def sole_delivery(root: Path) -> Iterator[bool]:
 def known_run(root: Path, token: str) -> dict[str, str]:
     """Return `run_id` and `experiment_id` behind a token; empty while the server was never reached."""
     with contextlib.suppress(OSError, ValueError):
-        return {str(key): str(value) for key, value in json.loads((root / f"{token}.run").read_bytes()).items()}
+        return {str(key): str(value) for key, value in read_json(root / f"{token}.run", dict).items()}
     return {}
 
 
@@ -346,7 +343,7 @@ def _line_of(record: Mapping[str, Any]) -> bytes:
 def _read_state(path: Path) -> State:
     names = {each.name for each in fields(State)}
     try:
-        stored = json.loads((path / "state.json").read_bytes())
+        stored = read_json(path / "state.json", dict)
         return State(**{name: value for name, value in stored.items() if name in names})
     except FileNotFoundError:
         return State()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib import distributed
+from trainer_lib.json_text import parse_json
 from trainer_lib.outputs import speed_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.base import TrainerBase
@@ -73,7 +74,7 @@ class ReportingMethods(TrainerBase):
         store.write_bytes(f"{split}_results.json", _as_json(metrics))
         if combined:
             present = store.read_if_exists("all_results.json", limit=1 << 24)
-            everything = json.loads(present) if present else {}
+            everything = parse_json(present) if present else {}
             store.write_bytes("all_results.json", _as_json({**everything, **metrics}))
 
     def save_state(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.run_dir import RunDir
 
 POLL_S = 0.25  # an owner waits two seconds for stacks and traces
@@ -50,7 +51,7 @@ def read_trace(rank: int) -> dict[str, Any]:
         if dump is None:
             continue
         try:
-            recorded = json.loads(dump())
+            recorded = parse_json(dump())
         except (RuntimeError, ValueError, TypeError) as error:
             trace["recorders"][backend] = {"note": f"torch could not show it: {error}"}
             continue

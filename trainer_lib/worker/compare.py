@@ -6,7 +6,6 @@ state and counter in them. What differs is opened, and the first difference in i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from trainer_lib.checkpoint.layout import TRAINER_STATE, TRAINING_ARGS
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.commit import verify_files
 from trainer_lib.errors import DamagedError
+from trainer_lib.json_text import parse_json
 from trainer_lib.requests import CompareRequest, CompareResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.session import Work
@@ -179,7 +179,7 @@ def _without_places(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _json(info: CheckpointInfo, name: str) -> dict[str, Any]:
-    return dict(json.loads(Store.open(info.url).read_bytes(name)))
+    return parse_json(Store.open(info.url).read_bytes(name), dict)
 
 
 def _rank(name: str) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, measure_slices
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.hub.card import tidy_metrics
+from trainer_lib.json_text import parse_json
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
@@ -180,7 +181,7 @@ def _digest_rows(request: EvaluateRequest, split: str) -> str:
 def _history(model_url: str) -> list[dict[str, Any]]:
     """The log of the train stage, which lies beside the exported model; empty for a model from elsewhere."""
     stage = Store.open(model_url.rstrip("/").rpartition("/")[0])
-    return list(json.loads(stage.read_bytes(HISTORY))) if stage.exists(HISTORY) else []
+    return list(parse_json(stage.read_bytes(HISTORY))) if stage.exists(HISTORY) else []
 
 
 def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:

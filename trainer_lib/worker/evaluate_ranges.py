@@ -28,6 +28,7 @@ from trainer_lib.errors import DamagedError
 from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
 from trainer_lib.evaluation.metric_sums import RangeMetrics, RangeSums
 from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.recipes import DataInfo
 from trainer_lib.requests import EvaluateRequest
@@ -103,8 +104,7 @@ class RangeEvaluation:
         return sum_parts(self._store, split, rows=rows, rows_per_range=self._request.rows_per_range)
 
     def _read(self, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._store.read_bytes(path, limit=_LIMIT))
-        return found
+        return parse_json(self._store.read_bytes(path, limit=_LIMIT), dict)
 
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
         trainer, before = self._trainer, self._trainer.compute_metrics

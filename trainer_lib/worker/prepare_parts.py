@@ -21,6 +21,7 @@ from trainer_lib.data.row_id_check import count_repeated_ids
 from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
 from trainer_lib.data.unusual_data import describe_unusual
 from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.json_text import parse_json
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.recipe_failures import vanished_source
 from trainer_lib.recipes import PrepareOutput
@@ -45,7 +46,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult:
         listed = _list(work, store)
         _parts_of(work, store, listed).forget_damaged(len(listed["sources"]))
     else:
-        listed = json.loads(store.read_bytes(SOURCES, limit=_LIMIT))
+        listed = parse_json(store.read_bytes(SOURCES, limit=_LIMIT))
     parts = _parts_of(work, store, listed)
     if step in ("all", "parts"):
         _write_parts(work, store, listed["sources"], parts)

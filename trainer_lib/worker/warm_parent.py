@@ -26,6 +26,7 @@ from typing import Any
 
 from trainer_lib import guard
 from trainer_lib.guard import Guard, start_time
+from trainer_lib.json_text import parse_json
 from trainer_lib.launch.warm import REFUSED
 from trainer_lib.machines import forked
 from trainer_lib.worker import session  # noqa: F401 (its exit handler has to run last, so it is registered first)
@@ -116,7 +117,7 @@ class WarmParent:
         file, control, output, answer, folder, *held = descriptors
         with os.fdopen(file) as text:
             text.seek(0)
-            asked = json.load(text)
+            asked = parse_json(text.read())
         told = socket.socket(fileno=answer)
         verb = asked["command"][-2]  # of a worker and of an agent
         if not _load(LATER.get(verb, ())):

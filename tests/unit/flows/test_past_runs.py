@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from flows.past_runs import find_run, list_runs, newest_unfinished, read_tags, tag_run, untag_run
-from trainer_lib.errors import ConfigError
+from flows.garbage import find_garbage, remove_garbage
+from flows.past_runs import (
+    find_run,
+    list_runs,
+    newest_unfinished,
+    read_record,
+    read_tags,
+    tag_run,
+    untag_run,
+    write_record,
+)
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.locks.removal import remove_run
 from trainer_lib.storage import Store
 
@@ -46,6 +56,28 @@ def refused(storage: Path, text: str, pipeline: str | None = "toy") -> ConfigErr
 def test_runs_are_listed_newest_first_and_torn_records_are_none(storage: Path) -> None:
     assert [run.id for run in list_runs(str(storage))] == [OTHER, SECOND, FIRST]
     assert list_runs(str(storage / "nowhere")) == []
+
+
+@pytest.mark.parametrize(
+    "damage", ["[" * 100_000, "a digit", '{"name": "to', "[]", '{"name": ' * 500, "\xff", " " * (17 << 20)]
+)
+def test_a_damaged_record_is_named_once_and_the_other_runs_are_listed(
+    storage: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Store.open(str(storage)).child("runs", FIRST)
+    write_record(folder, {**read_record(folder), "metrics": {"test_accuracy": 0.125}})
+    assert find_run(str(storage), FIRST, field="RUN").metrics == {"test_accuracy": 0.125}
+    file = storage / "runs" / FIRST / "run.json"
+    file.write_text(file.read_text().replace("0.125", "0.925") if damage == "a digit" else damage, encoding="latin-1")
+    for _ in range(3):
+        assert [run.id for run in list_runs(str(storage))] == [OTHER, SECOND]
+    assert [FIRST in record.getMessage() for record in caplog.records].count(True) == 1
+    with pytest.raises(DamagedError, match=r"record of a run is damaged: .*\.") as caught:
+        find_run(str(storage), FIRST, field="RUN")
+    assert str(caught.value.field).endswith(f"{FIRST}/run.json")
+    if damage == "a digit":  # what it referred to is not known
+        with pytest.raises(DamagedError, match="record of a run is damaged"):
+            remove_garbage(str(storage), find_garbage(str(storage)))
 
 
 @pytest.mark.parametrize("text", [FIRST, "3fa9c1", "a" * 32])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import statistics
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.search.ledger import DATABASE, Claim, Ledger
 from trainer_lib.search.study_design import Axis, Design
 
@@ -162,6 +164,45 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
         claim = opened.claim(of)
         claim.complete(values)
     assert of.best() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE trial_values SET value = value - 0.001",
+        "UPDATE trial_params SET param_value = param_value * 1.5",
+        "UPDATE trial_intermediate_values SET intermediate_value = 0.01",
+        "UPDATE trial_user_attributes SET value_json = '{\"run\": \"a\"}' WHERE key = 'trainflow:notes'",
+        "UPDATE trial_user_attributes SET value_json = '\"0\"' WHERE key = 'trainflow:seal'",
+    ],
+)
+def test_a_trial_whose_values_were_changed_after_its_end_is_named_and_decides_nothing(
+    opened: Opened, tmp_path: Path, change: str
+) -> None:
+    design = Design((RATE,), ("minimize",), trials=3)
+    first = ledger(opened, tmp_path, design)
+    for value in (0.5, 1e-300):
+        claim = opened.claim(first)
+        claim.report(10, 0.7)
+        claim.note(seconds=1.5)
+        claim.complete([value])
+        claim.release()
+    again = ledger(opened, tmp_path, design)
+    assert (again.best(), len(again.trials())) == ([1], 2)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
+        assert database.execute(f"{change}{' AND' if 'WHERE' in change else ' WHERE'} trial_id = 2").rowcount == 1
+    last = ledger(opened, tmp_path, design)
+    for decide in (last.best, last.trials, last.claim):
+        with pytest.raises(DamagedError, match="values of trial 1 were changed"):
+            decide()
+
+
+def test_a_trial_of_an_earlier_version_has_no_seal_and_counts(opened: Opened, tmp_path: Path) -> None:
+    claim = opened.claim(ledger(opened, tmp_path))
+    claim.complete([0.5])
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
+        database.execute("DELETE FROM trial_user_attributes WHERE key = 'trainflow:seal'")
+    assert ledger(opened, tmp_path).best() == [0]
 
 
 def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,14 +181,28 @@ def test_a_metric_that_is_not_measured_is_refused_by_name(project: FollowedStage
     assert error.value.field == "train.args.metric_for_best_model"
 
 
-def test_a_damaged_record_is_named(project: FollowedStage) -> None:
+@pytest.mark.parametrize("damage", [b'{"format": 1}', b"[" * 100_000, b"a digit"])
+def test_a_damaged_record_is_named(project: FollowedStage, damage: bytes) -> None:
     project.save(1)
     project.follower().work()
     [file] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
-    project.stage.write_bytes(f"follow/{file}", b'{"format": 1}')
+    written = project.stage.read_bytes(f"follow/{file}")
+    loss = repr(LOSSES[1]).encode()
+    assert loss in written
+    project.stage.write_bytes(f"follow/{file}", written.replace(loss, b"0.125") if damage == b"a digit" else damage)
     with pytest.raises(DamagedError, match="record of an evaluation") as error:
         project.follower().begin()
     assert str(error.value.field).endswith(file)
+
+
+def test_an_evaluation_of_an_earlier_version_has_no_seal_and_counts(project: FollowedStage) -> None:
+    project.save(1)
+    project.follower().work()
+    [file] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
+    record = json.loads(project.stage.read_bytes(f"follow/{file}"))
+    assert record.pop("seal")
+    project.stage.write_bytes(f"follow/{file}", json.dumps(record).encode())
+    assert [each.step for each in Evaluations(project.stage).read()] == [1]
 
 
 def _evaluation(project: FollowedStage, step: int) -> Evaluation:

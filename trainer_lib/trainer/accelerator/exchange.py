@@ -18,6 +18,7 @@ from accelerate.utils import recursively_apply
 from trainer_lib.data.items import MAPPINGS
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
+from trainer_lib.json_text import parse_json
 
 _MOST_DIMENSIONS = 8
 _DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
@@ -199,7 +200,7 @@ def pack_objects(tree: Any) -> bytes:
 def unpack_objects(data: bytes) -> Any:
     """The tree that `pack_objects` packed, with its tensors on the CPU."""
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
+    header = parse_json(data[8:end])
     dtypes = {str(each): each for each in _DTYPES}
     tensors = []
     for name, shape in header["tensors"]:
