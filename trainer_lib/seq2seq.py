@@ -23,6 +23,7 @@ from trainer_lib.data.items import batch_size_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.outputs import PredictionOutput
 from trainer_lib.trainer import Trainer
+from trainer_lib.trainer.models import refuse_names
 from trainer_lib.trainer.signatures import parameters_of, takes
 
 _DEFAULT_NEW_TOKENS = 20  # the limit of transformers when nothing else sets one
@@ -76,12 +77,15 @@ class Seq2SeqTrainer(Trainer):
             if isinstance(gen_config_arg, kind):
                 config: Any = copy.deepcopy(gen_config_arg)
             elif isinstance(gen_config_arg, Mapping):
+                refuse_names(gen_config_arg, kind(), field="generation_config")
                 config = kind(**gen_config_arg)
             elif Path(gen_config_arg).is_file():
                 config = kind.from_pretrained(Path(gen_config_arg).parent, Path(gen_config_arg).name)
             else:
                 config = kind.from_pretrained(gen_config_arg)
             config.validate(strict=True)
+        except ConfigError:
+            raise
         except (OSError, ValueError, TypeError) as error:
             shown = gen_config_arg if isinstance(gen_config_arg, str | Path) else type(gen_config_arg).__name__
             raise ConfigError(

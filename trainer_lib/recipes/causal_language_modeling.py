@@ -217,9 +217,6 @@ def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
 
 
 def _load_model(place: str, chosen: Mapping[str, Any], data: DataInfo) -> Any:
-    if chosen["config"]:
-        what = "A model that is loaded has its own configuration."
-        raise ConfigError(what, field="train.model.config", value=chosen["config"], remedy="Remove it.")
     vocabulary = data.info["vocabulary"]
     return load_causal_model(place, dtype=chosen["dtype"], vocabulary=vocabulary, field="train.model")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.tokenizing import import_transformers, no_model
+from trainer_lib.recipes.tokenizing import import_transformers, new_config, no_model
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 """Types of a loaded model's weights."""
@@ -22,11 +22,13 @@ ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What a model has to know of its tokenizer besides the number of its tokens."""
 
 
-def new_causal_model(config: Mapping[str, Any], *, length: int, vocabulary: int, ends: Mapping[str, Any]) -> Any:
-    """A model with weights at random, for rows of `length` tokens."""
-    library = import_transformers()
+def new_causal_model(
+    config: Mapping[str, Any], *, length: int, vocabulary: int, ends: Mapping[str, Any], field: str = "train.model"
+) -> Any:
+    """A model with weights at random, for rows of `length` tokens; `field` holds its `config`."""
     given = {"max_position_embeddings": length, "vocab_size": vocabulary, **ends}
-    return library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(**{**SMALL, **given, **config}))
+    made = new_config({**SMALL, **given, **config}, config, field=f"{field}.config")
+    return import_transformers().AutoModelForCausalLM.from_config(made)
 
 
 def load_causal_model(place: str, *, dtype: str, vocabulary: int, field: str) -> Any:

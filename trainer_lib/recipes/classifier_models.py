@@ -11,7 +11,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.data_info import DataInfo
 from trainer_lib.recipes.lora_adapters import add_adapters
 from trainer_lib.recipes.model_places import one_of
-from trainer_lib.recipes.tokenizing import import_transformers, no_model
+from trainer_lib.recipes.tokenizing import import_transformers, new_config, no_model
 
 FIELD = "train.model"
 MODEL: dict[str, Any] = {"pretrained": None, "folder": None, "config": {}, "new_head": False, "lora": {}}
@@ -71,7 +71,7 @@ def build_with_head(
     automatic = getattr(library, f"AutoModel{head}")
     if place is None:
         given = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **settings}
-        config = library.AutoConfig.for_model(**{**small, **chosen["config"]}, **given)
+        config = new_config({**small, **chosen["config"], **given}, chosen["config"], field=f"{FIELD}.config")
         model: nn.Module = automatic.from_config(config)
     else:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.tokenizing import import_transformers, no_model
+from trainer_lib.recipes.tokenizing import import_transformers, new_config, no_model
 
 TIMM = "timm_wrapper"
 """The type that transformers gives to the models of timm."""
@@ -112,8 +112,10 @@ def new_image_model(
         import_timm(str(config.get("architecture", TIMM)), field="train.model.config")
         given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
     try:
-        settings = library.AutoConfig.for_model(**given)
+        settings = new_config(given, config, field="train.model.config")
         model: nn.Module = library.AutoModelForImageClassification.from_config(settings)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise no_model(str(config["model_type"]), error, field="train.model.config") from error
     return model

@@ -57,7 +57,12 @@ from trainer_lib.recipes.preferred_pairs import (
 from trainer_lib.recipes.raw_texts import batch_prompts, continue_prompts
 from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
-from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_byte_tokenizer, load_tokenizer
+from trainer_lib.recipes.tokenizing import (
+    keep_tokenizer,
+    kept_tokenizer,
+    learn_byte_tokenizer,
+    load_tokenizer,
+)
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
@@ -140,9 +145,6 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         train = (texts[name][row] for row in table.splits["train"].tolist() for name in texts)
         tokenizer = learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
     else:
-        if chosen["config"]:
-            what = "A model that is loaded has its own configuration."
-            raise ConfigError(what, field=f"{FIELD}.config", value=chosen["config"], remedy="Remove it.")
         require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
         tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
     preferred, others, num_cut = table.answers(tokenizer)

@@ -47,7 +47,7 @@ class FirstModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(info["seed"])
             facts = {"length": info["max_length"], "vocabulary": info["vocabulary"], "ends": info["ends"]}
-            return new_causal_model(info["config"], **facts)
+            return new_causal_model(info["config"], **facts, field="prepare.options")
 
     def once(self, device: torch.device) -> Any:
         """The model in evaluation mode, built at the first call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.packing import Document
+from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -201,6 +202,27 @@ def no_model(place: str, error: Exception, *, field: str) -> ConfigError:
         value=place,
         remedy="Check the name; without a network, give the folder of a model (folder: PATH), or none, for a new one.",
     )
+
+
+def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: str) -> Any:
+    """A configuration of transformers for a model at random, which keeps any name without a word.
+
+    Args:
+        settings: all of them, with the `model_type`.
+        own: those that the user gave.
+        field: the setting that holds these.
+
+    Raises:
+        ConfigError: there is no such type of model, or no such setting.
+    """
+    from trainer_lib.trainer.models import refuse_names
+
+    library, kind = import_transformers(), str(settings["model_type"])
+    if kind not in library.CONFIG_MAPPING:
+        remedy = suggestion(kind, library.CONFIG_MAPPING, listing=False)
+        raise ConfigError("transformers has no such model.", field=f"{field}.model_type", value=kind, remedy=remedy)
+    refuse_names(own, library.AutoConfig.for_model(kind), field=field)
+    return library.AutoConfig.for_model(**settings)
 
 
 def import_transformers() -> Any:

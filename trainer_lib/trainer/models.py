@@ -21,6 +21,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.suggestions import suggestion
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")
 """Children under which peft keeps trained copies, besides those that its layers name in `adapter_layer_names`."""
@@ -210,6 +211,18 @@ def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> s
 # -- settings for training ---------------------------------------------------------------------------------------------
 
 
+def refuse_names(own: Mapping[str, Any], config: Any, *, field: str) -> None:
+    """Raise ConfigError for a name that a configuration of transformers does not have: it would keep it silently."""
+    known = {*config.to_dict(), *getattr(config, "attribute_map", ()), "attn_implementation"}
+    known |= {"rope_theta", "rope_scaling", "partial_rotary_factor"} if hasattr(config, "rope_parameters") else set()
+    for name, value in own.items():
+        if name not in known and not hasattr(config, name):
+            what, remedy = f"{type(config).__name__} has no such setting.", suggestion(name, known, listing=False)
+            raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
+        if isinstance(value, Mapping) and callable(getattr(getattr(config, name, None), "to_dict", None)):
+            refuse_names(value, getattr(config, name), field=f"{field}.{name}")
+
+
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
     """Switch recomputation on; with adapters, let gradients reach them through the frozen embedding.
 
@@ -225,6 +238,8 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     settings = {"use_reentrant": False, **(kwargs or {})}
     own = {name: settings.pop(name) for name in list(settings) if name in parameters}
     if bundle is not None:
+        if is_transformers(innermost(model)):
+            _refuse_checkpointing_names(settings)
         own[bundle] = settings
     elif kwargs and settings.keys() & kwargs.keys():
         raise ConfigError(
@@ -240,6 +255,17 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
     requires_grads = getattr(model, "enable_input_require_grads", None)
     if _has_adapters(model) and callable(requires_grads):
         requires_grads()
+
+
+def _refuse_checkpointing_names(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what torch's checkpoint() does not know: it would hand that on to the layers."""
+    parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+    known = [name for name in parameters if name not in ("function", "args", "kwargs")] + ["preserve_rng_state"]
+    for name in settings:
+        if name not in known:
+            field = f"gradient_checkpointing_kwargs.{name}"
+            what = "torch.utils.checkpoint has no such setting."
+            raise ConfigError(what, field=field, value=settings[name], remedy=suggestion(name, known))
 
 
 def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:

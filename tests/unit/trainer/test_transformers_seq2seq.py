@@ -152,6 +152,8 @@ def test_a_generation_configuration_that_cannot_be_used_is_refused(tmp_path: Pat
 
     with pytest.raises(ConfigError, match=r"generation_config = .*nowhere: The generation settings cannot be used"):
         _trainer(tmp_path, generation_config=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r'generation_config\.num_beam = 2: .*"num_beams"'):
+        _trainer(tmp_path, generation_config={"num_beam": 2})
     make: Any = GenerationConfig
     with pytest.raises(ConfigError, match="GenerationConfig: The generation settings cannot be used"):
         _trainer(tmp_path, generation_config=make(do_sample=False, temperature=0.5))
