@@ -112,7 +112,7 @@ class LocalBackend:
             return []
         try:
             with os.scandir(self.path(rel)) as entries:
-                return [entry.name for entry in entries if not entry.is_symlink() or entry.is_file()]
+                return [entry.name for entry in entries if not entry.is_symlink() or Path(entry.path).is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
 

@@ -147,8 +147,9 @@ def test_what_is_behind_a_link_below_the_storage_is_not_listed_and_the_link_is_n
     store.write_bytes("x", b"1")
     (tmp_path / "store" / "link").symlink_to("../outside")
     (tmp_path / "store" / "file").symlink_to("../outside/precious")
+    (tmp_path / "store" / "itself").symlink_to("itself")
     assert store.children() == ["file", "x"], "links to folders are left out; a file can be read"
-    assert store.links() == ["file", "link"]
+    assert store.links() == ["file", "itself", "link"]
     assert [store.list("link"), store.child("link").children(), store.child("link", "folder").links()] == [[], [], []]
     assert {record.args for record in caplog.records} == {(str(tmp_path / "store" / "link"),)}
 
