@@ -59,11 +59,16 @@ class EvalPrediction:
         label_ids: an array `[samples, ...]`, or a tuple of arrays; None without labels.
         inputs: an array `[samples, ...]`; given if `include_for_metrics` names it.
         losses: an array `[samples]`; given if `include_for_metrics` names it.
+
+    Attributes:
+        whole_labels: where these samples are a resample of others (a bootstrap), `label_ids` of those; else its own. A
+            constant to compare with, such as the most frequent class, is chosen by them: chosen for each resample it
+            would always be too good.
     """
 
     def __init__(self, predictions: Any, label_ids: Any, inputs: Any = None, losses: Any = None) -> None:
         self.predictions = predictions
-        self.label_ids = label_ids
+        self.label_ids = self.whole_labels = label_ids
         self.inputs = inputs
         self.losses = losses
         self.elements: tuple[Any, ...] = (predictions, label_ids)

@@ -71,7 +71,9 @@ class Remembered:
             chosen = draw.integers(0, rows, rows)
             predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
             with contextlib.redirect_stdout(silent):  # what it prints was printed for the rows themselves
-                values: Mapping[str, Any] = compute(EvalPrediction(predictions, labels))
+                part = EvalPrediction(predictions, labels)
+                part.whole_labels = self.given.label_ids
+                values: Mapping[str, Any] = compute(part)
             for name, value in values.items():
                 if isinstance(value, int | float | np.number):
                     found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))

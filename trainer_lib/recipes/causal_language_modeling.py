@@ -278,7 +278,7 @@ def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tens
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure the perplexity, beside that of the rows' own frequencies of tokens."""
-    return measure_tokens(evaluation.predictions, evaluation.label_ids)
+    return measure_tokens(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

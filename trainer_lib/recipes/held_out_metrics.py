@@ -1,7 +1,8 @@
 """Metrics of held-out rows, each beside what a model without any input would reach on the very same rows.
 
 That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as the
-constant that training would give, so a margin above zero is earned.
+constant that training would give, so a margin above zero is earned. For a resample of rows, `whole` has the labels of
+all of them, by which the constant is chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 _MOST_NATS = 700.0  # whose exponential is still a number
 
 
-def measure_classes(predictions: Any, labels: Any) -> dict[str, float]:
+def measure_classes(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
     """Accuracy, macro F1 and log loss of scores ``[rows, classes]`` for labels ``[rows]``, and the majority's accuracy.
 
     `accuracy_over_majority` is what the model is better by. Classes that neither occur nor are predicted do not count
@@ -26,7 +27,8 @@ def measure_classes(predictions: Any, labels: Any) -> dict[str, float]:
     both = counts + np.bincount(predicted, minlength=classes)
     shifted = scores - scores.max(axis=-1, keepdims=True)
     log_likelihood = shifted[np.arange(len(truth)), truth] - np.log(np.exp(shifted).sum(axis=-1))
-    accuracy, majority = right.sum() / len(truth), counts.max() / len(truth)
+    of_whole = counts if whole is None else np.bincount(np.asarray(whole).reshape(-1), minlength=classes)
+    accuracy, majority = right.sum() / len(truth), counts[of_whole.argmax()] / len(truth)
     return {
         "accuracy": float(accuracy),
         "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()),
@@ -36,13 +38,13 @@ def measure_classes(predictions: Any, labels: Any) -> dict[str, float]:
     }
 
 
-def measure_numbers(predictions: Any, labels: Any) -> dict[str, float]:
+def measure_numbers(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
     """Errors of numbers ``[rows]`` or ``[rows, 1]`` for labels of that size, and the error of the rows' own mean.
 
     `rmse_below_mean` is what the model is better by, in the unit of the label.
     """
     predicted, truth = np.asarray(predictions, np.float64).reshape(-1), np.asarray(labels, np.float64).reshape(-1)
-    error, spread = predicted - truth, truth - truth.mean()
+    error, spread = predicted - truth, truth - np.asarray(labels if whole is None else whole, np.float64).mean()
     rmse, of_mean = float(np.sqrt((error**2).mean())), float(np.sqrt((spread**2).mean()))
     return {
         "rmse": rmse,
@@ -78,7 +80,7 @@ def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
     }
 
 
-def measure_tokens(predictions: Any, labels: Any) -> dict[str, float]:
+def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
     """Perplexity of texts, and that of the tokens' own frequencies in these texts (a unigram model).
 
     `nats_below_unigram` is what the model is better by, per token; perplexities are the exponentials.
@@ -88,13 +90,10 @@ def measure_tokens(predictions: Any, labels: Any) -> dict[str, float]:
         labels: tokens ``[rows, tokens]``, negative where there is no target.
     """
     nats, targets = np.asarray(predictions, np.float64).sum(axis=0)
-    tokens = np.asarray(labels)
-    counts = np.bincount(tokens[tokens >= 0])
-    counts = counts[counts > 0]
-    each, unigram = (
-        nats / max(targets, 1),
-        float(-(counts * np.log(counts / counts.sum())).sum() / max(counts.sum(), 1)),
-    )
+    tokens, texts = np.asarray(labels), np.asarray(labels if whole is None else whole)
+    counts = np.bincount(texts[texts >= 0])
+    logs = np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
+    each, unigram = nats / max(targets, 1), float(-logs[tokens[tokens >= 0]].sum() / max((tokens >= 0).sum(), 1))
     return {
         "perplexity": float(np.exp(min(each, _MOST_NATS))),
         "nats_per_token": float(each),

@@ -366,8 +366,7 @@ def _shown(values: Tensor) -> str:
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure rewards ``[rows, 2]``, beside what the reference and the lengths of answers tell."""
-    _, known = evaluation.label_ids
-    return measure_preferences(np.asarray(evaluation.predictions), known)
+    return measure_preferences(np.asarray(evaluation.predictions), evaluation.label_ids[1], evaluation.whole_labels[1])
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -58,7 +58,7 @@ def with_lengths(reference: Tensor, is_answer: Tensor) -> Tensor:
     return torch.cat((reference.double(), torch.stack(is_answer.sum(dim=1).chunk(2), dim=1).double()), dim=1)
 
 
-def measure_preferences(rewards: np.ndarray, known: np.ndarray) -> dict[str, float]:
+def measure_preferences(rewards: np.ndarray, known: np.ndarray, whole: np.ndarray | None = None) -> dict[str, float]:
     """How often the chosen answer has the higher reward, beside two ways to tell them apart without training.
 
     These are the reference, which prefers what it thinks is more probable, and the lengths of answers: always the
@@ -67,12 +67,14 @@ def measure_preferences(rewards: np.ndarray, known: np.ndarray) -> dict[str, flo
     Args:
         rewards: ``[rows, 2]``, of the chosen and of the rejected answer.
         known: ``[rows, 4]``, as `with_lengths` makes it.
+        whole: where these rows are a resample, what is known of all rows: it says whether the longer one counts.
     """
     margins, others = rewards[:, 0] - rewards[:, 1], np.asarray(known, np.float64)
+    every = others if whole is None else np.asarray(whole, np.float64)
     accuracy, reference, longer = (
         _share_right(each) for each in (margins, others[:, 0] - others[:, 1], others[:, 2] - others[:, 3])
     )
-    length = max(longer, 1 - longer)
+    length = longer if _share_right(every[:, 2] - every[:, 3]) >= 0.5 else 1 - longer
     return {
         "accuracy": accuracy,
         "reward_margin": float(margins.mean()),

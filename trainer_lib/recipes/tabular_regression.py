@@ -64,7 +64,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure predictions ``[rows]``, beside the mean of the same rows."""
-    return measure_numbers(evaluation.predictions, evaluation.label_ids)
+    return measure_numbers(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, np.ndarray]:

@@ -165,7 +165,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure logits ``[rows, classes]``, beside the most frequent class of the same rows."""
-    return measure_classes(evaluation.predictions, evaluation.label_ids)
+    return measure_classes(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
