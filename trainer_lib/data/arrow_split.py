@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from trainer_lib.data.cache import FileCache
-from trainer_lib.data.column import Column
+from trainer_lib.data.column import TEXT, Column
 from trainer_lib.data.columns import ROW_ID, column_of
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import FileEntry, Store
@@ -68,9 +68,10 @@ class ArrowSplit:
         return {name: get(row) for name, get in self._open_getters(shard).items() if name != ROW_ID}
 
     def row_ids(self, start: int, stop: int) -> np.ndarray:
-        """The ids of rows [start, stop), int64 ``[stop - start]``."""
+        """The ids of rows [start, stop), int64 or texts ``[stop - start]``."""
         places = (self._locate(index) for index in range(start, stop))
-        return np.fromiter((self._open_getters(shard)[ROW_ID](row) for shard, row in places), np.int64, stop - start)
+        kind = object if self._columns[ROW_ID] == TEXT else np.int64
+        return np.fromiter((self._open_getters(shard)[ROW_ID](row) for shard, row in places), kind, stop - start)
 
     def column_values(self, column: str) -> Iterator[Any]:
         """The values of one column, in the order of the rows; the others are not read."""

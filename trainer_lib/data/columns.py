@@ -80,8 +80,8 @@ class Schema:
             )
         columns.setdefault(ROW_ID, Column("scalar", "int64"))
         # Predictions refer to rows by these ids.
-        if columns[ROW_ID] != Column("scalar", "int64"):
-            raise _refuse(split, 0, ROW_ID, "row ids must be integers")
+        if columns[ROW_ID] not in (Column("scalar", "int64"), Column(TEXT)):
+            raise _refuse(split, 0, ROW_ID, "row ids must be integers or texts")
         return cls(columns, split)
 
     @classmethod

@@ -50,14 +50,14 @@ class PredictionWriter:
         """Write a part.
 
         Args:
-            row_ids: int64 ``[rows]``.
+            row_ids: int64 or texts ``[rows]``.
             columns: name -> one value per row, such as an array ``[rows, …]``.
 
         Raises:
             DataError: a column is called row_id, cannot be stored, or has another number of rows.
         """
         start, stop = self.row_range(part)
-        ids = pa.array(row_ids, type=pa.int64())
+        ids = pa.array(row_ids, type=pa.string() if row_ids.dtype == object else pa.int64())
         table = build_table(ids, columns, rows=stop - start, of=f"split '{self._split}'")
         return self.files.write(part, to_parquet(table), {})
 

@@ -6,6 +6,7 @@ Each row knows its file, its number in that file from 0 on and, in a text, its l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,6 @@ from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError
 from trainer_lib.suggestions import nearest
 
-_IDS = (int, str)
 _AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 
 
@@ -176,7 +176,7 @@ class RowReader:
         if self._id_column is None:
             return self.position if self._is_id_known else None
         found = values.get(self._id_column) if isinstance(values, Mapping) else None
-        return found if type(found) in _IDS else None
+        return read_id(found)
 
     def _read(self, opened: OpenFile, number: int, line: int | None, values: Any) -> Row:
         place = name_place(opened.file, number, line)
@@ -203,8 +203,7 @@ class RowReader:
     def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:
         name = str(self._id_column)
         found: Any = values.get(name)
-        if type(found) in _IDS:
-            row_id: int | str = found
+        if (row_id := read_id(found)) is not None:
             return row_id
         place = name_place(opened.file, number, line)
         if name in values:
@@ -218,6 +217,15 @@ class RowReader:
             # Another column is refused later, with the nearest name.
             if isinstance(text, str) and (column := self._columns.get(name)) is not None:
                 values[name] = parse_text(place, name, text, column)
+
+
+def read_id(value: Any) -> int | str | None:
+    """An id as its file has it: a text, or an integer, which is a text where 64 bits do not hold it; None: neither."""
+    if isinstance(value, Decimal) and value == value.to_integral_value():
+        value = int(value)
+    if type(value) is int:
+        return value if -(1 << 63) <= value < 1 << 63 else str(value)
+    return value if isinstance(value, str) else None
 
 
 def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:

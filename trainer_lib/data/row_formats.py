@@ -12,6 +12,8 @@ import csv
 import gzip
 import io
 import itertools
+import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from trainer_lib.storage import Store
 MAX_LINE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
+_LONG_NUMBER = re.compile(rb"\d{19}")
 _UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, gzip.BadGzipFile, EOFError, zlib.error, OSError)
 
 Raw = tuple[int | None, Any]
@@ -150,11 +153,16 @@ def _read_json_lines(stream: Any, file: RowFile, kind: str) -> _Opened:
 
 def _parse_json(line: bytes) -> Any:
     try:
-        return orjson.loads(line)
-    except ValueError:  # it refuses NaN, the infinities and half of a surrogate pair, which Python writes and reads
+        if not _LONG_NUMBER.search(line):  # orjson rounds them
+            return orjson.loads(line)
+    except ValueError:  # it refuses NaN and the infinities, which Python writes and reads
         pass
     try:
-        return parse_json(line)
+        value = parse_json(line)
+        json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has half of a surrogate pair, such as \\ud83d, without the other") from error
     except ValueError as error:
         raise ValueError(f"the line is not JSON ({error})") from error
 

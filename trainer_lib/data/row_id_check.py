@@ -5,6 +5,7 @@ Ids go to files by their remainder, so that equal ones meet in one file, and one
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,8 +71,12 @@ def _read_ids(store: Store, path: str) -> npt.NDArray[np.int64]:
         schema = pa.ipc.open_file(stream).schema
         only = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(ROW_ID)])
         stream.seek(0)
-        ids: npt.NDArray[np.int64] = pa.ipc.open_file(stream, options=only).get_batch(0).column(0).to_numpy()
-        return ids.copy()
+        column = pa.ipc.open_file(stream, options=only).get_batch(0).column(0)
+        if pa.types.is_integer(column.type):
+            ids: npt.NDArray[np.int64] = column.to_numpy()
+            return ids.copy()
+        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in column.to_pylist())
+        return np.frombuffer(b"".join(digests), np.int64)
 
 
 def _sort_out(folder: Path, split: int, ids: npt.NDArray[np.int64], buckets: int) -> None:

@@ -2,23 +2,32 @@
 
 split: {validation: 0.1, test: 0.2, by: stratified, seed: 0}
 split: {by: group, column: patient}         all rows of one patient in one split
-split: {by: time, column: day}              the newest rows are the test, those before them the validation
+split: {by: time, column: day}              the newest rows are the test, those before them the validation; dates that
+                                            can be read in two ways need their form: time_format: "%d.%m.%Y"
 split: {by: column, column: fold}           the names of the splits stand in the data
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
+from trainer_lib.recipes.times import read_times
 
 FIELD = "prepare.options.split"
 WAYS = ("random", "stratified", "group", "time", "column")
-DEFAULTS: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "random", "column": None, "seed": 0}
+DEFAULTS: dict[str, Any] = {
+    "validation": 0.1,
+    "test": 0.2,
+    "by": "random",
+    "column": None,
+    "time_format": None,
+    "seed": 0,
+}
 
 
 def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
@@ -39,6 +48,9 @@ def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
         what = f"by: {chosen['by']} {'needs the name of a column' if needs_column else 'takes no column'}."
         remedy = "Set split.column." if needs_column else "Remove it, or set by to group, time or column."
         raise ConfigError(what, field=f"{FIELD}.column", value=chosen["column"], remedy=remedy)
+    if chosen["time_format"] is not None and chosen["by"] != "time":
+        what, remedy = "Only a split by time reads times.", "Remove it, or set split.by to time."
+        raise ConfigError(what, field=f"{FIELD}.time_format", value=chosen["time_format"], remedy=remedy)
     return chosen
 
 
@@ -54,7 +66,12 @@ def require_shares(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def cut_rows(
-    split: Mapping[str, Any], rows: int, *, labels: Sequence[Any] | None = None, keys: Sequence[Any] | None = None
+    split: Mapping[str, Any],
+    rows: int,
+    *,
+    labels: Sequence[Any] | None = None,
+    keys: Sequence[str] = (),
+    place: Callable[[int], str] = "row {}".format,
 ) -> dict[str, np.ndarray]:
     """The numbers of the rows of each split, ascending; a split with a share of 0 is left out.
 
@@ -62,19 +79,22 @@ def cut_rows(
         split: what `read_split` returned.
         rows: how many there are.
         labels: the class of each row, for equal shares.
-        keys: the value of the split's column in each row.
+        keys: the text of the split's column in each row.
+        place: where a row is from, for errors.
 
     Raises:
-        DataError: a split has no rows.
+        DataError: a split has no rows, or a text is not a time.
     """
     draw = np.random.default_rng(split["seed"])
     shares = {name: split[name] for name in ("test", "validation") if split[name] > 0}
     if split["by"] == "column":
-        found = _by_column(list(keys or ()))
+        found = _by_column(keys)
     elif split["by"] == "time":
-        found = _by_time(list(keys or ()), shares)
+        form, column = split["time_format"], split["column"]
+        times = read_times(keys, form, setting=f"{FIELD}.time_format", column=column, place=place)
+        found = _by_time(times, shares)
     elif split["by"] == "group":
-        found = _by_group(list(keys or ()), shares, draw)
+        found = _by_group(keys, shares, draw)
     else:
         classes = [0] * rows if split["by"] == "random" or labels is None else list(labels)
         found = _by_class(classes, shares, draw)
@@ -102,11 +122,11 @@ def _by_class(classes: list[Any], shares: Mapping[str, float], draw: np.random.G
     return {name: np.concatenate(each) for name, each in parts.items()}
 
 
-def _by_group(keys: list[Any], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
+def _by_group(keys: Sequence[str], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """Groups are shuffled, and each split takes whole ones until it has its share of the rows."""
     members: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
-        members.setdefault(str(key), []).append(row)
+        members.setdefault(key, []).append(row)
     waiting = [members[key] for key in draw.permutation(sorted(members))]
     found: dict[str, np.ndarray] = {}
     for name, share in shares.items():
@@ -119,9 +139,8 @@ def _by_group(keys: list[Any], shares: Mapping[str, float], draw: np.random.Gene
     return found
 
 
-def _by_time(keys: list[Any], shares: Mapping[str, float]) -> dict[str, np.ndarray]:
+def _by_time(times: np.ndarray, shares: Mapping[str, float]) -> dict[str, np.ndarray]:
     """The newest rows are the test. Rows of one time stay together, so none is older than one that was trained on."""
-    times = np.array(keys)
     order = np.argsort(times, kind="stable")
     found: dict[str, np.ndarray] = {}
     stop = len(order)
@@ -134,8 +153,8 @@ def _by_time(keys: list[Any], shares: Mapping[str, float]) -> dict[str, np.ndarr
     return found
 
 
-def _by_column(keys: list[Any]) -> dict[str, np.ndarray]:
-    names = np.array([str(key) for key in keys])
+def _by_column(keys: Sequence[str]) -> dict[str, np.ndarray]:
+    names = np.array(keys)
     found = {str(name): np.flatnonzero(names == name) for name in dict.fromkeys(names.tolist())}
     if "train" not in found:
         what = f"No row has 'train' in the column of the splits; it has {', '.join(map(repr, list(found)[:5]))}."

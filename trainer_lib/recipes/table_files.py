@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.row_files import read_id, read_rows
 from trainer_lib.data.row_sources import FORMATS, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.conll_files import SENTENCES, read_sentences
@@ -33,10 +33,15 @@ class Table:
     Attributes:
         places: where each row is from: file and row, and in a text its line.
         columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
+        unread: column that is left out because it has lists, objects or bytes -> the first place with such a value.
     """
 
-    def __init__(self, places: list[str], columns: dict[str, list[Any]]) -> None:
-        self.places, self.columns = places, columns
+    def __init__(
+        self, places: list[str], columns: dict[str, list[Any]], unread: Mapping[str, str] | None = None
+    ) -> None:
+        self.unread = dict(unread or {})
+        self.places = places
+        self.columns = {name: values for name, values in columns.items() if name not in self.unread}
 
     def __len__(self) -> int:
         return len(self.places)
@@ -50,6 +55,10 @@ class Table:
         Raises:
             DataError: it has other columns.
         """
+        self.unread |= other.unread
+        for name in self.unread:
+            self.columns.pop(name, None)
+            other.columns.pop(name, None)
         if self.places and other.columns.keys() != self.columns.keys():
             odd = sorted(other.columns.keys() ^ self.columns.keys())
             what = f"The files of the data differ in the column '{odd[0]}'."
@@ -66,7 +75,10 @@ class Table:
         """
         if name in self.columns:
             return str(name)
-        remedy = suggestion(str(name), self.columns)
+        if name in self.unread:
+            remedy = "Name another column, or write its values as numbers or texts."
+            raise DataError(self.unread[name], field=field, value=name, remedy=remedy)
+        remedy = suggestion(str(name), [*self.columns, *self.unread])
         raise DataError("The data has no such column.", field=field, value=name, remedy=remedy)
 
     def is_number(self, name: str) -> bool:
@@ -122,6 +134,16 @@ def text_of(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+def id_of(value: Any, place: str) -> int | str | None:
+    """The id of a row as its file has it; None where it is missing."""
+    if value is None or value == "":
+        return None
+    if (row_id := read_id(value)) is None:
+        what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
+        raise DataError(what, field="rows")
+    return row_id
+
+
 def read_table(
     sources: Sequence[str],
     *,
@@ -137,7 +159,8 @@ def read_table(
         rename: name of a column in the files -> its name in the table.
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
-        readers: column -> what makes its values, of a value in a file and the place for errors.
+        readers: column -> what makes its values, of a value in a file and the place for errors. Other columns with
+            lists, objects or bytes are left out.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -148,6 +171,8 @@ def read_table(
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
     places: list[str] = []
     columns: dict[str, list[Any]] = {}
+    unread: dict[str, str] = {}
+    own = dict.fromkeys(lists, read_texts) | dict(readers or {})
     try:
         for place, values in _read_files(addresses, lists):
             row = _renamed(values, rename, place)
@@ -156,7 +181,7 @@ def read_table(
             _require_same_columns(columns, row, place)
             places.append(place)
             for name, value in row.items():
-                columns[name].append(_value(value, name, place, lists, readers or {}))
+                columns[name].append(_value(value, name, place, own, unread))
     except TrainflowError as error:
         if error.field in ("NEW_DATA", "rows"):
             error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
@@ -168,7 +193,7 @@ def read_table(
         old = next(name for name, new in rename.items() if new == missing[0])
         remedy = suggestion(old, columns)
         raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
-    return Table(places, columns)
+    return Table(places, columns, unread)
 
 
 def _read_files(addresses: Sequence[str], lists: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -195,14 +220,14 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
     raise DataError(f"{place}: {what} than the rows before." if extra else f"{place}: {what}.", field="rows")
 
 
-def _value(value: Any, name: str, place: str, lists: Sequence[str], readers: Mapping[str, Reader]) -> Any:
-    if name in lists:
-        return read_texts(value, name, place)
+def _value(value: Any, name: str, place: str, readers: Mapping[str, Reader], unread: dict[str, str]) -> Any:
     if name in readers:
         return readers[name](value, f"{place}, column '{name}'")
-    if (lists or readers) and isinstance(value, list | tuple | dict):
-        return None  # beside the lists that are read, files may have others
-    return plain_value(value, name, place)
+    try:
+        return plain_value(value, name, place)
+    except DataError as error:
+        unread.setdefault(name, error.message)
+        return None
 
 
 def plain_value(value: Any, name: str, place: str) -> Any:
@@ -212,17 +237,16 @@ def plain_value(value: Any, name: str, place: str) -> Any:
     if isinstance(value, str):
         return value.strip() or None
     if isinstance(value, Decimal):
-        return float(value)
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, date | datetime):
         return value.isoformat()
     raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
 
 
-def read_texts(value: Any, name: str, place: str) -> list[str] | None:
+def read_texts(value: Any, where: str) -> list[str] | None:
     """A list of texts; numbers in it are names."""
     if value is None:
         return None
-    where = f"{place}, column '{name}'"
     if not isinstance(value, list | tuple):
         what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
         raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")

@@ -91,7 +91,8 @@ def _read(value: Any, kind: str, name: str, place: str) -> Any:
     if kind == "words":
         # A CSV has lists as JSON.
         listed = parse_text(place, name, value, Column("list", "string")) if isinstance(value, str) else value
-        found: Any = read_texts(listed.tolist() if isinstance(listed, np.ndarray) else listed, name, place) or None
+        words, where = listed.tolist() if isinstance(listed, np.ndarray) else listed, f"{place}, column '{name}'"
+        found: Any = read_texts(words, where) or None
     elif kind == "exact":
         if not isinstance(value, str | None):
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")

@@ -11,7 +11,7 @@ import numpy as np
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import Reader, Table, read_table
+from trainer_lib.recipes.table_files import Reader, Table, id_of, read_table
 from trainer_lib.recipes.table_form import note_form
 
 FIELD = "prepare.options"
@@ -44,11 +44,11 @@ class Options(TypedDict):
     rename: NotRequired[dict[str, str]]
     """Name of a column in the files -> name that the recipe, and new rows, have."""
     id: NotRequired[str]
-    """Column of whole numbers by which predictions name the rows; unset: rows are counted over all files."""
+    """Column of integers or texts by which predictions name the rows; unset: rows are counted over all files."""
     files: NotRequired[dict[str, Path]]
     """Split -> its file, in place of cutting the rows of prepare.sources, which names them as well."""
     split: NotRequired[dict[str, Any]]
-    """How rows are cut: validation, test (shares), by, column, seed (`trainer_lib.recipes.splitting`)."""
+    """How rows are cut: validation, test (shares), by, column, time_format, seed (`trainer_lib.recipes.splitting`)."""
     missing: NotRequired[str]
     """Numbers that are missing: refuse, or mean (which needs prepare.allow_nan=true)."""
     absent_classes: NotRequired[bool]
@@ -109,7 +109,8 @@ class TabularRows:
 
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         """The rows of some files."""
-        return read_table(addresses, rename=rename, field=field, lists=self._lists(), readers=self._readers())
+        readers = {**self._readers(), self.options["id"]: id_of}
+        return read_table(addresses, rename=rename, field=field, lists=self._lists(), readers=readers)
 
     def _lists(self) -> Sequence[str]:
         """The columns that hold lists of texts."""
@@ -120,13 +121,13 @@ class TabularRows:
         return {}
 
     def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
-        keys: list[Any] | None = None
+        keys: Sequence[str] = ()
         if way["column"] is not None:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
-            keys = self.table.numbers(column).tolist() if self.table.is_number(column) else self.table.texts(column)
+            keys = self.table.texts(column)
         labels = self.table.texts(self.label) if classes else None
-        return cut_rows(way, len(self.table), labels=labels, keys=keys)
+        return cut_rows(way, len(self.table), labels=labels, keys=keys, place=self.table.places.__getitem__)
 
     def _features(self) -> list[str]:
         """The columns to predict from. Raises DataError for a name that the table does not have."""
@@ -180,19 +181,18 @@ class TabularRows:
             for split, chosen in self.splits.items()
         }
 
-    def _ids(self) -> list[int]:
+    def _ids(self) -> Sequence[int | str]:
         name = self.options["id"]
         if name is None:
-            return list(range(len(self.table)))
+            return range(len(self.table))
         self.table.require(name, field=f"{FIELD}.id")
         self.table.refuse_gaps(name, "Give every row an id.")
-        ids = self.table.numbers(name) if self.table.is_number(name) else np.array([0.5])
-        if not np.equal(np.mod(ids, 1), 0).all():
-            remedy = f"Leave it out (prepare.options.ignore=[{name}]): rows are then counted."
-            raise DataError("The ids of rows must be whole numbers.", field=f"{FIELD}.id", value=name, remedy=remedy)
-        if len(set(ids.tolist())) != len(ids):
+        ids = list(self.table.columns[name])
+        if any(isinstance(each, str) for each in ids):
+            ids = [str(each) for each in ids]
+        if len(set(ids)) != len(ids):
             raise DataError("Two rows have one id.", field=f"{FIELD}.id", value=name, remedy="Make the ids unique.")
-        return [int(each) for each in ids]
+        return ids
 
     def classes(self) -> list[str]:
         """The classes in the training rows, numbers in their order.
@@ -238,7 +238,7 @@ class TabularRows:
         """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""
         number = "number" if self.options["missing"] == "refuse" else "number?"
         columns = dict.fromkeys(self.numbers, number) | dict.fromkeys(self.texts, "text?")
-        dropped = [name for name in self.table.columns if name not in columns]
+        dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
         form = note_form(columns, self.options, dropped=dropped)
         return {"label": self.label, "numbers": self.numbers, "texts": self.texts, **form}
 

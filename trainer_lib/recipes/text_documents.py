@@ -8,7 +8,9 @@ package:NAME, package:NAME/sub     the texts of an installed package
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
 from trainer_lib.recipes.splitting import cut_rows, read_split
+from trainer_lib.recipes.table_files import text_of
 from trainer_lib.storage import Store
 from trainer_lib.suggestions import suggestion
 
@@ -87,7 +90,7 @@ class DocumentSplits:
         if way["by"] == "stratified":
             remedy = "Set prepare.options.split.by to random, group, time or column."
             raise ConfigError("Texts have no classes to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
-        keys: list[Any] = []
+        keys: list[str] = []
         rows = 0
         for document in self._read(self._sources, SOURCES):
             rows += 1
@@ -95,7 +98,10 @@ class DocumentSplits:
                 keys.append(_key(document, way["column"]))
         if not rows:
             raise DataError("The sources have no texts.", field=SOURCES, remedy="Check the files.")
-        return cut_rows(way, rows, keys=_as_numbers(keys))
+        return cut_rows(way, rows, keys=keys, place=self._place)
+
+    def _place(self, number: int) -> str:
+        return next(itertools.islice(self._read(self._sources, SOURCES), number, None)).place
 
 
 def read_documents(
@@ -178,21 +184,13 @@ def _kind(value: Any) -> str:
     return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
-def _key(document: TextDocument, column: str) -> Any:
+def _key(document: TextDocument, column: str) -> str:
     if column not in document.values:
         remedy = suggestion(column, document.values)
         what = f"{document.place}: the row has no such column."
         raise DataError(what, field=f"{FIELD}.split.column", value=column, remedy=remedy)
     value = document.values[column]
-    if value is None:
+    if value is None or value == "" or value != value:
         remedy = "Fill it in: without it the row belongs to no split."
         raise DataError(f"{document.place}, column '{column}': there is no value.", field=SOURCES, remedy=remedy)
-    return value if isinstance(value, int | float) else str(value)
-
-
-def _as_numbers(keys: list[Any]) -> list[Any]:
-    """The keys as numbers where all of them are: a CSV has texts, and 10 comes after 9."""
-    try:
-        return [float(key) for key in keys]
-    except ValueError:
-        return [str(key) for key in keys]
+    return value.isoformat() if isinstance(value, date) else text_of(value)

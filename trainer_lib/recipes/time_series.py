@@ -19,6 +19,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import require_shares
 from trainer_lib.recipes.table_files import SOURCES, Table
+from trainer_lib.recipes.times import are_dates_of_digits, read_times
 
 FIELD = "prepare.options"
 MISSING = ("refuse", "previous")
@@ -72,8 +73,8 @@ class SeriesTable:
             if options["missing"] == "refuse":
                 table.refuse_gaps(name, "Fill it in, or set prepare.options.missing=previous.")
         self._values = np.stack([table.numbers(name) for name in columns], axis=1)
-        self._counts = table.is_number(self._time)
-        times = pd.Series(table.numbers(self._time)) if self._counts else self._dates()
+        times = pd.Series(self._read_times())
+        self._counts = times.dtype.kind == "f"
         rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(self._names()):
             rows_of.setdefault(name, []).append(row)
@@ -89,18 +90,15 @@ class SeriesTable:
         self._table.refuse_gaps(column, "Give every row its series.")
         return self._table.texts(column)
 
-    def _dates(self) -> pd.Series[Any]:
-        texts = self._table.texts(self._time)
-        given = self._options["time_format"]
-        found = pd.to_datetime(pd.Series(texts), format=given or "ISO8601", errors="coerce", utc=True)
-        wrong = np.flatnonzero(found.isna())
-        if len(wrong):
-            raise DataError(
-                f"{self._table.places[wrong[0]]}, column '{self._time}': '{texts[wrong[0]][:40]}' is not a time.",
-                field=SOURCES,
-                remedy="Write it as 2024-05-31T12:00, or say its form: prepare.options.time_format=%d.%m.%Y.",
-            )
-        return found.dt.tz_localize(None)
+    def _read_times(self) -> np.ndarray:
+        setting, place = f"{FIELD}.time_format", self._table.places.__getitem__
+        texts, form = self._table.texts(self._time), self._options["time_format"]
+        times = read_times(texts, form, setting=setting, column=self._time, place=place)
+        if times.dtype.kind == "f" and self._options["step"] is None and are_dates_of_digits(times):
+            what = f"The numbers of column '{self._time}', such as {texts[0]}, look like dates."
+            remedy = f"Set {setting}=%Y%m%d, or for numbers their step: {FIELD}.step=1."
+            raise DataError(what, field=setting, remedy=remedy)
+        return times
 
     def _ordered(self, times: pd.Series[Any], rows: list[int]) -> list[int]:
         """The rows of a series by their times. Raises DataError for a time that is there twice."""

@@ -85,7 +85,7 @@ class Options(TypedDict):
     step: NotRequired[str | float]
     """Step of the times (h, D, W-MON, MS, or a number); unset: found from the data."""
     time_format: NotRequired[str]
-    """How times are written, as for strptime; unset: ISO 8601."""
+    """How times are written, as for strptime; unset: as numbers, or in the one form that fits all of them."""
     missing: NotRequired[str]
     """Steps and values that are missing: refuse, or previous (the value before)."""
     stride: NotRequired[int]

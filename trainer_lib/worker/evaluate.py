@@ -150,9 +150,10 @@ def _describe(
         pairs = {"predictions": single_output(remembered.given.predictions), "labels": labels}
     rows, names = pairs.pop("rows", None), data.info.get("classes")
 
-    def id_of(value: int) -> int:
+    def id_of(value: int) -> int | str:
         row = value if rows is None else int(rows[value])
-        return int(split.row_ids(row, row + 1)[0])
+        row_id: int | str = split.row_ids(row, row + 1).tolist()[0]
+        return row_id
 
     outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
     if outcomes is not None:

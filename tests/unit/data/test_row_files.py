@@ -174,13 +174,15 @@ def test_what_is_no_file_of_rows_is_refused(tmp_path: Path) -> None:
 def test_what_python_calls_json_is_read_whatever_reads_it(tmp_path: Path) -> None:
     lines = [
         '{"x": [NaN, -Infinity, 1e400]}',
-        '{"text": "\\ud83d"}',
         ' {"n": 1, "n": 2} ',
-        '{"n": 18446744073709551615}',
+        '{"n": 18446744073709551615, "longer": 18446744073709551616}',
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(["", *lines, ""]))
     rows = [row.values for row in _reader(tmp_path / "a.jsonl").take(9)]
     assert str(rows) == str([json.loads(line) for line in lines])
+    (tmp_path / "a.jsonl").write_text('{"text": "fine \\ud83d\\ude00"}\n{"text": "\\ud83d"}')
+    with pytest.raises(DataError, match=r"a.jsonl, row 1 \(line 2\): a text has half of a surrogate pair"):
+        _reader(tmp_path / "a.jsonl").take(9)
 
 
 def test_the_id_of_a_row_whose_text_is_bad_is_known(tmp_path: Path) -> None:

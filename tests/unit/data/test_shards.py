@@ -92,8 +92,10 @@ def test_row_ids_count_unless_given(tmp_path: Path) -> None:
     given_ids = ArrowSplit(write(tmp_path / "b", [{"x": 1, "row_id": 10 * row} for row in range(5)]), "train")
     assert given_ids.row_ids(3, 5).tolist() == [30, 40]
     assert given_ids.column_names == ["x"]
-    with pytest.raises(DataError, match="row ids must be integers"):
-        write(tmp_path / "c", [{"x": 1, "row_id": "a"}])
+    texts = ArrowSplit(write(tmp_path / "c", [{"x": 1, "row_id": text} for text in ("007", "7")]), "train")
+    assert texts.row_ids(0, 2).tolist() == ["007", "7"]
+    with pytest.raises(DataError, match="row ids must be integers or texts"):
+        write(tmp_path / "d", [{"x": 1, "row_id": 0.5}])
 
 
 def test_a_split_survives_pickling_and_is_reopened(tmp_path: Path) -> None:

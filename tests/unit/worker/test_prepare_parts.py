@@ -44,6 +44,8 @@ def prepare_shard(source, options):
     rows = [{"x": [float(source)] * (n + 1), label: value(n % 3)} for n in range(source)]
     if "ids" in options:
         rows = [{**row, "row_id": options["ids"] * source + n} for n, row in enumerate(rows)]
+    if "text_ids" in options:
+        rows = [{**row, "row_id": f"00{n}"} for n, row in enumerate(rows)]
     tested = 0 if source in options.get("untested", []) else 1
     return {"train": iter(rows[tested:]), "test": iter(rows[:tested])}
 
@@ -126,6 +128,7 @@ def test_a_run_that_continues_calls_nothing_for_finished_sources(tmp_path: Path)
         ([], {}, "no sources"),
         ([2, 2], {}, "listed twice"),
         ([2, 3], {"floats": [3]}, r"differ in column 'label': int64 in 2, float64 in 3"),
+        ([4, 3], {"text_ids": True, "untested": [3]}, r"in the splits 'test' and 'train'|in the splits 'train' and"),
         ([4, 3], {"ids": 1}, r"in the splits 'test' and 'train'|in the splits 'train' and 'test'"),
         ([0], {}, "no rows"),
     ],
@@ -141,6 +144,9 @@ def test_ids_of_the_recipe_are_kept(tmp_path: Path) -> None:
     result = _prepare(tmp_path, [2, 3], ids=10)
     data = to_record(PreparedData(str(tmp_path / "out"), result.splits, result.info, result.files))
     assert ArrowSplit(data, "train").row_ids(0, 3).tolist() == [21, 31, 32]
+    result = _prepare(tmp_path / "texts", [2, 3], text_ids=True)
+    data = to_record(PreparedData(str(tmp_path / "texts" / "out"), result.splits, result.info, result.files))
+    assert ArrowSplit(data, "train").row_ids(0, 3).tolist() == ["001", "001", "002"]
 
 
 def test_both_ways_to_prepare_are_refused(tmp_path: Path) -> None:

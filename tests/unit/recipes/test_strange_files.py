@@ -1,0 +1,200 @@
+"""Files as strangers bring them: dates, ids, groups, separators and encodings are read right, or refused in words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer_lib.data.row_files import RowReader
+from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipe_names import recipe_file
+from trainer_lib.recipes import PrepareOutput, load
+from trainer_lib.recipes.text_documents import DocumentSplits
+from trainer_lib.storage import Store
+
+Splits = dict[str, list[dict[str, Any]]]
+
+
+def prepared(recipe: str, source: Path, **options: Any) -> tuple[Splits, PrepareOutput]:
+    out = PrepareOutput(Store.open(source.parent / "out"), [str(source)])
+    splits = load(recipe_file(recipe), source.parent).prepare(options, out)
+    return {name: [dict(row) for row in rows] for name, rows in splits.items()}, out
+
+
+def written(folder: Path, content: str | bytes, name: str = "data.csv") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+# -- dates ------------------------------------------------------------------------------------------------------------
+
+DAYS = [(year, month, day) for year in (2023, 2024) for month in range(1, 13) for day in (5, 15, 25)]
+MIXED = [DAYS[place * 29 % len(DAYS)] for place in range(len(DAYS))]
+MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
+
+
+def dates(form: str) -> list[str]:
+    """The days in a form; {y}, {m}, {d}, {b} (the month's name) and {h} (an hour with AM or PM) stand for parts."""
+    return [form.format(y=y, m=m, d=d, b=MONTHS[m - 1], yy=y % 100) for y, m, d in MIXED]
+
+
+@pytest.mark.parametrize(
+    ("form", "time_format"),
+    [
+        ("{y}-{m:02}-{d:02}", None),
+        ("{y}/{m}/{d}", None),
+        ("{y}-{m:02}-{d:02}T10:00:00+02:00", None),
+        ("{d:02}.{m:02}.{y}", None),
+        ("{d}.{m}.{y} 17:30", None),
+        ("{m}/{d}/{y}", None),
+        ("{m}/{d}/{y} 3:15 PM", None),
+        ("{d:02}/{m:02}/{y} 08:00:00 +0100", None),
+        ("{d} {b} {y}", None),
+        ("{b} {d}, {y}", None),
+        ("{d:02}-{b}-{y}", None),
+        ("{y}{m:02}{d:02}", None),
+        ("{d:02}{m:02}{y}", "%d%m%Y"),
+        ("{d:02}.{m:02}.{yy}", "%d.%m.%y"),
+        ("week of {d:02}.{m:02}.{y}", "week of %d.%m.%Y"),
+    ],
+)
+@pytest.mark.parametrize("of", ["table", "texts"])
+def test_no_row_of_train_is_later_than_one_of_test(tmp_path: Path, form: str, time_format: str | None, of: str) -> None:
+    way = {"by": "time", "column": "date", "time_format": time_format}
+    rows = [f'"{date}",{number},{"ab"[number % 2]}' for number, date in enumerate(dates(form))]
+    if of == "table":
+        path = written(tmp_path, "\n".join(["date,x,label", *rows]))
+        found, _ = prepared("tabular-classification", path, label="label", split=way)
+        numbers = {name: [int(row["x"]) for row in rows] for name, rows in found.items()}
+    else:
+        lines = [json.dumps({"text": str(number), "date": date}) for number, date in enumerate(dates(form))]
+        path = written(tmp_path, "\n".join(lines), "data.jsonl")
+        options = {"text": "text", "rename": {}, "separator": None, "files": {}, "split": way}
+        splits = DocumentSplits(options, [str(path)])
+        numbers = {name: [int(document.text) for document in splits.read(name)] for name in splits.names}
+    days = {name: [MIXED[number] for number in chosen] for name, chosen in numbers.items()}
+    assert max(days["train"]) < min(days["validation"]) <= max(days["validation"]) < min(days["test"])
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([f"0{1 + row % 9}/0{1 + row % 7}/2024" for row in range(40)], "can be read in 2 ways (%d/%m/%Y, %m/%d/%Y)"),
+        ([f"{1 + row % 12}.{1 + row % 11}.24" for row in range(40)], "can be read in"),
+        ([f"{13 + row % 9:02}0{1 + row % 9}2024" for row in range(40)], "do not begin with the year"),
+        ([*(f"{1 + row}.02.2024" for row in range(28)), "soon"], "row 28 (line 30), column 'date': 'soon' is not"),
+        ([f"Januar {row}" for row in range(1, 30)], "row 0 (line 2), column 'date': 'Januar 1' is not a time"),
+        ([*(f"2024-01-{1 + row:02}" for row in range(30)), "31.01.2024"], "'31.01.2024' is not a time"),
+    ],
+)
+def test_dates_that_can_be_read_in_two_ways_or_in_none_ask_for_their_form(
+    tmp_path: Path, texts: list[str], words: str
+) -> None:
+    rows = [f"{date},{number},{'ab'[number % 2]}" for number, date in enumerate(texts)]
+    path = written(tmp_path, "\n".join(["date,x,label", *rows]))
+    with pytest.raises(DataError) as caught:
+        prepared("tabular-classification", path, label="label", split={"by": "time", "column": "date"})
+    assert words in caught.value.message
+    assert "prepare.options.split.time_format=" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="Only a split by time"):
+        prepared("tabular-classification", path, label="label", split={"time_format": "%Y"})
+
+
+def test_digits_are_dates_where_their_form_is_given_and_ask_for_it_where_it_is_not(tmp_path: Path) -> None:
+    days = [f"2024{month:02}{day:02}" for month in (1, 2, 3) for day in range(1, (31, 29, 31)[month - 1] + 1)]
+    path = written(tmp_path, "\n".join(["day,sales", *(f"{day},{number}" for number, day in enumerate(days))]))
+    chosen = {"time": "day", "target": "sales", "context": 5, "missing": "previous"}
+    found, out = prepared("time-series-forecasting", path, **chosen, time_format="%Y%m%d")
+    assert out.info["filled"] == 0
+    assert [row["time"] for row in found["train"]][26] == "2024-02-01"
+    with pytest.raises(DataError, match="such as 20240101, look like dates") as caught:
+        prepared("time-series-forecasting", path, **chosen)
+    assert "time_format=%Y%m%d" in str(caught.value.remedy)
+    with pytest.raises(DataError, match="can be read in 2 ways"):
+        prepared("time-series-forecasting", written(tmp_path, "day,sales\n1/2/2024,1\n2/2/2024,2\n"), **chosen)
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "patients", [["A0", *(f"{number:03}" for number in range(20))], ["7", "07", "007", *"1234567"]]
+)
+def test_a_group_is_its_text_so_that_digits_and_names_may_mix(tmp_path: Path, patients: list[str]) -> None:
+    rows = [f"{patient},{number},{'ab'[number % 2]}" for number, patient in enumerate(patients * 4)]
+    way = {"by": "group", "column": "patient", "test": 0.3}
+    path = written(tmp_path, "\n".join(["patient,x,label", *rows]))
+    found, _ = prepared("tabular-classification", path, label="label", split=way)
+    groups = {name: {patients[int(row["x"]) % len(patients)] for row in rows} for name, rows in found.items()}
+    assert not any(one & other for one, other in itertools.combinations(groups.values(), 2))
+    assert set().union(*groups.values()) == set(patients)
+
+
+# -- ids --------------------------------------------------------------------------------------------------------------
+
+IDS = {
+    "beyond float64": [str(2**53 + row) for row in range(40)],
+    "twenty digits": [f"1844674407370955{1600 + row}" for row in range(40)],
+    "leading zeros": [f"{row:04}" for row in range(40)],
+    "a number's forms": [
+        *(f"{row}" for row in range(20)),
+        *(f"{row}.0" for row in range(10)),
+        *map("0{}".format, range(10)),
+    ],
+    "spaces": [f" {row}" for row in range(20)] + [f"{row}" for row in range(20)],
+    "texts": [f"{1000 + row}-FCKG" for row in range(40)],
+}
+
+
+def predict(folder: Path, split: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Store rows, and write the column x of them as if it were a prediction."""
+    store = Store.open(folder)
+    writer = SplitWriter(store, split)
+    splits = {split: writer.write(rows)}
+    kept = ArrowSplit({"url": store.url, "files": list(map(asdict, writer.files)), "splits": splits}, split)
+    numbers = {"x": [row["x"] for row in rows]}
+    entry = PredictionWriter(store, split, rows=len(rows), rows_per_file=99).write(
+        0, kept.row_ids(0, len(kept)), numbers
+    )
+    found: list[dict[str, Any]] = pq.read_table(folder / entry.path).to_pylist()
+    return found
+
+
+KINDS = ["csv", "jsonl", "parquet"]
+NUMBERS = [
+    ("beyond float64", "numbers.jsonl"),
+    ("twenty digits", "numbers.jsonl"),
+    ("twenty digits", "decimal.parquet"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*itertools.product(IDS, KINDS), *NUMBERS])
+def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, kind: str) -> None:
+    texts = IDS[name]
+    rows = [{"id": text, "x": row, "label": "ab"[row % 2]} for row, text in enumerate(texts)]
+    path = tmp_path / f"data.{kind}"
+    if kind == "csv":
+        path.write_text("\n".join(["id,x,label", *(f'"{row["id"]}",{row["x"]},{row["label"]}' for row in rows)]))
+    elif kind.endswith("jsonl"):
+        number: Any = int if "numbers" in kind else str
+        path.write_text("\n".join(json.dumps({**row, "id": number(row["id"])}) for row in rows))
+    else:
+        ids = pa.array(list(map(Decimal, texts)), pa.decimal128(20, 0)) if "decimal" in kind else pa.array(texts)
+        pq.write_table(pa.Table.from_pylist(rows).set_column(0, "id", ids), path)
+    found, _ = prepared("tabular-classification", path, label="label", id="id")
+    predicted = [row for split, rows in found.items() for row in predict(tmp_path / "stored", split, rows)]
+    ids = {row["x"]: str(row["row_id"]) for row in predicted}
+    assert [ids[row] for row in range(40)] == texts
+    new = RowReader(find_row_files([str(path)]), {}, id_column="id")
+    assert [str(row.id) for row in new.take(99)] == texts
