@@ -108,10 +108,10 @@ def beating(
     """
     folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
     heart = _Heart(folder.child(ALIVE), in_flow=in_flow)
-    # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
-    leave_mark(folder, f"{ALIVE}/{heart.id}.json", heart.write)
-    heart.start()
-    with subscribe(heart.listen):
+    with Store.open(plan.spec.storage).pinned(), subscribe(heart.listen):
+        # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
+        leave_mark(folder, f"{ALIVE}/{heart.id}.json", heart.write)
+        heart.start()
         try:
             yield
         finally:

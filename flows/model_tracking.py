@@ -25,7 +25,7 @@ from tasks.stage.logged_models import (
 from tasks.stage.manifest import StageManifest
 from tasks.stage.model_flavor import describe_flavor
 from tasks.stage.portable_model import write_description
-from trainer_lib.errors import CodeError, StorageError
+from trainer_lib.errors import CodeError, StorageError, StorageGoneError
 from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.records import from_record
@@ -134,6 +134,8 @@ def write_or_warn(what: str, write: Callable[[], object]) -> None:
     """Write a part of what a run keeps; where that fails, the run goes on with a warning."""
     try:
         write()
+    except StorageGoneError as gone:  # the run fails for that reason, which is said once
+        _log.debug("The run's %s was not written: %s", what, gone)
     except Exception as unwritten:  # how the run ends must not depend on it
         _log.warning("The run's %s could not be written: %s", what, unwritten)
         _log.debug("The %s", what, exc_info=True)

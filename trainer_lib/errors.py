@@ -13,6 +13,7 @@
     |-- StorageError                  14   a store failed: network, permission, throttling    retried
     |   |-- StoreUnreachableError     14   a store does not answer                            retried for minutes
     |   |-- StorageFullError          15   no space left; states the bytes needed and free     never retried
+    |   |-- StorageGoneError          14   renamed or removed while a command worked on it     never retried
     |   |-- DamagedError              16   a committed file is missing or has other bytes     never retried
     |   |   |-- NewerVersionError      2   a newer trainflow wrote it                         never retried
     |   |   `-- BrokenLineageError    16   a link of a lineage does not hold                  never retried
@@ -191,6 +192,13 @@ class StorageFullError(StorageError):
     title = "disk full"
 
 
+class StorageGoneError(StorageError):
+    """A storage was renamed or removed while a command worked on it; it is not made again, half empty."""
+
+    retryable = False
+    title = "storage gone"
+
+
 class DamagedError(StorageError):
     """A committed file is missing, truncated, or its digest differs."""
 
@@ -289,6 +297,7 @@ _CLASSES: dict[str, type[TrainflowError]] = {
         StorageError,
         StoreUnreachableError,
         StorageFullError,
+        StorageGoneError,
         DamagedError,
         NewerVersionError,
         BrokenLineageError,

@@ -72,11 +72,11 @@ def create(kind: Kind, database: Path, make: Callable[[Path], None]) -> Iterator
     """Hold the lock of a database inside the block, and make the database first where none is there.
 
     Args:
+        database: its folder is there.
         make: makes the tables of the file that it gets, or checks those that are there, and closes it; what it raises
             is raised.
     """
     database = Path(os.path.realpath(database))
-    database.parent.mkdir(parents=True, exist_ok=True)
     with (database.parent / f".{database.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not database.exists():

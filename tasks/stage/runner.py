@@ -41,7 +41,7 @@ from tasks.stage.retry import (
     past_by_prefect,
 )
 from trainer_lib.commit import write_commit
-from trainer_lib.errors import HangError, StorageError, TrainflowError
+from trainer_lib.errors import HangError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.removal import REMOVING
 from trainer_lib.storage import FileEntry, Store
@@ -182,17 +182,28 @@ def _attempt(
         facts = commit_facts(output.facts, reason, number, halvings, first_key)
         manifest = _commit(key, store, lease, output, facts)
         progress.complete()
-    except BaseException as error:
+    except BaseException as stopped:
+        error = _cause(lease, stopped)
         advise_on_memory(error, can_halve=halvings < max_halvings, halves=max_halvings > 0)
         _failed(key.stage, ledger, number, error, progress, retries=retries, can_halve=halvings < max_halvings)
-        if lease.lost and isinstance(error, Exception):
-            lease.ensure_held()  # raises the cause: who has taken over; the stopped work's error is a consequence
-        raise
+        if error is stopped:
+            raise
+        raise error from stopped
     finally:
         progress.close()
     ledger.end(number, "committed", times=progress.times)
     _report_stage(key.stage, "committed", reason, attempt=number)
     return manifest
+
+
+def _cause(lease: Lease, error: BaseException) -> BaseException:
+    """Return why a work was stopped, where its lease was lost: its own error is a consequence."""
+    if lease.lost and isinstance(error, Exception):
+        try:
+            lease.ensure_held()
+        except StorageError as cause:
+            return cause
+    return error
 
 
 def _describe_unreadable(ledger: Ledger) -> str:
@@ -239,6 +250,8 @@ def _failed(
     attach_decision(error, decision)
     try:
         ledger.end(number, outcome, error=error, decision=decision.reason, times=progress.times)
+    except StorageGoneError:  # the failure itself says it
+        pass
     except StorageError as unwritten:  # the store is what failed: the failure itself must reach the user
         _progress.publish({"event": "warning", "stage": stage, "message": str(unwritten)})
     status = "retrying" if decision.retry and in_task_run() else outcome

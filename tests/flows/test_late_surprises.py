@@ -12,7 +12,7 @@ from flows.results import PipelineResult
 from tasks.stage import progress
 from tests.support.runs import ran, run, spec_of
 from tests.support.toy import RECIPE, project
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, StorageGoneError
 
 GROUPED = RECIPE.replace('yield {"x"', 'yield {"group": f"{x:.9f}", "sign": int(x > 0), "x"')
 OBJECT = (
@@ -121,3 +121,20 @@ def metrics_of(result: PipelineResult) -> dict[str, dict[str, float]]:
     assert outcome.manifest is not None
     found: dict[str, dict[str, float]] = outcome.manifest["metrics"]
     return found
+
+
+def test_a_storage_that_is_renamed_while_the_training_runs_ends_it_and_is_not_made_again(fresh: Path) -> None:
+    store, renamed = fresh / "store", fresh / "renamed"
+
+    def rename(event: progress.Event) -> None:
+        if event["event"] == "log" and not renamed.exists():
+            store.rename(renamed)
+
+    with progress.subscribe(rename):
+        result = run(fresh, "tracking.enabled=true")
+    assert isinstance(result.error, StorageGoneError)
+    assert not store.exists()
+    renamed.rename(store)
+    again = run(fresh, "tracking.enabled=true")
+    assert again.ok
+    assert "train" in ran(again)

@@ -145,6 +145,7 @@ def _make(database: Path) -> None:
 
 def test_a_database_that_could_not_be_made_leaves_nothing_and_is_made_by_the_next(tmp_path: Path) -> None:
     database = tmp_path / "new" / "new.db"
+    database.parent.mkdir()
 
     def fail(draft: Path) -> None:
         _run(draft, "CREATE TABLE alembic_version (version_num TEXT)")

@@ -33,10 +33,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from trainer_lib.errors import LeaseLostError, StorageError, TrainflowError
+from trainer_lib.errors import LeaseLostError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
+from trainer_lib.storage.translation import gone
 
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
 
@@ -134,12 +135,15 @@ class Lease:
 
         Raises:
             LeaseLostError: another process has taken over, or this lease was released.
+            StorageGoneError: the folder was renamed or removed.
             StorageError: the store cannot be read; then nothing may be committed either.
         """
         if not self._stop.is_set() and self._is_ours():
             return
         self.lost = True
         newest = _newest(self._folder)
+        if newest == 0:
+            raise gone(self._folder.url.removesuffix("/lease"))
         other = _read_holder(self._folder, newest) if newest != self.epoch else None
         raise LeaseLostError(
             f"Another process has taken this folder over ({other or 'unknown'}), so our work on it is not committed.",
@@ -157,6 +161,8 @@ class Lease:
             return
         try:
             self._folder.write_bytes(_name(self.epoch, "released"), b"")
+        except StorageGoneError:
+            return
         except StorageError as error:
             _LOG.warning("A lease could not be released; it expires by itself: %s", error)
             _forget(self._folder, self.epoch, self._holder)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from trainer_lib.errors import StorageError
+from trainer_lib.json_text import parse_json
 from trainer_lib.storage.files import FileInfo
 
 T = TypeVar("T")
+_PINNED = "TRAINFLOW_PINNED_FOLDERS"  # JSON: [path, device, inode] of each, for this process and those that it starts
 _TRIES = 30
 _PAUSE_S = 0.01
 _FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY) | os.O_CLOEXEC
@@ -272,10 +276,10 @@ def _in_folder(folder: Path, write: Callable[[], T]) -> T:
     """Make a folder and write into it; again if another process removes it, or a draft in it, at that moment."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(FileNotFoundError):
-            _make_folders(folder)
+            make_folders(folder)
             return write()
         time.sleep(_PAUSE_S)
-    _make_folders(folder)
+    make_folders(folder)
     return write()
 
 
@@ -289,16 +293,64 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _make_folders(path: Path) -> None:
-    """Make folders as `makedirs` does, and make the entry of each new one durable."""
+_pinning = threading.Lock()
+
+
+@contextlib.contextmanager
+def pinned(folder: Path) -> Iterator[None]:
+    """Inside the block, never make `folder` again after it was renamed or removed, nor in processes started there."""
+    make_folders(folder)
+    pin = [str(folder), *_identity(folder)]
+    with _pinning:
+        os.environ[_PINNED] = json.dumps([*_pins(), pin])
+    try:
+        yield
+    finally:
+        with _pinning:
+            (pins := _pins()).remove(pin)
+            os.environ[_PINNED] = json.dumps(pins)
+            if not pins:
+                del os.environ[_PINNED]
+
+
+def _pins() -> list[list[Any]]:
+    return parse_json(os.environ.get(_PINNED) or "[]", list)
+
+
+def _identity(folder: Path) -> list[int]:
+    try:
+        about = folder.stat()
+    except FileNotFoundError:
+        return []
+    return [about.st_dev, about.st_ino]
+
+
+def make_folders(path: Path, mode: int = 0o777) -> None:
+    """Make folders as `makedirs` does, and make the entry of each new one durable.
+
+    Args:
+        mode: of `path`, where it is new.
+
+    Raises:
+        OSError: ESTALE where `path` lies in a pinned folder that was renamed or removed; whatever the system raises.
+    """
     missing = []
-    while not path.is_dir() and path != path.parent:
-        missing.append(path)
-        path = path.parent
+    folder = path
+    while not folder.is_dir() and folder != folder.parent:
+        missing.append(folder)
+        folder = folder.parent
+    if missing:
+        _require_pinned(path)
     for folder in reversed(missing):
         # Another process may be making the same folders.
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
         _sync_folder(folder.parent)
+
+
+def _require_pinned(path: Path) -> None:
+    for root, *identity in _pins():
+        if path.is_relative_to(root) and _identity(Path(root)) != identity:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), root)
 
 
 def _write_new(path: Path, data: bytes, *, flags: int = os.O_EXCL) -> None:

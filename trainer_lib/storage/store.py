@@ -22,7 +22,7 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.storage.files import Backend, FileEntry, FileInfo
-from trainer_lib.storage.local import LocalBackend
+from trainer_lib.storage.local import LocalBackend, pinned
 from trainer_lib.storage.ranges import read_up_to, scatter
 from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import checked, split_url
@@ -189,6 +189,19 @@ class Store:
                 value=self.url,
                 remedy=remedy,
             ) from error
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Inside the block, neither make a local folder again after it was renamed or removed, nor write there.
+
+        Raises:
+            StorageError: it cannot be made; later, each write raises a StorageGoneError.
+        """
+        with contextlib.ExitStack() as stack:
+            if isinstance(self._backend, LocalBackend):
+                with self._typed("write", ""):
+                    stack.enter_context(pinned(self._backend.root))
+            yield
 
     # -- looking ------------------------------------------------------------------------------------------------------
 

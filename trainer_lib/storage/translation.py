@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from trainer_lib.errors import StorageError, StorageFullError, StoreUnreachableError
+from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError, StoreUnreachableError
 from trainer_lib.storage.outages import describe_outage, vendor_code, vendor_message
 from trainer_lib.storage.urls import HUB
 
@@ -46,6 +46,15 @@ def is_of_a_store(error: Exception) -> bool:
 def absent(where: str) -> StorageError:
     """Return the error for a file, folder or bucket that does not exist."""
     return StorageError("There is no such file, folder or bucket.", field=where, remedy="Check the URL.")
+
+
+def gone(where: str) -> StorageGoneError:
+    """Return the error for a storage that was renamed or removed while this process worked on it."""
+    return StorageGoneError(
+        "The storage was renamed or removed while this command worked on it; nothing more is written there.",
+        field=where,
+        remedy="Give it its name back, and run the same command again: it continues from what is there.",
+    )
 
 
 def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
@@ -108,6 +117,8 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
         more = "" if number == errno.ENOSPC else f" ({reason})"
         size = "" if needed is None else f" The file needs at least {needed:,}."
         return StorageFullError(f"Could not {verb} it: {left}{more}.{size}", field=where, remedy=remedy)
+    if number == errno.ESTALE:
+        return gone(where)
     # For a new file it is the place that is missing, not the file.
     if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
         remedy = "Make it first, or choose another storage."

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.storage import Store
+from trainer_lib.storage.local import make_folders
 
 UPLOAD_S = 10.0
 _CLOSE_S = 30.0
@@ -55,7 +56,7 @@ class LineFile:
             self._unsaved.set()
             return
         path = self.store.local_path(self._name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         draft = path.with_suffix(f"{path.suffix}.new")
         try:
             draft.write_bytes(b"".join(lines))

@@ -23,6 +23,7 @@ from typing import Any
 
 from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.secrets import mask
+from trainer_lib.storage.local import make_folders
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.names import group_log
 from trainer_lib.trackers.params import clean_key, flatten_params
@@ -147,7 +148,7 @@ class MLflowTracker:
                     return str(known["token"])
         token = uuid.uuid4().hex
         with contextlib.suppress(OSError):  # `Session.create` reports a spool that cannot be written
-            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(self._root, 0o700)
             memo.write_text(json.dumps({"tracking_uri": tracking_uri, "token": token}), encoding="utf-8")
         return token
 

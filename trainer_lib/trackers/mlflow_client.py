@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.errors import first_line
 from trainer_lib.ready_databases import Kind, create
+from trainer_lib.storage.local import make_folders
 from trainer_lib.trackers.shipper import Clock
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Timed:
     def __init__(self, client: MlflowClient, clock: Clock) -> None:
         self._client = client
         self._clock = clock
+        self._file = sqlite_file(client.tracking_uri)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         target = getattr(self._client, name)
@@ -71,6 +73,8 @@ class _Timed:
         def call(*args: Any, **kwargs: Any) -> Any:
             size = _bytes_below(Path(args[1])) if name in ("log_artifact", "log_model_artifacts") else 0
             with self._clock.request(size), _typed():
+                if self._file is not None:  # mlflow would make the folder of a storage that is gone again
+                    make_folders(self._file.parent)
                 return target(*args, **kwargs)
 
         return call
@@ -153,6 +157,8 @@ def connect(tracking_uri: str) -> MlflowClient:
 
     is_database = tracking_uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
     file = sqlite_file(tracking_uri)
+    if file is not None:
+        make_folders(file.parent)
     # Two processes that find no tables would both create them.
     tables = contextlib.nullcontext() if file is None else create(DATABASES, file, _make_tables)
     with _few_tries() if is_database else contextlib.nullcontext(), tables:

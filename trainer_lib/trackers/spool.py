@@ -36,6 +36,7 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 from trainer_lib.json_text import parse_record, read_json
 from trainer_lib.storage import Store
+from trainer_lib.storage.local import make_folders
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 # Of a pipeline's run, for its workers: JSON with its token and its experiment.
@@ -125,7 +126,7 @@ class Session:
     @classmethod
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
         """Make a new, empty session. Raises OSError when the disk is full or cannot be written."""
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(root, 0o700)
         name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
         # Under this name no other process reads it before its lock is ours.
         session = cls(root / f"{name}.new", dict(head))

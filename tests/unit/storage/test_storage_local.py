@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,13 @@ from typing import Any
 import pytest
 
 from tests.support.stores import record_fsync
-from trainer_lib.errors import StorageError, StorageFullError
+from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError
+from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import Store
+from trainer_lib.storage.local import make_folders
+from trainer_lib.trackers import mlflow_client
+from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.spool import Session
 
 
 def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +199,70 @@ def test_files_get_the_permissions_the_user_asked_for(tmp_path: Path) -> None:
         os.umask(before)
     for name in ("x", "y"):
         assert stat.S_IMODE((tmp_path / "s" / name).stat().st_mode) == 0o640
+
+
+def _removed(root: Path) -> None:
+    root.rename(root.with_name("renamed"))
+
+
+def _exchanged(root: Path) -> None:
+    _removed(root)
+    root.mkdir()
+
+
+def _write_from_another_process(store: Store) -> None:
+    code = "import sys; from trainer_lib.storage import Store; Store.open(sys.argv[1]).write_bytes('a/b', b'x')"
+    done = subprocess.run([sys.executable, "-c", code, store.url], capture_output=True, text=True, check=False)
+    assert "StorageGoneError" in done.stderr, done
+    raise StorageGoneError("as the other process says")
+
+
+WRITERS: dict[str, Callable[[Store], object]] = {
+    "write": lambda store: store.write_bytes("runs/1/run.json", b"x"),
+    "replace": lambda store: store.replace("runs/1/beat", b"x"),
+    "create": lambda store: store.create("runs/1/COMMIT.json", b"x"),
+    "lease": lambda store: acquire_lease(store.child("stage")),
+    "lines": lambda store: LineFile(store.child("train"), "log.jsonl").replace([]),
+    "spool": lambda store: Session.create(store.local_path(".spool"), {}),
+    "mlflow": lambda store: mlflow_client.connect(f"sqlite:///{store.local_path('deep/mlflow.db')}"),
+    "another process": _write_from_another_process,
+}
+
+
+@pytest.mark.parametrize("change", [_removed, _exchanged])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_storage_that_is_gone_while_a_run_works_is_not_made_again(
+    tmp_path: Path, write: Callable[[Store], object], change: Callable[[Path], None]
+) -> None:
+    store = Store.open(tmp_path / "storage")
+    with store.pinned():
+        store.write_bytes("there", b"x")
+        change(tmp_path / "storage")
+        with pytest.raises((StorageGoneError, OSError)) as failure:
+            write(store)
+        assert isinstance(failure.value, StorageGoneError) or failure.value.errno == errno.ESTALE
+        assert not [*tmp_path.glob("storage/*")]
+    store.write_bytes("runs/1/run.json", b"x")  # the next command makes its own
+
+
+def test_a_lease_says_that_its_folder_is_gone_and_not_that_another_process_has_it(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "storage")
+    lease = acquire_lease(store.child("stage"), ttl_s=0.3)
+    assert lease is not None
+    _removed(tmp_path / "storage")
+    with pytest.raises(StorageGoneError, match="renamed or removed"):
+        lease.ensure_held()
+    lease.release()
+    assert not (tmp_path / "storage").exists()
+
+
+def test_pins_of_threads_end_in_any_order(tmp_path: Path) -> None:
+    first, second = Store.open(tmp_path / "a").pinned(), Store.open(tmp_path / "b").pinned()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    (tmp_path / "b").rmdir()
+    with pytest.raises(OSError, match="Stale"):
+        make_folders(tmp_path / "b" / "c")
+    second.__exit__(None, None, None)
+    make_folders(tmp_path / "b" / "c")
