@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainer_lib.data.foreign import count_samples_of
-from trainer_lib.data.items import count_samples
+from trainer_lib.data.items import MAPPINGS, count_samples
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed import Communicator
@@ -211,7 +211,7 @@ class EvaluationLoop:
 
 def _read_main_input(model: torch.nn.Module, batch: Any) -> Any:
     name = getattr(model, "main_input_name", "input_ids")
-    if isinstance(batch, dict):
+    if isinstance(batch, MAPPINGS):
         return nested.detach(batch.get(name, next(iter(batch.values()), None)))
     return None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_lib.data.items import batch_size_of
+from trainer_lib.data.items import MAPPINGS, batch_size_of
 from trainer_lib.trainer import models
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Counters:
         """Add the operations of a forward and backward pass over a batch."""
         trainer = self._trainer
         trainer.current_flos += float(trainer.floating_point_ops(batch))
-        main = batch.get(self._internals.facts.main_input) if isinstance(batch, dict) else None
+        main = batch.get(self._internals.facts.main_input) if isinstance(batch, MAPPINGS) else None
         if isinstance(main, torch.Tensor) and not main.is_floating_point():
             self.own_tokens += main.numel()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -205,7 +205,7 @@ def _check_best_metric(trainer: TrainerHooks) -> None:
     """With several evaluation sets, the metric must name exactly one of them."""
     args, sets = trainer.args, trainer.eval_dataset
     watched = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if not watched or not isinstance(sets, dict) or args.metric_for_best_model is None:
+    if not watched or not isinstance(sets, Mapping) or args.metric_for_best_model is None:
         return
     name = args.metric_for_best_model.removeprefix("eval_")
     if sum(name.startswith(f"{one}_") for one in sets) != 1:

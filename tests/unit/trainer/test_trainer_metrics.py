@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import TrainerCallback
+from trainer_lib.data.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
 
 ROWS = classification_rows(22)
@@ -58,7 +60,8 @@ def test_a_callable_gets_each_batch_and_answers_with_the_last(tmp_path: Path) ->
 
 
 # --------------------------------------------------------------------------------------------- what is given, and kept
-def test_include_for_metrics_adds_inputs_and_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_class", [dict, UserDict])  # transformers' BatchEncoding is a UserDict
+def test_include_for_metrics_adds_inputs_and_losses(batch_class: Any, tmp_path: Path) -> None:
     given: list[Any] = []
 
     def note(p: Any) -> dict[str, float]:
@@ -66,6 +69,7 @@ def test_include_for_metrics_adds_inputs_and_losses(tmp_path: Path) -> None:
         return {"n": len(p)}
 
     settings: dict[str, Any] = {"eval_dataset": ROWS, "compute_metrics": note}
+    settings["data_collator"] = lambda rows: batch_class(default_data_collator(rows))
     one = trainer(tmp_path, None, include_for_metrics=["inputs", "loss"], **settings)
     assert one.evaluate()["eval_n"] == 4
     assert np.allclose(given[0].inputs, np.stack([row["x"] for row in ROWS]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,11 @@ def test_num_tokens_enumerates_a_loader(tmp_path: Path) -> None:
 
 def test_operations_are_six_per_token_and_parameter_outside_the_embeddings(tmp_path: Path) -> None:
     model = llama()
-    output = trainer(tmp_path, ROWS, model=model, max_steps=2).train()
-    assert output.metrics["total_flos"] == 6 * model.num_parameters(exclude_embeddings=True) * 2 * 4 * 8
+    # transformers' BatchEncoding is a UserDict.
+    given: dict[str, Any] = {"data_collator": lambda rows: UserDict(default_data_collator(rows))}
+    one = trainer(tmp_path, ROWS, model=model, max_steps=2, **given)
+    assert one.train().metrics["total_flos"] == 6 * model.num_parameters(exclude_embeddings=True) * 2 * 4 * 8
+    assert one._trainflow.counters.own_tokens == 2 * 4 * 8
 
 
 def test_operations_of_plain_modules_count_tokens_or_samples(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from typing_extensions import override
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
+from trainer_lib.data.items import MAPPINGS
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.precision import Precision, PrecisionSettings
@@ -394,6 +395,6 @@ def _on_cpu() -> Iterator[None]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
+    if isinstance(value, MAPPINGS):
         return {name: _cast(each, dtype) for name, each in value.items()}
     return type(value)(_cast(each, dtype) for each in value) if type(value) in (list, tuple) else value
