@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -102,6 +103,21 @@ class OptimizationMethods(TrainerBase):
         if grad_norm is not None:
             return grad_norm
         return self._trainflow.engine.strategy.clip_grad_norm(list(model.parameters()), float("inf"))
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """False: all gradients of a model are on one device mesh."""
+        return False
+
+    def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the gradients to `max_norm`. Their L2 norm before that, 0-dim on the device."""
+        return self._trainflow.engine.strategy.clip_grad_norm(list(model.parameters()), max_norm)
+
+    def _defer_fsdp_gradient_reduction(self) -> AbstractContextManager[None]:
+        """An empty context: the strategy decides when gradients are exchanged."""
+        return nullcontext()
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Do nothing: the strategy keeps parameters equal on all ranks."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module whose forward is called in training: compiled and distributed as the arguments ask."""

@@ -57,7 +57,14 @@ UNCALLED: Mapping[str, str] = {
     "torch_jit_model_eval": "Give a scripted model, or set torch_compile=True.",
 }
 #: Methods of the table that exist nevertheless: code may call them.
-CALLABLE = frozenset({"get_cp_size", "get_sp_size", "get_tp_size", "_finish_current_push", "_nested_gather"})
+CALLABLE = frozenset(
+    {
+        *("get_cp_size", "get_sp_size", "get_tp_size", "_finish_current_push", "_nested_gather", "_rotate_checkpoints"),
+        *("_activate_neftune", "_deactivate_neftune", "_issue_warnings_after_load", "_load_callback_state"),
+        *("_defer_fsdp_gradient_reduction", "_has_mixed_mesh_grads", "_mixed_mesh_grad_norm"),
+        *("_prepare_context_parallel_inputs", "_sync_replicated_trainable_parameters"),
+    }
+)
 
 _LOOP = "_inner_training_loop"
 

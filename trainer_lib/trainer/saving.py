@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,8 @@ from trainer_lib.hub.draft import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 from trainer_lib.trainer.signatures import takes
+
+_log = logging.getLogger(__name__)
 
 
 class SavingMethods(TrainerBase):
@@ -106,6 +109,22 @@ class SavingMethods(TrainerBase):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the model. Collective."""
         self._trainflow.restore.load_best()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Log the missing and unexpected keys that `load_state_dict` returned to an override of ours."""
+        ignored = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        if ignored and ignored == set(load_result.missing_keys):
+            self.model.tie_weights()
+        elif load_result.missing_keys:
+            _log.warning("The checkpoint lacks these weights of the model: %s.", load_result.missing_keys)
+        if load_result.unexpected_keys:
+            _log.warning("The checkpoint has weights that the model lacks: %s.", load_result.unexpected_keys)
+
+    def _load_callback_state(self) -> None:
+        """Do nothing: resuming has restored the callbacks."""
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """Do nothing: the checkpoints beyond `save_total_limit` are removed after a commit."""
 
     # -- the Hub ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,21 @@ class StepMethods(TrainerBase):
             DataError: the batch is empty.
         """
         return self._trainflow.forward.prepare_inputs(inputs)
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[None]], Any]:
+        """An empty context and the batch as it is: no sequence is split over processes."""
+        return nullcontext, inputs
+
+    def _activate_neftune(self, model: nn.Module) -> nn.Module:
+        """Add the noise of `neftune_noise_alpha` to the model's embedding, unless training has added it; the model."""
+        self._trainflow.model.add_noise(model)
+        return model
+
+    def _deactivate_neftune(self, model: nn.Module) -> None:
+        """Remove the noise of `neftune_noise_alpha`."""
+        self._trainflow.model.remove_noise()
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """The context in which a loss is computed: that of mixed precision."""

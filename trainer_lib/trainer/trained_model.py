@@ -33,6 +33,7 @@ class TrainedModel:
         self._trainer = trainer
         self._internals = internals
         self._caches: list[tuple[Any, Any]] = []
+        self._noise: torch.utils.hooks.RemovableHandle | None = None
         trainer.is_model_parallel = False
 
     def take(self, given: nn.Module | None) -> None:
@@ -126,24 +127,29 @@ class TrainedModel:
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
         """Put on the model what training needs, and take it off at the end."""
-        noise = self._add_noise()
+        self.add_noise(self._trainer.model)
         watched = "underflow_overflow" in (self._trainer.args.debug or ())
         try:
             # The training in this block calls `prepare`, which fills `_caches`.
             with finite_or_stop(self._trainer.model) if watched else contextlib.nullcontext():
                 yield
         finally:
-            if noise is not None:
-                noise.remove()
+            self.remove_noise()
             for config, before in self._caches:
                 config.use_cache = before
             self._caches = []
 
-    def _add_noise(self) -> torch.utils.hooks.RemovableHandle | None:
+    def add_noise(self, model: nn.Module) -> None:
+        """Put the noise of NEFTune on a model's embedding, if the arguments ask for it and none is there."""
         alpha = self._trainer.neftune_noise_alpha
-        if alpha is None:
-            return None
-        return models.input_embedding(self._trainer.model, alpha).register_forward_hook(neftune_hook(alpha))
+        if alpha is not None and self._noise is None:
+            self._noise = models.input_embedding(model, alpha).register_forward_hook(neftune_hook(alpha))
+
+    def remove_noise(self) -> None:
+        """Take the noise of NEFTune off."""
+        if self._noise is not None:
+            self._noise.remove()
+        self._noise = None
 
     @contextlib.contextmanager
     def use_cache_as_given(self) -> Iterator[None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.overrides import SURFACE
-from tests.support.toys import classification_rows
+from tests.support.toys import TokenModel, classification_rows, token_rows
 from tests.support.training import trainer
 from trainer_lib import Seq2SeqTrainer, Trainer
 from trainer_lib.trainer.overrides import CALLABLE, UNCALLED
@@ -88,6 +90,52 @@ def test_nothing_is_pushed_and_nothing_is_waited_for(tmp_path: Path) -> None:
     one.train()
     pushes: Any = one.push_in_progress
     assert pushes.is_done()
+
+
+def test_private_methods_that_libraries_call_do_what_their_callers_need(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one: Any = trainer(tmp_path, ROWS)
+    one.model.weight_of_a_head = torch.nn.Parameter(torch.zeros(2))
+    result = one.model.load_state_dict({"other": torch.zeros(1)}, strict=False)
+    with caplog.at_level("WARNING", logger="trainer_lib"):
+        one._issue_warnings_after_load(result)
+    missing, unexpected = [record.message for record in caplog.records]
+    assert "weight_of_a_head" in missing and unexpected.endswith("the model lacks: ['other'].")
+    context, batch = one._prepare_context_parallel_inputs(one.model, ROWS[0])
+    with context(), one._defer_fsdp_gradient_reduction():
+        assert batch is ROWS[0] and one._has_mixed_mesh_grads(one.model) is False
+    for parameter in one.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in one.model.parameters())
+    assert float(one._mixed_mesh_grad_norm(one.model, 1.0)) == pytest.approx(count**0.5)
+    assert sum(float(p.grad.square().sum()) for p in one.model.parameters()) == pytest.approx(1, rel=1e-3)
+    for nothing in (one._load_callback_state, one._rotate_checkpoints):
+        assert nothing() is None
+    assert one._rotate_checkpoints(use_mtime=True, output_dir="out") is None
+    assert one._sync_replicated_trainable_parameters(one.model) is None
+
+
+def test_weights_that_a_model_leaves_out_of_its_files_are_tied_again_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one: Any = trainer(tmp_path, ROWS)
+    tied: list[int] = []
+    one.model._keys_to_ignore_on_save, one.model.tie_weights = ["head"], lambda: tied.append(1)
+    one._issue_warnings_after_load(SimpleNamespace(missing_keys=["head"], unexpected_keys=[]))
+    assert tied == [1] and not caplog.records
+
+
+def test_the_noise_of_neftune_is_put_on_once_and_taken_off(tmp_path: Path) -> None:
+    one: Any = trainer(tmp_path, token_rows(8), model=TokenModel(), neftune_noise_alpha=5.0, max_steps=1)
+    embedding = next(module for module in one.model.modules() if isinstance(module, torch.nn.Embedding))
+    assert one._activate_neftune(one.model) is one.model
+    one._activate_neftune(one.model)
+    assert len(embedding._forward_hooks) == 1
+    one._deactivate_neftune(one.model)
+    assert not embedding._forward_hooks
+    one.train()
+    assert not embedding._forward_hooks
 
 
 @pytest.mark.parametrize("name", sorted({*VALUES, *INSIDE}))
