@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TFTrainingArguments,
         TrainingArguments,
     )
+    from trainer_lib.arguments.enums import HPSearchBackend
     from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
     from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
     from trainer_lib.callbacks.flow import DefaultFlowCallback
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from trainer_lib.keras_models.tf_trainer import TFTrainer
     from trainer_lib.model_folder.loaded import LoadedModel, load_model
     from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
+    from trainer_lib.search.backends import default_hp_space_ray
+    from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
     from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
     from trainer_lib.trackers.vendors import (
@@ -93,6 +96,7 @@ _NAMES = {
     "EvalPrediction": "trainer_lib.outputs",
     "ExportableState": "trainer_lib.state",
     "FlyteCallback": "trainer_lib.trackers.vendors",
+    "HPSearchBackend": "trainer_lib.arguments.enums",
     "HfArgumentParser": "trainer_lib.arguments",
     "HubStrategy": "trainer_lib.arguments",
     "IntervalStrategy": "trainer_lib.arguments",
@@ -122,7 +126,10 @@ _NAMES = {
     "TrainerState": "trainer_lib.state",
     "TrainingArguments": "trainer_lib.arguments",
     "WandbCallback": "trainer_lib.trackers.vendors",
+    "default_compute_objective": "trainer_lib.search.base",
     "default_data_collator": "trainer_lib.data.collators",
+    "default_hp_space_optuna": "trainer_lib.search.base",
+    "default_hp_space_ray": "trainer_lib.search.backends",
     "enable_full_determinism": "trainer_lib.trainer.seeding",
     "get_last_checkpoint": "trainer_lib.checkpoint.catalogue",
     "install": "trainer_lib.installation",
@@ -157,6 +164,7 @@ __all__ = [
     "EvalPrediction",
     "ExportableState",
     "FlyteCallback",
+    "HPSearchBackend",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
@@ -186,7 +194,10 @@ __all__ = [
     "TrainerState",
     "TrainingArguments",
     "WandbCallback",
+    "default_compute_objective",
     "default_data_collator",
+    "default_hp_space_optuna",
+    "default_hp_space_ray",
     "enable_full_determinism",
     "get_last_checkpoint",
     "install",

@@ -15,6 +15,7 @@ Nothing inside a class or function of transformers changes; the names that other
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -24,12 +25,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.parser import add_old_names
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 #: The names to replace, by the module of transformers that defines them.
 _DEFINED_IN: Mapping[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer",),
     "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
+    "transformers.hf_argparser": ("HfArgumentParser",),
     "transformers.training_args": ("TrainingArguments", "OptimizerNames", "ParallelMode"),
     "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
     "transformers.trainer_callback": (
@@ -178,9 +182,28 @@ def _packages() -> Iterator[ModuleType]:
 
 
 def _ours(name: str) -> Any:
+    if name == "HfArgumentParser":
+        return _parser_with_old_names()
     # By name: the package resolves its public names when they are first used.
     home = "trainer_lib.arguments" if name == "ParallelMode" else "trainer_lib"
     return getattr(importlib.import_module(home), name)
+
+
+@functools.cache
+def _parser_with_old_names() -> type:
+    """Transformers' own parser, which also takes the old names of our arguments."""
+    from transformers.hf_argparser import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        __doc__ = HfArgumentParser.__doc__
+
+        def _add_dataclass_arguments(self, dtype: Any) -> None:
+            super()._add_dataclass_arguments(dtype)
+            if issubclass(dtype, TrainingArguments):
+                add_old_names(self, dtype)
+
+    Parser.__name__ = Parser.__qualname__ = "HfArgumentParser"
+    return Parser
 
 
 def _refuse_early_imports(originals: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +305,32 @@ def test_the_examples_spec_asks_for_stage_two() -> None:
     args = TrainingArguments.from_dict(load_spec(ROOT / "examples" / "digits" / "zero.yaml").train.args)
     found = adopt(args)
     assert (found.stage, args.max_grad_norm, found.zero["reduce_bucket_size"]) == (2, 1.0, 1e6)
+
+
+PLAIN = """
+import logging, os, sys
+logging.basicConfig(level=logging.WARNING)
+from tests.support.toys import classification_rows
+from tests.support.training import trainer
+rows, given = classification_rows(16), {"max_steps": 2, "optim": "adamw_torch_fused"}
+losses = [trainer(f"{sys.argv[1]}/alone", rows, **given).train().training_loss]
+for stage in (0, 2, 3):
+    config = {"zero_optimization": {"stage": stage}} if stage else {"gradient_clipping": 1.0, "steps_per_print": 9}
+    losses.append(trainer(f"{sys.argv[1]}/{stage}", rows, deepspeed=config, **given).train().training_loss)
+scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 2}}
+one = trainer(f"{sys.argv[1]}/schedule", rows, deepspeed={"scheduler": scheduler}, **given)
+one.train()
+print("LOSSES", *losses, type(one.lr_scheduler).__module__)
+"""
+
+
+def test_plain_python_trains_with_every_stage_and_stage_0_is_training_without_it(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-c", PLAIN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
+    *losses, schedule = line.split()[1:]
+    assert [float(loss) for loss in losses] == pytest.approx([float(losses[0])] * 4, rel=1e-6)
+    assert schedule == "deepspeed.runtime.lr_schedules"
+    assert "these parts have no effect: steps_per_print." in done.stderr

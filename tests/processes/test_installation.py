@@ -70,6 +70,10 @@ ours = [
     get_last_checkpoint is trainer_lib.get_last_checkpoint, WandbCallback is trainer_lib.WandbCallback,
     args.parallel_mode == ParallelMode.NOT_PARALLEL, EvalPrediction is trainer_lib.EvalPrediction,
 ]
+words = "--output_dir o --evaluation_strategy epoch --no_cuda --sharded_ddp --gradient_checkpointing --warmup_ratio 0.1"
+(old,) = transformers.HfArgumentParser(Config).parse_args_into_dataclasses(words.split(), look_for_args_file=False)
+ours += [old.eval_strategy == "epoch", old.use_cpu, old.fsdp == "shard_grad_op", old.gradient_checkpointing is True,
+         old.warmup_steps == 0.1, isinstance(old, Config)]
 trainer_lib.uninstall()
 names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
 back = [transformers.Trainer.__module__, transformers.trainer_utils.IntervalStrategy.__module__,

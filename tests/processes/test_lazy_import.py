@@ -17,6 +17,7 @@ WITH_TORCH = {
     *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator"),
     *(name for name in trainer_lib.__all__ if "DataCollator" in name),
     *("LoadedModel", "Seq2SeqTrainer", "TFTrainer", "load_model"),
+    *("default_compute_objective", "default_hp_space_optuna", "default_hp_space_ray"),
 }
 
 

@@ -61,6 +61,7 @@ def _left(out: Path) -> list[str]:
 
 def test_a_run_has_its_curve_parameters_name_and_end(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "digits")
+    monkeypatch.setenv("MLFLOW_TAGS", json.dumps({"release.candidate": "RC1", "size": 3}))
     tracker = MLflowTracker(str(tmp_path / "out"))
     tracker.start(run_name="first", params={"lr": 0.1, "nested": {"hub_token": "s3cret"}}, resume_step=0)
     for step in range(1, 2501):  # more than one batch
@@ -72,12 +73,23 @@ def test_a_run_has_its_curve_parameters_name_and_end(uri: str, tmp_path: Path, m
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert client(uri).get_experiment(run.info.experiment_id).name == "digits"
     assert run.data.params == {"lr": "0.1", "nested.hub_token": "***"}
+    assert (run.data.tags["release.candidate"], run.data.tags["size"]) == ("RC1", "3")
     assert points(uri, run.info.run_id, "loss") == [(step, 1 / step) for step in range(1, 2501)]
     assert len(points(uri, run.info.run_id, "eval/acc_5")) == 2500
     assert math.isnan(run.data.metrics["nan"])
     assert run.data.metrics["up"] > 1e308
     assert run.data.metrics["down"] < -1e308
     assert _left(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("text", ["release=1", "[1]", "[" * 100_000])
+def test_tags_that_are_no_json_object_cost_a_warning(
+    text: str, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TAGS", text)
+    _track(tmp_path / "out", range(1, 3))
+    assert "MLFLOW_TAGS is not a JSON object" in caplog.text
+    assert len(points(uri, runs(uri)[0].info.run_id, "loss")) == 2
 
 
 def test_failed_is_failed_and_a_log_after_the_end_joins_the_run(uri: str, tmp_path: Path) -> None:

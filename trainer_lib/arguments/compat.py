@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ def _amp_backend(value: Any) -> Changes:
 
 
 def _apex_level(value: Any) -> Changes:
-    level = str(value).upper()
+    level = re.sub("^0", "O", str(value).upper())  # the documents write a zero in place of the letter
+    if level == "O1":
+        return {}
     if level == "O0":
         _log.warning("Apex's level O0 computes in float32: fp16 is off.")
         return {"fp16": False}
@@ -88,9 +91,10 @@ def _warmup_share(value: Any) -> Changes:
 
 
 def _sharded_ddp(value: Any) -> Changes:
-    words = ["simple"] if value is True else value.split() if isinstance(value, str) else [str(word) for word in value]
-    table = {"simple": "shard_grad_op", "zero_dp_2": "shard_grad_op", "zero_dp_3": "full_shard"}
-    table |= {"offload": "offload", "auto_wrap": "auto_wrap"}
+    words = str(value).lower().split() if isinstance(value, str | bool) else [str(word) for word in value]
+    # The flag alone is true; the documents write cpu_offload, and FairScale's option is offload.
+    table = {"true": "shard_grad_op", "simple": "shard_grad_op", "zero_dp_2": "shard_grad_op"}
+    table |= {"zero_dp_3": "full_shard", "offload": "offload", "cpu_offload": "offload", "auto_wrap": "auto_wrap"}
     unknown = [word for word in words if word not in table]
     if unknown:
         raise ConfigError(
@@ -116,6 +120,7 @@ def _hub_organization(value: Any) -> Changes:
     return {"push_to_hub_organization": value}  # joined with the model id by `translate`
 
 
+_TRUTH = {"true": True, "false": False}
 _NATIVE = "torch's own mixed precision is always used."
 _SHARE = "warmup_steps (a number below 1 is a share of all steps)"
 
@@ -239,6 +244,7 @@ def name_as_given(name: str, given: Mapping[str, Any]) -> str:
 def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
     """Return the new arguments of one old argument, and warn once. Raises ConfigError when it is not supported."""
     old = OLD_NAMES[name]
+    value = _TRUTH.get(value.lower(), value) if isinstance(value, str) else value  # a word of a command line
     neutral = old.asks_for_nothing(value)
     if not neutral and old.translate is None:
         raise ConfigError("This argument no longer exists.", field=name, value=value, remedy=old.way_out)

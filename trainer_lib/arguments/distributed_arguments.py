@@ -23,6 +23,7 @@ class DistributedArguments:
         "Shard the model over processes (FSDP): full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or "
         "no_shard, and optionally offload and auto_wrap, separated by spaces.",
         affects="nothing",
+        bare=True,
     )
     fsdp_config: dict[str, Any] | str | None = arg(
         None, "Settings of FSDP: a mapping, or the name of a JSON file.", affects="nothing"

@@ -33,6 +33,13 @@ class HubStrategy(StrEnum):
     ALL_CHECKPOINTS = "all_checkpoints"
 
 
+class HPSearchBackend(StrEnum):
+    """The libraries that propose hyperparameters."""
+
+    OPTUNA = "optuna"
+    RAY = "ray"
+
+
 class DebugOption(StrEnum):
     """Expensive diagnostics that `debug` switches on."""
 

@@ -82,7 +82,7 @@ class Declaration:
 class _Help(str):
     """The help text of an argument, which carries its declaration.
 
-    Metadata holds nothing else: the parsers of transformers and TRL pass every key of it to argparse.
+    Metadata holds nothing but what argparse takes: the parsers of transformers and TRL pass every key of it on.
     """
 
     declaration: Declaration
@@ -107,6 +107,7 @@ def arg(
     le: float | None = None,
     lt: float | None = None,
     secret: bool = False,
+    bare: bool = False,
 ) -> Any:
     """Declare one argument of a dataclass.
 
@@ -118,10 +119,13 @@ def arg(
         choices: allowed texts, where an enum would be too much.
         ge, gt, le, lt: bounds of a number, checked at construction.
         secret: never shown in errors, reprs or dumps.
+        bare: transformers' parser, which wants a word after such a type, takes the flag alone for true.
     """
     bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
     known = Declaration(affects, unit, None if choices is None else tuple(choices), bounds, secret, ours=True)
-    metadata = {"help": _Help.of(help, known)}
+    metadata: dict[str, Any] = {"help": _Help.of(help, known)}
+    if bare:
+        metadata |= {"nargs": "?", "const": True}
     # A repr gets into logs and tracebacks, so it leaves secrets out.
     if factory is not None:
         return dataclasses.field(default_factory=factory, metadata=metadata, repr=not secret)

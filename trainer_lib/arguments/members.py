@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import metadata
@@ -151,11 +152,11 @@ class ArgumentMembers(ArgumentGroups):
     def get_process_log_level(self) -> int:
         """Return the `logging` level of this process: `log_level` on the main one, else `log_level_replica`.
 
-        "passive" is info on the main process and warning on the others.
+        "passive" is the level that TRANSFORMERS_VERBOSITY names, else info on the main process and warning on others.
         """
-        if self.should_log:
-            return _LEVELS.get(self.log_level, logging.INFO)
-        return _LEVELS.get(self.log_level_replica, logging.WARNING)
+        level, usual = (self.log_level, logging.INFO) if self.should_log else (self.log_level_replica, logging.WARNING)
+        passive = _LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", "").lower(), usual)
+        return _LEVELS.get(level, passive)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the optimizer steps of the warm-up: `warmup_steps`, or that share of all steps, rounded up."""

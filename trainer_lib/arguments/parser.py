@@ -74,16 +74,7 @@ class ArgumentParser(argparse.ArgumentParser):
             _add_field(group, field, hints.get(field.name, Any), declared[field.name])
         if not issubclass(cls, TrainingArguments):
             return
-        hidden: dict[str, Any] = {
-            # Old flags, such as --no_cuda, were given without a value.
-            "nargs": "?",
-            "const": "true",
-            "default": argparse.SUPPRESS,
-            "help": argparse.SUPPRESS,
-        }
-        for name in compat.OLD_NAMES:
-            if name not in constructor_names(cls):
-                group.add_argument(f"--{name}", **hidden)
+        add_old_names(group, cls, "store")
 
     def parse_args_into_dataclasses(
         self,
@@ -197,6 +188,30 @@ class ArgumentParser(argparse.ArgumentParser):
 HfArgumentParser = ArgumentParser
 
 
+class _Translated(argparse.Action):
+    """Sets the new arguments of an old name, for a parser that fills fields alone."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        try:
+            for name, value in compat.changes_for(self.dest, values).items():
+                setattr(namespace, name, value)
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def add_old_names(parser: Any, cls: type, action: Any = _Translated) -> None:
+    """Add the old names of the arguments to a parser, without help; those that are fields of `cls` are left out."""
+    # An organization is joined with the model's name by the class alone.
+    left_out = {*constructor_names(cls), *(("push_to_hub_organization",) if action is _Translated else ())}
+    for name in compat.OLD_NAMES:
+        if name not in left_out:
+            # Old flags, such as --no_cuda, were given without a value.
+            settings: dict[str, Any] = {"nargs": "?", "const": "true", "action": action}
+            parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS, **settings)
+
+
 def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
     if not dataclasses.is_dataclass(cls):
         raise ConfigError(
@@ -217,15 +232,16 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: D
     settings["required"] = default is dataclasses.MISSING and hint is not bool
     kinds = _kinds(hint)
     parse = _parser(field.name, hint, declared)
-    if kinds == [bool]:
+    lists = any(typing.get_origin(kind) in (list, tuple, set) or kind in (list, tuple, set) for kind in kinds)
+    if bool in kinds and not lists:
         group.add_argument(*options, nargs="?", const=True, type=parse, metavar="BOOL", **settings)
         if default is True:
             negative = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
             names = (f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}")
             group.add_argument(*names, action="store_const", const=False, **negative)
         return
-    if any(typing.get_origin(kind) in (list, tuple, set) or kind in (list, tuple, set) for kind in kinds):
-        settings["nargs"] = "+"
+    if lists:
+        settings["nargs"] = "*" if bool in kinds else "+"
         settings["action"] = _Joined
     group.add_argument(*options, type=str if "nargs" in settings else parse, metavar=field.name.upper(), **settings)
     if "nargs" in settings:
@@ -255,6 +271,7 @@ class _Joined(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
     ) -> None:
+        values = values or ["true"]  # a bare flag, where a truth value may take the place of the list
         alone = len(values) == 1 and (self.splits or _is_list_or_none(values[0]))
         try:
             setattr(namespace, self.dest, self.convert(values[0] if alone else list(values)))

@@ -28,12 +28,15 @@ class PrecisionArguments:
         None,
         "Recompute activations in the backward pass instead of keeping them; this saves memory and costs time.",
         affects="nothing",
+        bare=True,
     )
     gradient_checkpointing_kwargs: Settings = arg(
         None, 'Settings of gradient_checkpointing, such as {"use_reentrant": false}.', affects="nothing"
     )
     # The newer name of the two; `validation` keeps them equal.
-    activation_checkpointing: bool | None = arg(None, "Another name of gradient_checkpointing.", affects="nothing")
+    activation_checkpointing: bool | None = arg(
+        None, "Another name of gradient_checkpointing.", affects="nothing", bare=True
+    )
     activation_checkpointing_kwargs: Settings = arg(
         None, "Another name of gradient_checkpointing_kwargs.", affects="nothing"
     )

@@ -6,6 +6,7 @@ follow from others, then looks for contradictions. Every refusal is a `ConfigErr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -36,6 +37,7 @@ FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
 _FREE_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _TRUTH_WORDS = {"yes": True, "on": True, "no": False, "off": False}
 _CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+_STACK = 7  # of a warning: the line that makes the arguments
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
@@ -62,6 +64,8 @@ def normalise(args: ArgumentGroups) -> None:
     args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
     if args.fsdp is True:
         args.fsdp = FSDPOption.FULL_SHARD.value
+    if isinstance(args.fsdp, str):
+        args.fsdp = args.fsdp.replace("full shard", "full_shard")  # as the documents about XLA write it
     args.fsdp = " ".join(_words("fsdp", args.fsdp or "", [option.value for option in FSDPOption]))
     args.report_to = _reporters(args.report_to)
     for name in ("logging_steps", "eval_steps", "save_steps"):
@@ -138,6 +142,8 @@ def _consequences(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
         yield "do_eval", True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         yield "eval_steps", args.logging_steps
+    if args.use_cpu and args.dataloader_pin_memory:
+        yield "dataloader_pin_memory", False
     if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
         yield "torch_compile", True
     # Not where a step cannot be tried again with half of it, or where one number is for all processes.
@@ -187,11 +193,22 @@ def _check_batch(args: ArgumentGroups) -> None:
 
 def _check_warmup(args: ArgumentGroups) -> None:
     if args.max_steps > 0 and args.warmup_steps > args.max_steps:
+        warnings.warn(
+            f"warmup_steps = {args.warmup_steps}: The warm-up is longer than training (max_steps = {args.max_steps}), "
+            "so the learning rate never reaches its peak. Lower it, or give a share below 1.",
+            stacklevel=_STACK,
+        )
+
+
+def _check_optimizer(args: ArgumentGroups) -> None:
+    name = str(args.optim)
+    if name.endswith("_layerwise"):
         raise ConfigError(
-            f"The warm-up is longer than training (max_steps = {args.max_steps}).",
-            field="warmup_steps",
-            value=args.warmup_steps,
-            remedy="Lower it, or give a share below 1.",
+            "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
+            "resuming, so it is not supported.",
+            field="optim",
+            value=name,
+            remedy=f'Give "{name.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
         )
 
 
@@ -366,6 +383,7 @@ _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
     _check_length,
     _check_batch,
     _check_warmup,
+    _check_optimizer,
     _check_strategies,
     _check_precision,
     _check_best_model,

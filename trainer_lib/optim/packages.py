@@ -169,17 +169,6 @@ def _apollo(request: OptimizerRequest) -> Served:
     return Served(cls, {**request.adam, "params": _low_rank_groups(request, own)})
 
 
-def _layerwise(request: OptimizerRequest) -> Served:
-    whole = request.name.value.removesuffix("_layerwise")
-    raise ConfigError(
-        "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
-        "resuming, so it is not supported.",
-        field="optim",
-        value=request.name.value,
-        remedy=f'Give "{whole}", and gradient_checkpointing=true to save memory.',
-    )
-
-
 def _model(request: OptimizerRequest) -> nn.Module:
     if request.model is None:
         raise ConfigError(
@@ -255,8 +244,4 @@ PACKAGED: Mapping[OptimizerNames, Callable[[OptimizerRequest], Served]] = {
     OptimizerNames.GALORE_ADAMW_8BIT: _galore,
     OptimizerNames.GALORE_ADAFACTOR: _galore,
     OptimizerNames.APOLLO_ADAMW: _apollo,
-    OptimizerNames.GALORE_ADAMW_LAYERWISE: _layerwise,
-    OptimizerNames.GALORE_ADAMW_8BIT_LAYERWISE: _layerwise,
-    OptimizerNames.GALORE_ADAFACTOR_LAYERWISE: _layerwise,
-    OptimizerNames.APOLLO_ADAMW_LAYERWISE: _layerwise,
 }

@@ -6,13 +6,13 @@ import importlib
 import importlib.util
 from typing import Any
 
+from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.kept_process import variables_kept
 from trainer_lib.search.base import SearchBackend, SearchHooks, SearchSettings
 from trainer_lib.search.optuna import OptunaSearch
 from trainer_lib.suggestions import suggestion
 
-_NAMES = ("optuna", "ray")
 _WHY_NOT = {
     "sigopt": "SigOpt has been discontinued.",
     "wandb": "A sweep of Weights & Biases needs its vendor's server, which proposes the values.",
@@ -25,22 +25,27 @@ def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> S
     if wanted == "optuna":
         return OptunaSearch(hooks, settings)
     if wanted == "ray":
-        return _ray(hooks, settings)
+        search: SearchBackend = _ray().RaySearch(hooks, settings)
+        return search
     remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
     raise ConfigError(
         _WHY_NOT.get(wanted, "This backend does not exist."),
         field="backend",
         value=wanted,
-        remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, _NAMES),
+        remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, list(HPSearchBackend)),
     )
 
 
-def _ray(hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
+def default_hp_space_ray(trial: Any) -> dict[str, Any]:
+    """Spaces of `ray.tune`: learning rate, epochs, seed and micro-batch. Raises MissingExtraError without ray."""
+    space: dict[str, Any] = _ray().default_space(trial)
+    return space
+
+
+def _ray() -> Any:
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError(
             "A search with Ray Tune needs the package ray.", field="backend", value="ray", extra="ray"
         )
     with variables_kept({}, "RAY_CLIENT_MODE"):  # set by an import of Ray, and read by that alone
-        module = importlib.import_module("trainer_lib.search.ray_tune")
-    search: SearchBackend = module.RaySearch(hooks, settings)
-    return search
+        return importlib.import_module("trainer_lib.search.ray_tune")

@@ -96,7 +96,7 @@ class SearchBackend(Protocol):
         """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective."""
 
 
-def default_hp_space(trial: Any) -> dict[str, Any]:
+def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
     """Learning rate, epochs, seed and micro-batch, in the ranges of transformers' `default_hp_space_optuna`."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),

@@ -33,7 +33,7 @@ from trainer_lib.search.base import (
     SharedTrial,
     TrialPruned,
     TrialRun,
-    default_hp_space,
+    default_hp_space_optuna,
     is_finite,
     json_values,
     parse_objective,
@@ -72,7 +72,7 @@ class OptunaSearch:
         self._hooks = hooks
         self._comm = hooks.comm
         self._settings = settings
-        self._space = settings.hp_space = settings.hp_space or default_hp_space
+        self._space = settings.hp_space = settings.hp_space or default_hp_space_optuna
         self._options = dict(settings.options)
         self._check_options()
         self._study: Any = None

@@ -57,9 +57,6 @@ class Strategy(Protocol):
     def precision(self, args: PrecisionSettings) -> Precision:
         """Return how forward passes are computed, and how gradients are scaled."""
 
-    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """Return the learning-rate schedule that this strategy brings along; None leaves it to the arguments."""
-
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the module and the optimizer to train with, made of what `setup_model` returned and its optimizer."""
 

@@ -48,10 +48,6 @@ class SingleStrategy(Strategy):
         return create_precision(args, self.device)
 
     @override
-    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        return None
-
-    @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         return model, optimizer
 

@@ -5,13 +5,15 @@ What cannot be delivered stays in the spool, and the next process that delivers 
 
 Environment: `MLFLOW_TRACKING_URI` (default: sqlite `mlflow.db` in the working directory, as `mlflow ui` expects),
 `MLFLOW_RUN_ID` (an *orchestrated* run: we add points to it, its owner sets its parameters, its status and its end),
-`MLFLOW_EXPERIMENT_NAME` (for a run of our own), `TRAINFLOW_SPOOL_DIR` (default: `.spool` in a local `output_dir`).
+`MLFLOW_EXPERIMENT_NAME` (for a run of our own), `MLFLOW_TAGS` (a JSON object, for the run), `TRAINFLOW_SPOOL_DIR`
+(default: `.spool` in a local `output_dir`).
 In a pipeline, `TRAINFLOW_TRACKED_RUN` names the run, and the pipeline delivers; its metrics are grouped (`names`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -44,7 +46,7 @@ class MLflowTracker:
     def __init__(self, output_dir: str | None) -> None:
         self._output_dir = output_dir
         self._head: dict[str, Any] | None = None
-        self._params: dict[str, Any] | None = None
+        self._first_records: list[dict[str, Any]] = []
         self._root: Path | None = None
         self._session: Session | None = None
         self._shipper: Shipper | None = None
@@ -59,7 +61,7 @@ class MLflowTracker:
         self._root = spool_root(self._output_dir)
         # Without credentials: the process that delivers has them from its environment.
         head: dict[str, Any] = {"tracking_uri": mask(default_tracking_uri()), "dedupe": True}
-        self._params, self._is_delivered = None, False
+        self._first_records, self._is_delivered = [], False
         if pipeline := os.environ.get(TRACKED_RUN):
             run = parse_json(pipeline)
             self._name = group_log
@@ -68,6 +70,7 @@ class MLflowTracker:
             head |= run
         elif run_id := os.environ.get("MLFLOW_RUN_ID"):
             head["run_id"] = run_id
+            self._first_records = _environment_tags()
         else:
             head |= {
                 "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default",
@@ -75,7 +78,8 @@ class MLflowTracker:
                 "token": self._own_token(head["tracking_uri"], resume=resume_step > 0),
                 "start_ms": now_ms(),
             }
-            self._params = {"params": flatten_params(params), "when": f"resumed-at-step-{resume_step}"}
+            written = {"params": flatten_params(params), "when": f"resumed-at-step-{resume_step}"}
+            self._first_records = [written, *_environment_tags()]
         self._head = head
         self._last = {}
         self._open()
@@ -121,9 +125,9 @@ class MLflowTracker:
             _log.warning("Metrics do not go to MLflow: the spool %s cannot be written: %s", self._root, error)
             self._head = None
             return
-        if self._params is not None:
-            params, self._params = self._params, None
-            self._write(lambda session: session.write(params))
+        for record in self._first_records:
+            self._write(functools.partial(Session.write, record=record))
+        self._first_records = []
         if not self._is_delivered:
             self._shipper = Shipper(Delivery(self._root, default_tracking_uri()))
             self._shipper.start()
@@ -151,6 +155,18 @@ class MLflowTracker:
             make_folders(self._root, 0o700)
             memo.write_text(json.dumps({"tracking_uri": tracking_uri, "token": token}), encoding="utf-8")
         return token
+
+
+def _environment_tags() -> list[dict[str, Any]]:
+    """The record of the tags in `MLFLOW_TAGS`, without secrets; none where it is not a JSON object."""
+    try:
+        tags = json.loads(os.environ.get("MLFLOW_TAGS") or "{}")
+    except (ValueError, RecursionError):
+        tags = None
+    if not isinstance(tags, dict):
+        _log.warning("MLFLOW_TAGS is not a JSON object, so it sets no tags.")
+        return []
+    return [{"tags": {name: mask(str(value)) for name, value in tags.items()}}] if tags else []
 
 
 def default_tracking_uri() -> str:

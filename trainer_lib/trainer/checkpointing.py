@@ -24,7 +24,9 @@ from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
+from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.readers import withdraw_if_unread
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
@@ -282,6 +284,21 @@ class Checkpoints:
             self._save_now(run)
         if run.save_error is not None:
             raise run.save_error
+
+    def keep_best_alone(self) -> None:
+        """After training, with `save_total_limit=1`: remove the newest checkpoint where another one is the best."""
+        trainer, root = self._trainer, self.root()
+        best = (trainer.state.best_model_checkpoint or "").rsplit("/", 1)[-1]
+        newest = self.newest_committed()
+        if trainer.args.save_total_limit != 1 or newest is None or self._internals.world.save_group.rank != 0:
+            return
+        spared = {best, *self.occupied.names, *self._internals.publisher.checkpoints_being_pushed}
+        try:
+            is_free = newest.url.rsplit("/", 1)[-1] not in spared and not is_kept(newest)
+            if best and is_free and all(store.exists(COMMIT) for store in (newest, root.child(best))):
+                withdraw_if_unread(newest)
+        except StorageError as error:
+            _log.warning("The newest checkpoint could not be removed: %s", error)
 
     def save_and_stop(self) -> None:
         """Save the step at which training was asked to stop. Collective. Raises StorageError when it cannot be."""

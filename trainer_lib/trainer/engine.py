@@ -13,6 +13,7 @@ from torch import nn
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.accelerator_config import AcceleratorConfig
+from trainer_lib.arguments.deepspeed.deepspeed_config import plan
 from trainer_lib.errors import ConfigError
 from trainer_lib.precision import Precision
 from trainer_lib.strategies.base import Strategy, total_norm
@@ -68,7 +69,7 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
 
         refuse_unshown(args)
         return XlaStrategy(device, comm)
-    if args.deepspeed is not None:
+    if args.deepspeed is not None and plan(args).stage:  # stage 0 shards nothing
         from trainer_lib.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
         return DeepSpeedStrategy(device, comm, args)
@@ -217,7 +218,7 @@ class Engine:
         return trainer.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None) -> Any:
-        """The Trainer's schedule, made from the strategy or the arguments unless it exists."""
+        """The Trainer's schedule, made from the arguments or DeepSpeed's configuration unless it exists."""
         trainer = self._trainer
         if trainer.lr_scheduler is None:
             target = unwrap_prepared(optimizer or trainer.optimizer)
@@ -225,7 +226,11 @@ class Engine:
                 raise ConfigError(
                     "A schedule needs an optimizer.", field="optimizer", remedy="Call create_optimizer before."
                 )
-            own = self.strategy.schedule(target, num_training_steps)
+            own = None
+            if trainer.args.deepspeed is not None:
+                from trainer_lib.strategies.deepspeed.deepspeed_strategy import create_schedule
+
+                own = create_schedule(trainer.args, target, num_training_steps)
             made = optim.create_scheduler(trainer.args, target, num_training_steps) if own is None else own
             trainer.lr_scheduler = made
         return trainer.lr_scheduler

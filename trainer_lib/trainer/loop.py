@@ -353,4 +353,5 @@ class TrainingLoop:
         trainer.model.zero_grad()
         internals.events.fire("on_train_end")
         internals.publisher.push_final_model(is_stop_requested=lambda: run.stop.requested)
+        internals.checkpoints.keep_best_alone()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)

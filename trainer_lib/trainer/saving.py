@@ -111,10 +111,11 @@ class SavingMethods(TrainerBase):
         self._trainflow.restore.load_best()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Log the missing and unexpected keys that `load_state_dict` returned to an override of ours."""
-        ignored = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        """Log the missing and unexpected keys that `load_state_dict` has returned to an override."""
+        model: Any = self.model
+        ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         if ignored and ignored == set(load_result.missing_keys):
-            self.model.tie_weights()
+            model.tie_weights()
         elif load_result.missing_keys:
             _log.warning("The checkpoint lacks these weights of the model: %s.", load_result.missing_keys)
         if load_result.unexpected_keys:

@@ -128,6 +128,8 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
         internals = self._trainflow
         internals.world = world = World.form(args)
         logging.getLogger("trainer_lib").setLevel(args.get_process_log_level())
+        if (args.log_level if args.should_log else args.log_level_replica) != "passive":
+            logging.getLogger("transformers").setLevel(args.get_process_log_level())
         # Before model_init is called: initial weights are part of what the seed fixes.
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         apply_tf32(args)

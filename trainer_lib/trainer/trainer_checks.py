@@ -39,13 +39,24 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
     ),
 }
 
-
+#: Arguments that do something together with another one alone.
+_NEEDED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
+    "liger_kernel_config": (lambda args: args.use_liger_kernel, "use_liger_kernel"),
+    "optim_target_modules": (
+        lambda args: str(args.optim).startswith(("galore", "apollo")),
+        "an optimizer that works on chosen layers, such as galore_adamw",
+    ),
+}
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _log = logging.getLogger(__name__)
 
 
 def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) -> None:
-    """Raise ConfigError for an argument without an effect; `wanted`: the class of arguments that the Trainer takes."""
+    """Raise ConfigError for an argument that is not served, and log what has no effect.
+
+    Args:
+        wanted: the class of arguments that the Trainer takes.
+    """
     generates = issubclass(wanted, Seq2SeqArguments)
     if generates and not isinstance(args, Seq2SeqArguments):
         raise ConfigError(
@@ -54,14 +65,11 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
             value=type(args).__name__,
             remedy="Give Seq2SeqTrainingArguments.",
         )
-    for name in () if generates else field_map(Seq2SeqArguments):
+    needs = {} if generates else dict.fromkeys(field_map(Seq2SeqArguments), "Seq2SeqTrainer")
+    needs |= {name: needed for name, (is_on, needed) in _NEEDED.items() if not is_on(args)}
+    for name, needed in needs.items():
         if getattr(args, name, None):
-            raise ConfigError(
-                "The argument has no effect on a Trainer.",
-                field=name,
-                value=getattr(args, name),
-                remedy="Use Seq2SeqTrainer.",
-            )
+            _log.warning("%s = %s has no effect without %s.", name, getattr(args, name), needed)
     if isinstance(args, TFArguments) and not issubclass(wanted, TFArguments) and args.poly_power != 1.0:
         raise ConfigError(
             "The argument has no effect on a Trainer.",

@@ -33,7 +33,7 @@ REFUSED: list[tuple[Given, str, str]] = [
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "0"),
     ({"warmup_steps": -1}, "warmup_steps", "-1"),
     ({"warmup_steps": 2.5}, "warmup_steps", "2.5"),
-    ({"warmup_steps": 20, "max_steps": 10}, "warmup_steps", "20"),
+    ({"optim": "apollo_adamw_layerwise"}, "optim", "apollo_adamw_layerwise"),
     ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
     ({"adam_beta1": 1.0}, "adam_beta1", "1.0"),
     ({"label_smoothing_factor": 1}, "label_smoothing_factor", "1.0"),
@@ -168,6 +168,13 @@ def test_an_optimizer_is_found_by_its_value_before_any_others_name() -> None:
     # trainflow knows "lion"; LION is the reference's member name of "lion_32bit"
     assert TrainingArguments("out", optim="lion").optim is OptimizerNames.LION_TORCH
     assert TrainingArguments("out", optim="ADAMW_TORCH").optim is OptimizerNames.ADAMW_TORCH
+
+
+def test_a_warm_up_that_is_longer_than_training_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"warmup_steps = 20: The warm-up is longer .*max_steps = 10") as caught:
+        args = TrainingArguments("out", warmup_steps=20, max_steps=10)
+    assert caught[0].filename == __file__
+    assert args.get_warmup_steps(10) == 20
 
 
 def test_sequence_to_sequence_arguments_are_checked_too() -> None:

@@ -93,7 +93,7 @@ def test_groups_are_small_and_every_field_says_what_it_means() -> None:
         for field in own:
             assert field.metadata["help"].rstrip().endswith((".", "…")), field.name
             assert declarations(group)[field.name].affects in typing.get_args(Affects), field.name
-            assert set(field.metadata) == {"help"}, field.name  # argparse gets every other key too
+            assert set(field.metadata) <= {"help", "nargs", "const"}, field.name  # argparse gets every key
 
 
 def test_every_number_has_a_unit() -> None:
@@ -202,6 +202,9 @@ def test_log_levels_differ_between_main_and_other_processes(monkeypatch: pytest.
 
     args = TrainingArguments("out", log_level_replica="error")
     assert args.get_process_log_level() == logging.INFO
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "critical")
+    assert args.get_process_log_level() == logging.CRITICAL
+    assert TrainingArguments("out", log_level="debug").get_process_log_level() == logging.DEBUG
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     assert args.get_process_log_level() == logging.ERROR

@@ -204,8 +204,7 @@ def schedule(kind: str, **params: Any) -> dict[str, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
     # name: (configuration, arguments, field, value, what the message says)
-    "no stage": ({}, {}, "zero_optimization.stage", "0", "replicate the model, remove deepspeed"),
-    "unknown stage": (zero(stage=4), {}, "zero_optimization.stage", "4", "Give 1, 2 or 3"),
+    "unknown stage": (zero(stage=4), {}, "zero_optimization.stage", "4", "Give 0, 1, 2 or 3"),
     "misspelt": (with_zero(gradient_clip=1), {}, "gradient_clip", "", 'Did you mean "gradient_clipping"'),
     "misspelt inside": (zero(overlap_com=True), {}, "zero_optimization.overlap_com", "", '"overlap_comm"'),
     "apex": (with_zero(amp={"enabled": True, "opt_level": "O1"}), {}, "amp", "O1", "bf16=True"),
@@ -267,13 +266,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
         *("bf16.bf16_master_weights_and_grads", "True", "too few digits"),
     ),
     "auto of ZeRO": (zero(overlap_comm="auto"), {}, "zero_optimization.overlap_comm", "auto", "Write a value"),
-    "parameters": (
-        zero(offload_param={"device": "cpu"}),
-        {},
-        "zero_optimization.offload_param.device",
-        "cpu",
-        "needs stage 3",
-    ),
     "drive without folder": (nvme(""), {}, "zero_optimization.offload_optimizer.nvme_path", "", "Name a folder"),
     "drive in stage 2": (nvme("/x", 2), {}, "zero_optimization.offload_optimizer.device", "nvme", "needs stage 3"),
     "unknown device": (
@@ -315,6 +307,15 @@ def test_what_is_wrong_is_refused_before_anything_starts(case: str) -> None:
     assert value in str(caught.value)
     assert text in str(caught.value)
     assert caught.value.remedy
+
+
+def test_parameters_are_offloaded_in_stage_3_alone_and_dropped_with_a_warning_elsewhere() -> None:
+    for config in (zero(offload_param={"device": "cpu"}), zero(cpu_offload_param=True), zero(cpu_offload_params=True)):
+        with pytest.warns(UserWarning, match="offload_param is dropped: only stage 3 shards parameters") as caught:
+            args = arguments(config)
+        assert caught[0].filename == __file__
+        with pytest.warns(UserWarning, match="is dropped"):
+            assert plan(args).offload_param is None
 
 
 @pytest.mark.parametrize("case", BESIDE)

@@ -223,3 +223,12 @@ def test_defaults_are_not_shared_between_instances() -> None:
     one.words.append("x")
     assert other.words == ["Hallo", "Bonjour"]
     assert dataclasses.asdict(other)["numbers"] == []
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("line", ["--gradient_checkpointing", "--activation_checkpointing", "--fsdp", "--bf16"])
+def test_a_flag_alone_is_true_for_our_parser_and_for_theirs(line: str, ours: bool) -> None:
+    parser = HfArgumentParser(TrainingArguments) if ours else _theirs(TrainingArguments)
+    (args,) = parser.parse_args_into_dataclasses([line], look_for_args_file=False)
+    name = line.removeprefix("--")
+    assert getattr(args, name) == ("full_shard" if name == "fsdp" else True)

@@ -14,8 +14,9 @@ from tests.support.searching import ROWS, fresh, rate, search_trainer
 from tests.support.toys import Classifier
 from tests.support.training import StopAt
 from trainer_lib import BestRun, EarlyStoppingCallback, Trainer, TrainerCallback
+from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, Preempted
-from trainer_lib.search.base import default_compute_objective
+from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
 
 
 class Notes(TrainerCallback):
@@ -89,6 +90,14 @@ def test_the_default_objective_leaves_out_what_is_no_metric() -> None:
     assert default_compute_objective({**other, "eval_loss": 0.5, "eval_f1": 0.25, "eval_em": 0.5}) == 0.75
     with pytest.raises(ConfigError, match="neither a loss nor a metric"):
         default_compute_objective(other)
+
+
+def test_the_references_defaults_can_be_given_by_name(tmp_path: Path) -> None:
+    best = search_trainer(tmp_path, eval_strategy="no", max_steps=1).hyperparameter_search(
+        default_hp_space_optuna, default_compute_objective, n_trials=1, backend=HPSearchBackend.OPTUNA
+    )
+    assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
+    assert HPSearchBackend("ray") is HPSearchBackend.RAY
 
 
 def test_several_objectives_give_the_runs_that_none_beats(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.searching import fresh, search_trainer
-from trainer_lib import Trainer, TrainerCallback
+from trainer_lib import Trainer, TrainerCallback, default_hp_space_ray
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.search.trainer_parts import put_together, sent_as_reference, take_apart
@@ -22,6 +22,8 @@ def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'pip install "trainflow\[ray\]"'):
         search_trainer(tmp_path).hyperparameter_search(backend="ray", n_trials=1)
+    with pytest.raises(MissingExtraError, match="ray"):
+        default_hp_space_ray(None)
     assert "ray" not in sys.modules
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import importlib.machinery
+import logging
 import multiprocessing
 import os
 import sys
@@ -117,7 +118,8 @@ def test_dataloader_in_order_waits_for_a_slow_batch(in_order: bool, expected: li
 
 def test_dataloader_pin_memory_counts_where_there_is_an_accelerator(tmp_path: Path) -> None:
     for device, asked, pinned in (("cpu", True, False), ("cuda", True, True), ("cuda", False, False)):
-        one = trainer(tmp_path, ROWS, dataloader_pin_memory=asked)
+        one = trainer(tmp_path, ROWS)
+        one.args.dataloader_pin_memory = asked  # use_cpu has turned it off
         one._trainflow.world = dataclasses.replace(one._trainflow.world, device=torch.device(device))
         assert one.get_train_dataloader().pin_memory is pinned
 
@@ -177,6 +179,54 @@ def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: py
     assert applied == [{"rope": False}]
     with pytest.raises(ConfigError, match=r"liger_kernel_config\.swiglu: .*There are rope, rms_norm"):
         trainer(tmp_path, rows, model=llama(), liger_kernel_config={"swiglu": True}, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"liger_kernel_config": {"rope": False}},
+            "liger_kernel_config = {'rope': False} has no effect without use",
+        ),
+        (
+            {"optim_target_modules": "all-linear"},
+            "optim_target_modules = all-linear has no effect without an",
+        ),
+        ({"optim_target_modules": ["head"], "optim": "sgd"}, "optim_target_modules = ['head'] has no effect without"),
+    ],
+)
+def test_an_argument_that_needs_another_one_is_said_to_do_nothing(
+    given: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, ROWS, **given)
+    assert caplog.text.count(words) == 1
+
+
+def test_use_cpu_turns_pinned_memory_off_until_it_is_taken_back() -> None:
+    args = TrainingArguments("out", use_cpu=True, dataloader_pin_memory=True)
+    assert args.dataloader_pin_memory is False
+    args.use_cpu = False
+    args.validate()
+    assert args.dataloader_pin_memory is True
+
+
+@pytest.mark.parametrize("given", [{"torch_compile_backend": "eager"}, {"torch_compile_mode": "default"}])
+def test_a_setting_of_compilation_turns_it_on(given: dict[str, Any]) -> None:
+    assert TrainingArguments("out", **given).torch_compile
+
+
+# ------------------------------------------------------------------------------------------------------------- logging
+@pytest.mark.parametrize(("given", "level"), [("error", logging.ERROR), ("debug", logging.DEBUG), ("passive", 35)])
+def test_the_level_of_the_log_is_that_of_transformers_too(given: str, level: int, tmp_path: Path) -> None:
+    theirs = logging.getLogger("transformers")
+    before = theirs.level
+    try:
+        theirs.setLevel(35)
+        trainer(tmp_path, ROWS, log_level=given)
+        assert theirs.level == level
+    finally:
+        theirs.setLevel(before)
+        logging.getLogger("trainer_lib").setLevel(logging.NOTSET)
 
 
 # ----------------------------------------------------------------------------------------------------------- launching
@@ -294,7 +344,6 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
     [
         ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
         ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
-        ({"deepspeed": {}}, "deepspeed.*stage = 0: Stage 0 shards nothing.*start several processes"),
         ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
         ({"debug": "tpu_metrics_debug"}, "debug = .*torch_xla.debug.metrics prints them"),
     ],

@@ -144,7 +144,7 @@ def test_the_best_is_only_the_best_once_it_is_committed(tmp_path: Path, monkeypa
     one.train()
     assert seen[3] is None
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
-    assert sorted(contents(tmp_path)) == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(contents(tmp_path)) == ["checkpoint-4"]
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

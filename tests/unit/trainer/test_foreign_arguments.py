@@ -134,10 +134,12 @@ def test_a_class_derived_from_theirs_keeps_its_fields_and_methods_and_trains(tmp
     assert "eval_loss" in trainer.evaluate()
 
 
-def test_their_generation_settings_need_the_trainer_that_generates(tmp_path: Path) -> None:
+def test_their_generation_settings_need_the_trainer_that_generates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     given: Any = transformers.Seq2SeqTrainingArguments(str(tmp_path), **COMMON, predict_with_generate=True)
-    with pytest.raises(ConfigError, match="predict_with_generate = True: The argument has no effect on a Trainer"):
-        Trainer(TokenModel(), given)
+    Trainer(TokenModel(), given)
+    assert "predict_with_generate = True has no effect without Seq2SeqTrainer" in caplog.text
     plain: Any = transformers.TrainingArguments(str(tmp_path), **COMMON)
     with pytest.raises(ConfigError, match="have no generation settings"):
         Seq2SeqTrainer(TokenModel(), plain)

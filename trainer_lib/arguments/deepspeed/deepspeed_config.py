@@ -8,6 +8,7 @@ else from the file. Nothing here imports torch or DeepSpeed.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_siz
 from trainer_lib.errors import ConfigError
 from trainer_lib.suggestions import suggestion
 
+_STACK = 10  # of a warning: the line that makes the arguments
+
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
     from trainer_lib.arguments.training import TrainingArguments
@@ -39,7 +42,7 @@ class ZeroPlan:
     """What a configuration asks for, after it is combined with the arguments.
 
     Attributes:
-        stage: 1 = the optimizer state is sharded, 2 = gradients too, 3 = parameters too.
+        stage: 0 = nothing is sharded, 1 = the optimizer state is, 2 = gradients too, 3 = parameters too.
         precision: "fp32", "bf16" or "fp16".
         zero: the section zero_optimization, without the sizes in `automatic`.
         automatic: names of the sizes (in elements) that follow from the model.
@@ -103,7 +106,8 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     compiled = _optimizer(args, part_of(config, "optimizer"), resolved, offloaded=zero.get("offload_optimizer"))
     schedule = _schedule(args, part_of(config, "scheduler"), resolved)
     sections.update({name: config[name] for name in keys.PASSED if name in config})
-    _check_optimizer_name(args, resolved)
+    if zero["stage"]:
+        _check_optimizer_name(args, resolved)
     return ZeroPlan(
         stage=zero["stage"],
         precision=precision,
@@ -191,13 +195,8 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
     known = (*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED)
     check_keys("zero_optimization.", given, known, keys.ZERO_REFUSED)
     stage = given.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
-        raise refused(
-            "zero_optimization.stage",
-            stage,
-            "Stage 0 shards nothing." if stage == 0 else "ZeRO has no such stage.",
-            "Give 1, 2 or 3. To replicate the model, remove deepspeed and start several processes.",
-        )
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise refused("zero_optimization.stage", stage, "ZeRO has no such stage.", "Give 0, 1, 2 or 3.")
     zero = {name: value for name, value in given.items() if name in (*keys.ZERO_AUTO, *keys.ZERO_PASSED)}
     for name, value in zero.items():
         if value == AUTO and name not in keys.ZERO_AUTO:
@@ -231,7 +230,11 @@ def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> di
         return {}
     if device not in ("cpu", "nvme"):
         raise refused(f"{key}.device", device, "Nothing can be offloaded to this device.", "Give cpu, nvme or none.")
-    least = 3 if name == "offload_param" or device == "nvme" else 1  # only stage 3 shards parameters or uses NVMe
+    if name == "offload_param" and stage < 3:
+        # accelerate's questionnaire writes it for every stage, and DeepSpeed itself passes over it.
+        warnings.warn(f"{key} is dropped: only stage 3 shards parameters, and the stage is {stage}.", stacklevel=_STACK)
+        return {}
+    least = 3 if device == "nvme" else 1
     if stage < least:
         raise refused(
             f"{key}.device",

@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +34,6 @@ from typing_extensions import override
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
-from trainer_lib.data.items import MAPPINGS
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.precision import Precision, PrecisionSettings
@@ -80,6 +79,7 @@ class DeepSpeedStrategy(ZeroWeights):
         """Return the model that `make` builds; in stage 3, each layer is sharded as soon as it is built."""
         if self.plan.stage != 3:
             return make()
+        self._set_local_rank()
         with self._transformers_sharded(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
             return make()
 
@@ -139,25 +139,6 @@ class DeepSpeedStrategy(ZeroWeights):
             )
 
     @override
-    def schedule(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """Return DeepSpeed's schedule if the configuration names one, else None."""
-        if self.plan.schedule is None:
-            return None
-        from deepspeed.runtime import lr_schedules
-
-        kind, params = self.plan.schedule
-        settings = zero_config.schedule_settings(kind, params, self._args, num_training_steps)
-        try:
-            return getattr(lr_schedules, kind)(optimizer, **settings)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The schedule {kind} does not take these settings: {error}.",
-                field="deepspeed.scheduler.params",
-                value=settings,
-                remedy="Correct them, or remove the scheduler from the configuration.",
-            ) from error
-
-    @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the engine, and an optimizer over the model's own parameters. Collective."""
         inner = self.unwrap(model)
@@ -177,6 +158,7 @@ class DeepSpeedStrategy(ZeroWeights):
         return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
 
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        self._set_local_rank()
         config = self._config(model, trains=optimizer is not None)
         if self.comm.rank == 0:
             _log.info("DeepSpeed's configuration: %s", json.dumps(mask_value("deepspeed", config), sort_keys=True))
@@ -184,6 +166,10 @@ class DeepSpeedStrategy(ZeroWeights):
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         return engine
+
+    def _set_local_rank(self) -> None:
+        # DeepSpeed reads it from here on, at every step of stage 3; plain Python has not set it.
+        os.environ.setdefault("LOCAL_RANK", str(self.comm.local_rank))
 
     def _config(self, model: nn.Module | None, *, trains: bool = True) -> dict[str, Any]:
         size = self.comm.data_parallel.size
@@ -348,6 +334,26 @@ class DeepSpeedStrategy(ZeroWeights):
         return self._engine
 
 
+def create_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
+    """Return DeepSpeed's schedule if the configuration names one, else None."""
+    named = plan(args).schedule
+    if named is None:
+        return None
+    from deepspeed.runtime import lr_schedules
+
+    kind, params = named
+    settings = zero_config.schedule_settings(kind, params, args, num_training_steps)
+    try:
+        return getattr(lr_schedules, kind)(optimizer, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The schedule {kind} does not take these settings: {error}.",
+            field="deepspeed.scheduler.params",
+            value=settings,
+            remedy="Correct them, or remove the scheduler from the configuration.",
+        ) from error
+
+
 def _start(device: torch.device, plan: ZeroPlan) -> Any:
     """Import the package and let it use the process group that was formed already."""
     try:
@@ -395,6 +401,6 @@ def _on_cpu() -> Iterator[None]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, MAPPINGS):
+    if isinstance(value, Mapping):
         return {name: _cast(each, dtype) for name, each in value.items()}
     return type(value)(_cast(each, dtype) for each in value) if type(value) in (list, tuple) else value

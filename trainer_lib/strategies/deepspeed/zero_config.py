@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import logging
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
 from trainer_lib.errors import ConfigError, MissingExtraError
 
+_log = logging.getLogger(__name__)
 #: Optimizers that update each element independently, so their flats may be cut anywhere.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion")
 _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
@@ -37,6 +39,13 @@ def resolve_config(args: TrainingArguments) -> None:
     plan = adopt(args)
     if importlib.util.find_spec("deepspeed") is None:
         raise MissingExtraError("ZeRO needs the package deepspeed.", field="deepspeed", extra="deepspeed")
+    if plan.stage == 0:
+        unused = sorted({*plan.zero, *plan.automatic, *plan.sections} - {"stage"})
+        _log.warning(
+            "ZeRO's stage 0 shards nothing, so training runs as without deepspeed. The configuration decides "
+            "optimizer, schedule, clipping and number format; these parts have no effect: %s.",
+            ", ".join(unused) or "none",
+        )
     if plan.compiled_adam:
         _check_compiler("deepspeed.optimizer.params.torch_adam", False, "true: torch's own Adam needs no compiler")
     for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):

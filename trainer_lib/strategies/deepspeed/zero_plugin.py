@@ -17,7 +17,7 @@ class ZeroPlugin:
 
     @property
     def zero_stage(self) -> int:
-        """Return the stage: 1, 2 or 3."""
+        """Return the stage: 0, 1, 2 or 3."""
         return self._plan.stage
 
     @property
