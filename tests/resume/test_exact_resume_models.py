@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.resuming import prove
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
@@ -139,6 +140,9 @@ def test_adapters_with_dropout(tmp_path: Path) -> None:
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"optim": name} for name in ("lion", "adagrad", "nadam", "radam", "adamw_torch_fused")},
     "muon": {"optim": "muon"},
+    "lookahead": {"optimizer_cls_and_kwargs": (Lookahead, {})},
+    "several_behind_one": {"optimizer_cls_and_kwargs": (Several, {})},
+    "state_outside_of_state": {"optimizer_cls_and_kwargs": (Outside, {})},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
 }
 

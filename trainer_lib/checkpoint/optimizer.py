@@ -4,16 +4,20 @@ torch numbers parameters by their position in the groups. A name, however, stays
 wrapped differently or sharded over another world size. State is saved as it is (nested dicts, lists, numbers,
 0-dimensional tensors) and restored as it was. torch's own ``load_state_dict`` is not used, because it casts
 floating-point state to the parameter's dtype, which destroys the fp32 moments of bf16 weights.
+
+Some optimizers keep more than `state`: optimizers inside, what their own ``state_dict`` adds, numbers and tensors in
+attributes. These are saved as well, and given back by their own ``load_state_dict`` where there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
@@ -21,6 +25,7 @@ from trainer_lib.sharding import is_sharded, load_like, read_spec
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Group settings that select an implementation, not a result: a resume keeps the current ones."""
+_PARAM = "__param__"
 
 
 @dataclass
@@ -31,7 +36,9 @@ class OptimizerSnapshot:
         tensors: ``<parameter name>/<state key>`` → tensor, usually in the parameter's shape; not copied. Sharded where
             the parameters are.
         groups: the parameter groups' settings as JSON; ``params`` lists names.
-        scalars: ``{"state": {parameter name: its state}}`` as JSON, with references into `tensors`.
+        scalars: ``{"state": {parameter name: its state}}`` as JSON, with references into `tensors`; then, if the
+            optimizer has them, "shared" (state under other keys), "added" (what its ``state_dict`` adds), "attributes",
+            and "inner" (optimizers inside, as this by attribute).
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,26 +59,45 @@ def snapshot_optimizer(
     Raises:
         ConfigError: a parameter has no name, or its state holds something that is neither a tensor nor JSON.
     """
-    names = _names_by_id(optimizer, named_params)
     tensors: dict[str, Tensor] = {}
+    groups, scalars = _describe(optimizer, _pairs(named_params), tensors, "")
+    return OptimizerSnapshot(tensors, groups, scalars)
+
+
+def _describe(
+    optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], tensors: dict[str, Tensor], prefix: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return groups and scalars of an optimizer and of those inside; add tensors under names that start with prefix."""
+    names, keep = _names_by_id(optimizer, pairs), _keeper(None, tensors)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
-        keep = _keeper(None, tensors)
-        encoded = {key: to_json(value, f"group.{index}/{key}", keep) for key, value in settings.items()}
+        encoded = {key: to_json(value, f"{prefix}group.{index}/{key}", keep) for key, value in settings.items()}
         groups.append({**encoded, "params": [names[id(param)] for param in group["params"]]})
-    state = {}
-    for param, values in optimizer.state.items():
-        if id(param) not in names:
+    parts: dict[str, dict[str, Any]] = {"state": {}, "shared": {}}
+    by_key: Mapping[Any, Any] = optimizer.state
+    for key, values in by_key.items():
+        if isinstance(key, str):
+            parts["shared"][key] = to_json(_name_keys(values, names), f"{prefix}shared/{key}", keep)
+        elif id(key) not in names:
             raise ConfigError(
                 "The optimizer keeps state for a tensor that is not one of its parameters, so it cannot be saved.",
                 field="optim",
                 value=type(optimizer).__name__,
                 remedy="Choose another optimizer.",
             )
-        name = names[id(param)]
-        state[name] = {key: to_json(value, f"{name}/{key}", _keeper(param, tensors)) for key, value in values.items()}
-    return OptimizerSnapshot(tensors, groups, {"state": state})
+        else:
+            at, keeper = f"{prefix}{names[id(key)]}", _keeper(key, tensors)
+            state = {inner: to_json(value, f"{at}/{inner}", keeper) for inner, value in values.items()}
+            parts["state"][names[id(key)]] = state
+    for place, inner in _inner_optimizers(optimizer):
+        described = _describe(inner, pairs, tensors, f"{prefix}{place}/")
+        parts.setdefault("inner", {})[place] = dict(zip(("groups", "scalars"), described, strict=True))
+    for kind, values in _beyond_state(optimizer, names).items():
+        known = {_memory(tensor): key for key, tensor in tensors.items()} if values else {}
+        named, keep = _name_keys(values, names), _keeper(None, tensors, known)
+        parts[kind] = {key: to_json(value, f"{prefix}{kind}/{key}", keep) for key, value in named.items()}
+    return groups, {kind: part for kind, part in parts.items() if part or kind == "state"}
 
 
 def restore_optimizer(
@@ -90,7 +116,30 @@ def restore_optimizer(
         ConfigError: the parameters or groups differ from the saved ones; the message names them.
         DamagedError: the snapshot refers to tensors that it does not hold.
     """
-    names = _names_by_id(optimizer, named_params)
+    _restore(optimizer, _pairs(named_params), snapshot)
+
+
+def _restore(optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], snapshot: OptimizerSnapshot) -> None:
+    _restore_by_name(optimizer, pairs, snapshot)
+    group, params = optimizer.param_groups[0], dict(reversed(pairs))
+    find = _finder(None, group, snapshot.tensors)
+    attributes = _key_by_params(from_json(snapshot.scalars.get("attributes", {}), find), params)
+    vars(optimizer).update({key: _convert_like(vars(optimizer).get(key), value) for key, value in attributes.items()})
+    if (saved := snapshot.scalars.get("added")) is None:
+        return
+    kept = [{key: group[key] for key in _IMPLEMENTATION & group.keys()} for group in optimizer.param_groups]
+    # Its other parts are what was restored by name.
+    optimizer.load_state_dict({**optimizer.state_dict(), **_key_by_params(from_json(saved, find), params)})
+    _restore_by_name(optimizer, pairs, snapshot)  # again: torch's load_state_dict has cast what is in low precision
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        group.update(settings)
+
+
+def _restore_by_name(
+    optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], snapshot: OptimizerSnapshot
+) -> None:
+    """Restore the groups and the state of an optimizer, and the optimizers inside."""
+    names = _names_by_id(optimizer, pairs)
     _check_groups(optimizer, names, snapshot)
     for group, saved in zip(optimizer.param_groups, snapshot.groups, strict=True):
         for key, value in saved.items():
@@ -104,12 +153,88 @@ def restore_optimizer(
             if (values := state.get(names[id(param)])) is not None:
                 find = _finder(param, group, snapshot.tensors)
                 optimizer.state[param] = {key: from_json(value, find) for key, value in values.items()}
+    find, shared = _finder(None, optimizer.param_groups[0], snapshot.tensors), snapshot.scalars.get("shared", {})
+    by_text: dict[Any, Any] = optimizer.state
+    by_text.update(_key_by_params(from_json(shared, find), dict(reversed(pairs))))
+    for place, inner in _inner_optimizers(optimizer):
+        if (saved := snapshot.scalars.get("inner", {}).get(place)) is None:
+            raise ConfigError(
+                f"The checkpoint has no state for the optimizer in {type(optimizer).__name__}.{place}.",
+                field="resume_from_checkpoint",
+                remedy="Resume with the optimizer that wrote the checkpoint, or load its weights only.",
+            )
+        _restore(inner, pairs, OptimizerSnapshot(snapshot.tensors, saved["groups"], saved["scalars"]))
 
 
-def _names_by_id(
-    optimizer: torch.optim.Optimizer, named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-) -> dict[int, str]:
-    pairs = named_params.items() if isinstance(named_params, Mapping) else named_params
+def _pairs(named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return list(named_params.items() if isinstance(named_params, Mapping) else named_params)
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers in an optimizer's attributes, by attribute; not those that work on its state."""
+    if getattr(optimizer, "keeps_all_in_state", False):
+        return
+    for name, value in vars(optimizer).items():
+        several = (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+        )
+        for key, inner in [(None, value), *several]:
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                yield name if key is None else f"{name}.{key}", inner
+
+
+def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """What an optimizer keeps beside its state and groups: what its `state_dict` adds, or attributes."""
+    if getattr(optimizer, "keeps_all_in_state", False):
+        return {}
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        whole = optimizer.state_dict()
+        return {"added": {key: value for key, value in whole.items() if key not in ("state", "param_groups")}}
+    known = vars(torch.optim.SGD([torch.empty(0)])).keys()
+    kept = {key: value for key, value in vars(optimizer).items() if key not in known and _is_state(value, names)}
+    return {"attributes": kept}
+
+
+def _is_state(value: Any, names: Mapping[int, str]) -> bool:
+    """Whether an attribute is a number, a tensor, or a collection with tensors; parameters are not state."""
+    if isinstance(value, bool | nn.Parameter):
+        return False
+    leaves = list(_leaves(value))
+    if any(isinstance(leaf, nn.Parameter) or id(leaf) in names for leaf in leaves):
+        return False
+    return isinstance(value, int | float) or any(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    values = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else None
+    )
+    if values is None:
+        yield value
+    else:
+        for inner in values:
+            yield from _leaves(inner)
+
+
+def _name_keys(value: Any, names: Mapping[int, str]) -> Any:
+    """Replace parameters that are keys of dictionaries by a mark and their names."""
+    if isinstance(value, Mapping):
+        pairs = ((key, _name_keys(inner, names)) for key, inner in value.items())
+        return {(_PARAM, names[id(key)]) if id(key) in names else key: inner for key, inner in pairs}
+    return [_name_keys(inner, names) for inner in value] if type(value) is list else value
+
+
+def _key_by_params(value: Any, params: Mapping[str, Tensor]) -> Any:
+    """Undo `_name_keys`."""
+    if isinstance(value, dict):
+        pairs = ((key, _key_by_params(inner, params)) for key, inner in value.items())
+        return {
+            params[key[1]] if isinstance(key, tuple) and key[:1] == (_PARAM,) else key: inner for key, inner in pairs
+        }
+    return [_key_by_params(inner, params) for inner in value] if type(value) is list else value
+
+
+def _names_by_id(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
     names: dict[int, str] = {}
     for name, param in pairs:
         names.setdefault(id(param), name)  # a tied parameter goes by its first name
@@ -144,13 +269,25 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], snaps
     )
 
 
-def _keeper(param: Tensor | None, tensors: dict[str, Tensor]) -> Callable[[str, Tensor], dict[str, Any]]:
-    """Make the `keep` of `to_json` that collects one parameter's tensors (a group's, if `param` is None)."""
+def _keeper(
+    param: Tensor | None, tensors: dict[str, Tensor], known: Mapping[Any, str] | None = None
+) -> Callable[[str, Tensor], dict[str, Any]]:
+    """Make the `keep` of `to_json` that collects one parameter's tensors (a group's, if `param` is None).
+
+    A tensor that is `known` by its memory is not collected again.
+    """
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
+        if param is None and is_sharded(tensor):
+            raise ConfigError(
+                f"The optimizer keeps a sharded tensor in {key!r}, outside of its state by parameter.",
+                field="optim",
+                remedy="Train without sharding, or choose another optimizer.",
+            )
         while key in tensors:  # two state keys that read alike, such as 1 and "1"
             key += "'"
-        tensors[key] = tensor.detach()
+        key = (known or {}).get(_memory(tensor), key)
+        tensors.setdefault(key, tensor.detach())
         reference: dict[str, Any] = {"__tensor__": key, "device": _describe_place(tensor, param)}
         is_plain = tensor.layout is torch.strided and not is_sharded(tensor)
         if is_plain and (strides := tensor.stride()) != _default_strides(tensor.shape, param):
@@ -158,6 +295,11 @@ def _keeper(param: Tensor | None, tensors: dict[str, Tensor]) -> Callable[[str, 
         return reference
 
     return keep
+
+
+def _memory(tensor: Tensor) -> Any:
+    is_plain = tensor.layout is torch.strided and not is_sharded(tensor) and not tensor.is_meta and tensor.numel() > 0
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if is_plain else id(tensor)
 
 
 def _finder(
@@ -212,7 +354,8 @@ def _describe_place(tensor: Tensor, param: Tensor | None) -> str:
 def _target_device(placed: str | None, tensor: Tensor, param: Tensor | None, group: Mapping[str, Any]) -> torch.device:
     """The device on which a state tensor is needed now, which may differ from the one it was saved on."""
     if param is None:
-        return torch.device("cpu")
+        home = next((member.device for member in group["params"]), torch.device("cpu"))
+        return home if placed == "param" else torch.device("cpu")
     if tensor.ndim == 0 and param.ndim > 0 and placed != "param":
         # A step count belongs on the host, except for implementations that read it on the device. The rule is torch's
         # own: Optimizer._process_value_according_to_param_policy.

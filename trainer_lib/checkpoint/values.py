@@ -1,23 +1,26 @@
 """Python values as JSON and back, exactly: how the state of optimizers and schedules is kept without pickle.
 
 Plain values, lists and dicts with text keys stand for themselves. What JSON lacks is written as an object with one
-marked key: ``{"__tuple__": [...]}`` is a tuple, ``{"__dict__": [[key, value], ...]}`` a dict with number keys, and
-``{"__tensor__": ...}`` refers to a tensor that is kept in another file.
+marked key: ``{"__tuple__": [...]}`` is a tuple, ``{"__dict__": [[key, value], ...]}`` a dict with numbers or tuples as
+keys, ``{"__deque__": [items, maxlen]}`` a deque, ``{"__dtype__": "float32"}`` torch's, and ``{"__tensor__": ...}``
+refers to a tensor that is kept in another file.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.json_text import require_shallow
 
-_MARKS = ("__tensor__", "__tuple__", "__dict__")
+_MARKS = ("__tensor__", "__tuple__", "__dict__", "__deque__", "__dtype__")
 
 
 def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] | None = None) -> Any:
@@ -30,7 +33,7 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
             are refused.
 
     Raises:
-        ConfigError: the value holds something other than JSON, tuples, NumPy scalars and tensors.
+        ConfigError: the value holds something other than JSON, tuples, deques, dtypes, NumPy scalars and tensors.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -43,8 +46,12 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
         items = [to_json(item, f"{key}.{index}", keep) for index, item in enumerate(value)]
         # JSON has no tuple, and a setting such as betas must come back as one.
         return items if isinstance(value, list) else {"__tuple__": items}
-    if isinstance(value, Mapping) and all(isinstance(inner, str | int) for inner in value):
-        pairs = [(inner, to_json(item, f"{key}.{inner}", keep)) for inner, item in value.items()]
+    if isinstance(value, deque):
+        return {"__deque__": [to_json(list(value), key, keep), value.maxlen]}
+    if isinstance(value, torch.dtype):
+        return {"__dtype__": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping) and all(isinstance(inner, str | int | float | tuple) for inner in value):
+        pairs = [(to_json(inner, key), to_json(item, f"{key}.{inner}", keep)) for inner, item in value.items()]
         # A dict that happens to use one of our marks as a key is written as pairs, so that reading stays unambiguous.
         is_plain = all(isinstance(inner, str) and inner not in _MARKS for inner in value)
         return dict(pairs) if is_plain else {"__dict__": [list(pair) for pair in pairs]}
@@ -109,7 +116,15 @@ def _decode(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
         return tuple(_decode(item, find) for item in _require_list(value["__tuple__"]))
     if "__dict__" in value:
         pairs = [_require_list(pair) for pair in _require_list(value["__dict__"])]
-        return {inner: _decode(item, find) for inner, item in pairs}
+        return {_decode(inner, None): _decode(item, find) for inner, item in pairs}
+    if "__deque__" in value:
+        items, maxlen = _require_list(value["__deque__"])
+        return deque(_decode(_require_list(items), find), maxlen)
+    if "__dtype__" in value:
+        dtype = getattr(torch, str(value["__dtype__"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{value['__dtype__']!r} is not a dtype of torch")
+        return dtype
     return {inner: _decode(item, find) for inner, item in value.items()}
 
 

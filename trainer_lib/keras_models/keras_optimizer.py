@@ -58,6 +58,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         ConfigError: the optimizer accumulates, averages or scales by itself, or was built for another model.
     """
 
+    keeps_all_in_state = True
+
     def __init__(self, keras: Any, optimizer: Any, variables: Sequence[Any], device: torch.device) -> None:
         _refuse_own_loops(keras, optimizer)
         self.keras_optimizer = optimizer

@@ -241,6 +241,8 @@ class TrainingLoop:
         # In micro-batches: the last step of an epoch may have fewer than the others.
         done = run.step_in_epoch * run.micros_per_step
         state.epoch = run.epoch + (done / run.micros_per_epoch if done < run.micros_per_epoch else 1.0)
+        if state.global_step == run.first_step + 1:
+            self._internals.snapshots.check_optimizer()
         if history.full:
             history.collect(state.global_step)
         every = self._trainer.args.torch_empty_cache_steps

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
@@ -109,6 +110,14 @@ class Snapshots:
             return None
         taken = snapshot_optimizer(trainer.optimizer, self._internals.engine.named_parameters())
         return dataclasses.replace(taken, tensors=strategy.checkpoint_tensors(taken.tensors))
+
+    def check_optimizer(self) -> None:
+        """Raise ConfigError when the optimizer's state cannot be saved: after the first step, not hours later."""
+        args, engine = self._trainer.args, self._internals.engine
+        is_saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
+        # DeepSpeed's state is gathered when it is read, and holds nothing but tensors by parameter.
+        if is_saved and engine.strategy.name != "deepspeed":
+            snapshot_optimizer(engine.ready_optimizer(), engine.named_parameters())
 
     def _files(self, trained: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         if models.is_adapted(self._trainer.model):

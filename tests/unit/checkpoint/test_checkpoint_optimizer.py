@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.optimizers import Lookahead, Outside, Several
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.checkpoint.optimizer import (
     OptimizerSnapshot,
@@ -95,6 +97,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "nested": lambda p: Nested(p),
+    "lookahead": lambda p: Lookahead(p),
+    "several behind one": lambda p: Several(p),
+    "state outside of state": lambda p: Outside(p),
 }
 
 
@@ -301,6 +306,30 @@ def test_a_parameter_without_a_name_is_refused() -> None:
         snapshot_optimizer(torch.optim.SGD([param], lr=1), {})
 
 
+def test_a_tensor_in_two_places_of_the_state_is_written_once() -> None:
+    model = Model()
+    optimizer = Lookahead(trainable(model))
+    steps(model, optimizer, batches(), 2)
+    tensors = snapshot_optimizer(optimizer, model.named_parameters()).tensors
+    assert len({tensor.data_ptr() for tensor in tensors.values()}) == len(tensors)
+
+
+def test_what_an_optimizer_keeps_outside_of_its_state_is_refused_by_name() -> None:
+    optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)
+    optimizer.caches = {"a": [torch.ones(1), Opaque()]}
+    with pytest.raises(ConfigError, match=r"'attributes/caches\.a\.1' holds a Opaque"):
+        snapshot_optimizer(optimizer, {"w": optimizer.param_groups[0]["params"][0]})
+
+
+def test_a_checkpoint_without_the_state_of_an_inner_optimizer_is_refused() -> None:
+    model = Model()
+    optimizer = Several(trainable(model))
+    snapshot = through_json(snapshot_optimizer(optimizer, model.named_parameters()))
+    del snapshot.scalars["inner"]
+    with pytest.raises(ConfigError, match=r"no state for the optimizer in Several\.parts\.0"):
+        restore_optimizer(optimizer, model.named_parameters(), snapshot)
+
+
 def test_state_for_a_stranger_is_refused() -> None:
     param = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([param], lr=1)
@@ -323,7 +352,7 @@ class Opaque:
     """Nothing JSON knows."""
 
 
-@pytest.mark.parametrize("value", [Opaque(), {1, 2}, b"bytes", {(1, 2): 3}, torch.ones(1), [Opaque()]])
+@pytest.mark.parametrize("value", [Opaque(), {1, 2}, b"bytes", {b"bytes": 3}, torch.ones(1), [Opaque()]])
 def test_what_would_need_pickle_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"'state/x.*without pickle"):
         to_json(value, "state/x")
@@ -333,7 +362,8 @@ def test_what_would_need_pickle_is_refused_by_name(value: Any) -> None:
     "value",
     [
         None, True, 3, -1.5e-300, float("inf"), "é", [], (), {}, (1, (2, [3])), {"a": {"b": (1,)}}, {1: {"x": 1}},
-        {"__tuple__": 1}, {"__tensor__": "x"}, {"__dict__": {}},
+        {"__tuple__": 1}, {"__tensor__": "x"}, {"__dict__": {}}, {(1, 2): 3}, {0.9: [1]}, {("a", (1,)): {}},
+        deque([1, (2,)], maxlen=3), deque(), {"__deque__": 1}, torch.bfloat16, {"dtype": torch.int8},
     ],
 )  # fmt: skip
 def test_values_come_back_exactly(value: Any) -> None:

@@ -120,6 +120,20 @@ def test_refused_before_the_first_step_is_done(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optimizer_that_no_checkpoint_could_hold_is_refused_after_one_step(tmp_path: Path) -> None:
+    class Opaque(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.state[self.param_groups[0]["params"][0]]["projector"] = object()
+            return super().step(closure)
+
+    given: dict[str, Any] = {"optimizer_cls_and_kwargs": (Opaque, {"lr": 0.1}), "max_steps": 100}
+    stopped = trainer(tmp_path / "saved", ROWS, save_strategy="steps", save_steps=50, **given)
+    with pytest.raises(ConfigError, match=r"projector' holds a object, which cannot be saved"):
+        stopped.train()
+    assert stopped.state.global_step == 1
+    trainer(tmp_path / "unsaved", ROWS, save_strategy="no", **{**given, "max_steps": 2}).train()
+
+
 METRICLESS = {"eval_dataset": ROWS, "eval_strategy": "epoch", "save_strategy": "epoch"}
 TABLE: dict[str, tuple[dict[str, Any], str, str | None, str]] = {
     "a wrong type": ({"learning_rate": "fast"}, "learning_rate", "fast", "number"),
