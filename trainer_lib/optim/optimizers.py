@@ -1,7 +1,7 @@
 """Optimizers by name: the class behind each, and its keyword arguments from the training arguments.
 
-torch serves its own optimizers (`adafactor` is torch's, which scales the learning rate by the parameter's size), small
-classes of `trainer_lib.optim` serve `lion` and `muon`, and the packages of `trainer_lib.optim.packages` the rest.
+torch serves its own optimizers, small classes of `trainer_lib.optim` serve `lion` and `muon`, and the packages of
+`trainer_lib.optim.packages` the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
 from trainer_lib.optim.lion import Lion
 from trainer_lib.optim.muon import MuonAdamW, parameters_for_adamw
-from trainer_lib.optim.packages import PACKAGED
+from trainer_lib.optim.packages import PACKAGED, adafactor
 from trainer_lib.optim.request import OptimizerRequest, Served
 from trainer_lib.suggestions import suggestion
 
@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 # These take the learning rate alone; the next table's take Adam's decays and epsilon as well.
 _TORCH: Mapping[OptimizerNames, str] = {
-    OptimizerNames.ADAFACTOR: "Adafactor",
     OptimizerNames.SGD: "SGD",
     OptimizerNames.ADAGRAD: "Adagrad",
     OptimizerNames.RMSPROP: "RMSprop",
@@ -171,7 +170,7 @@ def _serve(request: OptimizerRequest) -> Served:
         return Served(Lion, {**request.lr, **request.betas})
     if name is OptimizerNames.MUON:
         return Served(MuonAdamW, {**request.adam, "for_adamw": parameters_for_adamw(request.model)})
-    return PACKAGED[name](request)
+    return adafactor(request) if name is OptimizerNames.ADAFACTOR else PACKAGED[name](request)
 
 
 def _has_fused(request: OptimizerRequest) -> bool:

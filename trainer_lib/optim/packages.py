@@ -6,6 +6,7 @@ A package is imported only when the arguments ask for its optimizer; if it is ab
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from torch import nn
 from trainer_lib.arguments.enums import OptimizerNames
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim.request import OptimizerRequest, Served
+
+_log = logging.getLogger(__name__)
 
 # Defaults of transformers' Trainer, here and in the next two.
 _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
@@ -93,6 +96,16 @@ def _dtype(field: str, name: Any) -> torch.dtype:
             "torch has no such number format.", field=f"optim_args.{field}", value=name, remedy='Give "float32".'
         )
     return found
+
+
+def adafactor(request: OptimizerRequest) -> Served:
+    """The Adafactor of transformers with the arguments of its Trainer, so that the schedule sets the rate."""
+    try:
+        cls = load(request, "transformers.optimization", "Adafactor", "transformers")
+    except MissingExtraError:
+        _log.warning("transformers is not installed: torch's Adafactor trains, which is another algorithm.")
+        return Served(torch.optim.Adafactor, request.lr)
+    return Served(cls, {**request.lr, "scale_parameter": False, "relative_step": False})
 
 
 def _xla(request: OptimizerRequest) -> Served:

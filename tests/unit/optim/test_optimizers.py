@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -73,6 +74,26 @@ def test_what_torch_and_we_serve_trains_every_trainable_parameter(name: Optimize
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]) == key.startswith("frozen"), key
         assert torch.isfinite(value).all()
+
+
+def test_adafactor_is_the_one_of_transformers_with_the_arguments_of_its_trainer() -> None:
+    import transformers
+
+    given: dict[str, Any] = {"learning_rate": 0.01, "optim": "adafactor"}
+    theirs, settings = transformers.Trainer.get_optimizer_cls_and_kwargs(transformers.TrainingArguments("out", **given))
+    assert create_optimizer_cls_and_kwargs(_args(**given)) == (theirs, settings)
+    cls, kwargs = create_optimizer_cls_and_kwargs(_args(**given, optim_args="clip_threshold=0.5,decay_rate=-0.7"))
+    assert (cls, kwargs) == (theirs, {**settings, "clip_threshold": 0.5, "decay_rate": -0.7})
+    with pytest.raises(ConfigError, match="clip_treshold"):
+        create_optimizer_cls_and_kwargs(_args(**given, optim_args="clip_treshold=0.5"))
+
+
+def test_without_transformers_adafactor_is_that_of_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.optimization", None)
+    assert create_optimizer_cls_and_kwargs(_args(optim="adafactor"))[0] is torch.optim.Adafactor
+    assert "torch's Adafactor trains, which is another algorithm" in caplog.text
 
 
 @pytest.mark.parametrize("name", PACKAGED)
