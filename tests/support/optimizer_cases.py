@@ -9,13 +9,13 @@ import contextlib
 import importlib
 import inspect
 import json
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -74,7 +74,7 @@ def _makers() -> Iterator[tuple[str, Make]]:
 
 def _steps(model: nn.Module, optimizer: Any, count: int, seed: int, *, closure: bool, graph: bool) -> list[float]:
     torch.manual_seed(seed)
-    random.seed(seed)
+    np.random.seed(seed)
     losses = []
     for _ in range(count):
         x, labels = torch.randn(5, 3, 6, 6), torch.randint(0, 4, (5,))
