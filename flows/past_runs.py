@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from tasks.stage.keys import Difference, StageKey
 from tasks.stage.manifest import StageManifest, compare_keys, look_up_under
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.foreign_text import to_cell, to_terminal
 from trainer_lib.json_text import BrokenSealError, parse_record, parse_sealed, render_sealed
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import Store
@@ -42,6 +43,10 @@ _LISTED = 5
 _AT_ONCE = 16
 """Records that are read at the same time from a store that is not a disk."""
 _log = logging.getLogger(__name__)
+_SHAPES: dict[str, type] = {
+    **dict.fromkeys(("stages", "worked_in", "outcomes", "metrics", "sources"), dict),
+    **dict.fromkeys(("planned", "force"), list),
+}
 _NAMED: set[str | None] = set()
 """Damaged records that this process has named."""
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -89,6 +94,11 @@ class PastRun:
         return self.status in ("FINISHED", "PRUNED")
 
     @property
+    def title(self) -> str:
+        """Its name, or its pipeline's, as a piece of a line."""
+        return to_cell(self.run_name or self.name)
+
+    @property
     def first_started(self) -> datetime | None:
         """When its first command began, by which the age of results counts; None: that was not recorded."""
         try:
@@ -115,11 +125,15 @@ class PastRun:
     def metrics(self) -> Mapping[str, float]:
         """What its stages measured, by name."""
         found = self.record.get("metrics")
-        return found if isinstance(found, dict) else {}
+        return (
+            {name: value for name, value in found.items() if type(value) in (int, float)}
+            if isinstance(found, dict)
+            else {}
+        )
 
     def __str__(self) -> str:
         ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()
-        return f"{self.id} ({self.run_name or self.name}, {self.started[:16].replace('T', ' ')} UTC, {ended})"
+        return to_cell(f"{self.id} ({self.title}, {self.started[:16].replace('T', ' ')} UTC, {ended})")
 
 
 def run_folder(storage: str, run_id: str) -> Store:
@@ -131,7 +145,7 @@ def _warn_of(damage: DamagedError) -> None:
     # A command reads a record several times.
     if damage.field not in _NAMED:
         _NAMED.add(damage.field)
-        _log.warning("%s is left out: %s %s", damage.field, damage.message, damage.remedy)
+        _log.warning("%s", to_terminal(f"{damage.field} is left out: {damage.message} {damage.remedy}"))
 
 
 def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _warn_of) -> dict[str, Any]:
@@ -145,7 +159,11 @@ def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _wa
     """
     try:
         data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
-        return parse_sealed(data) if data else {}
+        record = parse_sealed(data) if data else {}
+        for name, kind in _SHAPES.items():
+            if not isinstance(record.get(name) or kind(), kind):
+                raise ValueError(f"its field '{name}' is of another type")
+        return record
     except (ValueError, DamagedError) as error:
         problem = "it is too large" if isinstance(error, DamagedError) else str(error)
         damage = DamagedError(

@@ -23,6 +23,7 @@ import jinja2
 
 from flows.charts import draw_charts, number_text
 from flows.sizes import describe_bytes, describe_seconds
+from trainer_lib.foreign_text import to_terminal
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
@@ -231,11 +232,21 @@ def _moment(started: str | float | None) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def _finalize(value: Any) -> Any:
+    # Not markup, which is a subclass of str.
+    return to_terminal(value) if type(value) is str else value
+
+
 @functools.cache
 def load_template(path: Path) -> jinja2.Template:
     """Load the template of a page. What is put in is escaped, and a name that is not given is an error."""
     loader = jinja2.FileSystemLoader(path.parent)
     environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        finalize=_finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template(path.name)

@@ -18,6 +18,7 @@ from flows.run_summary import summarize
 from flows.spec.spec import PipelineSpec
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.errors import Pruned
+from trainer_lib.foreign_text import to_markdown
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import with_intervals
@@ -79,7 +80,7 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     note = "\n\n".join(filter(None, [_heading(result, run_id), _measured(result), summarize(result)]))
     pruned = result.error.message if isinstance(result.error, Pruned) else None
     if pruned is not None:
-        note += f"\n\nPruned: {pruned}"
+        note += f"\n\nPruned: {to_markdown(pruned)}"
     elif result.error is not None:
         reason = mask(f"{type(result.error).__name__}: {result.error.message}")[:NOTE_CHARS]
         note += f"\n\nIt goes on from there: `trainflow resume {run_id} --storage {mask(result.storage)}`"
@@ -95,11 +96,13 @@ def _measured(result: PipelineResult) -> str:
         return ""
     found = with_intervals(collect_metrics([outcome]))
     parts = {name: text.partition(" ") for name, text in found.items()}
-    return ", ".join(f"{name} **{value}**{gap}{interval}" for name, (value, gap, interval) in parts.items())
+    return ", ".join(
+        f"{to_markdown(name)} **{value}**{gap}{interval}" for name, (value, gap, interval) in parts.items()
+    )
 
 
 def _heading(result: PipelineResult, run_id: str) -> str:
-    return f"Run `{run_id}` of the pipeline {result.name}."
+    return f"Run `{run_id}` of the pipeline {to_markdown(result.name)}."
 
 
 def _prefect_tags() -> dict[str, str]:

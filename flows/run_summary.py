@@ -6,6 +6,7 @@ import re
 
 from flows.results import PipelineResult
 from tasks.stage.progress import duration
+from trainer_lib.foreign_text import to_markdown
 from trainer_lib.secrets import mask
 
 
@@ -35,5 +36,4 @@ def _link(url: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_|\[\]<>])", r"\\\1", " ".join(mask(text).split()))
+    return to_markdown(mask(text))

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Bare, Debug, Json, Quiet, print_json
-from flows.cli.presentation import printable, shown
+from flows.cli.presentation import shown
 from flows.cli.run_choice import choose, use_registry_here
 from flows.server.api import quiet_environment
 from flows.sizes import describe_bytes
 from tasks.configs import TrackingConfig
 from trainer_lib.errors import BrokenLineageError, ConfigError, StorageError
+from trainer_lib.foreign_text import to_cell
 
 if TYPE_CHECKING:
     from flows.lineage_chain import Chain
@@ -168,7 +169,7 @@ def _chain_record(chain: Chain, tracked: TrackedLinks | None, why: str) -> dict[
 
 def _chain_lines(chain: Chain) -> Iterator[Text]:
     lineage = chain.lineage
-    yield Text(f"{printable(lineage.name) or 'a stage'}  ({chain.kind})", "bold")
+    yield Text(f"{to_cell(lineage.name) or 'a stage'}  ({chain.kind})", "bold")
     for source in lineage.sources:
         yield _fact("source", f"{source.source}  {source.digest[:_SHORT]}")
     for link in lineage.stages:
@@ -210,10 +211,10 @@ def _check_lines(check: LinkCheck) -> Iterator[Text]:
         count += f", {describe_bytes(check.bytes)}"
     what = count if check.files else shown(check.where)
     text = check.why if check.state == "not checked" else what
-    yield Text.assemble((f"{check.state:<12}", style), f"{check.link:<16} {printable(text)}")
+    yield Text.assemble((f"{check.state:<12}", style), f"{check.link:<16} {text}")
     for problem in check.problems:
-        yield Text(f"{'':<12}{printable(problem)}")
+        yield Text(f"{'':<12}{problem}")
 
 
 def _fact(name: str, value: str) -> Text:
-    return Text.assemble((f"  {name:<14}", "dim"), terminal.readable(printable(value)))
+    return Text.assemble((f"  {name:<14}", "dim"), terminal.readable(value))

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Bare, Debug, Json, print_json
-from flows.cli.presentation import printable
 from flows.cli.run_choice import Chosen, Run, StorageUrl, choose
 from flows.cli.signals import stoppable
 from flows.stages import find_stage, stage_names
@@ -103,7 +102,7 @@ def _line(line: LogLine) -> Text:
     return Text.assemble(
         (f"{line.at[11:19]} ", "dim"),
         (f"{line.stage} │ ", "dim cyan"),
-        (f"{rank}{printable(line.text)}", _STYLES.get(line.kind, "")),
+        (f"{rank}{line.text}", _STYLES.get(line.kind, "")),
     )
 
 
@@ -115,9 +114,9 @@ def _failures(attempts: Sequence[Attempt]) -> list[Text]:
             continue
         place = "".join(f", {key} {each.error[key]}" for key in ("rank", "step") if each.error.get(key) is not None)
         head = f"{each.stage}: attempt {each.number} {each.outcome} {each.ended or ''}{place}"
-        lines += [Text(), Text(head, "bold red"), Text(printable(str(each.error.get("message") or "")))]
+        lines += [Text(), Text(head, "bold red"), Text(str(each.error.get("message") or ""))]
         if details := each.error.get("details"):
-            lines.append(Text(printable(str(details)).rstrip(), "dim"))
+            lines.append(Text(str(details).rstrip(), "dim"))
         if each.decision:
             lines.append(Text(each.decision, "dim"))
     return lines

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Quiet, print_json
-from flows.cli.presentation import printable, shown
+from flows.cli.presentation import shown
 from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
 from flows.spec.spec_here import storage_here
 from trainer_lib.errors import ConfigError
+from trainer_lib.foreign_text import to_cell
 from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
             out.print(f"The column '{job.answer}' is what the model predicts; it is left aside.")
         if others := [name for name in unused if name != job.answer]:
             more = f" and {len(others) - _FEW:,} more" if len(others) > _FEW else ""
-            names = printable(", ".join(others[:_FEW]))
+            names = ", ".join(map(to_cell, others[:_FEW]))
             out.print(f"Training left these columns out, and so do predictions: {names}{more}", markup=False)
         out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:

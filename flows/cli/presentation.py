@@ -18,6 +18,7 @@ from flows.cli.terminal import STYLES, readable
 from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
 from tasks.stage.progress import duration
 from trainer_lib.errors import TrainflowError, first_line
+from trainer_lib.foreign_text import to_cell, to_terminal
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainer_lib.user_folders import state_folder
 
@@ -40,7 +41,7 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
         lines.append(Text())
         lines += [Text.assemble((f"  {name:<12} ", "dim"), place) for name, place in places.items()]
     if result.pipeline_key:
-        name = f" ({result.run_name})" if result.run_name else ""
+        name = f" ({to_cell(result.run_name)})" if result.run_name else ""
         lines.append(Text.assemble(("  run          ", "dim"), result.pipeline_key[:RUN_ID_CHARS], (name, "dim")))
     if result.tracking_uri:
         lines.append(Text.assemble(("  browse it    ", "dim"), (shlex.join(ui_command), "bold")))
@@ -107,7 +108,9 @@ def _metrics(result: PipelineResult) -> list[Text]:
             counts = {name: _number(value) for name, value in numbers.items() if isinstance(value, int)}
             texts = {**with_intervals(numbers), **counts}
             lines.append(
-                Text.assemble((f"  {split:<12} ", "dim"), "  ".join(f"{name} {texts[name]}" for name in texts))
+                Text.assemble(
+                    (f"  {to_cell(split):<12} ", "dim"), "  ".join(f"{to_cell(name)} {texts[name]}" for name in texts)
+                )
             )
     return lines
 
@@ -117,7 +120,7 @@ def _gates(result: PipelineResult) -> list[Text]:
     return [
         Text.assemble(
             ("  gate         ", "dim"),
-            f"{gate['metric']} {'not measured' if gate['value'] is None else _number(gate['value'])}  ",
+            f"{to_cell(gate['metric'])} {'not measured' if gate['value'] is None else _number(gate['value'])}  ",
             ("passed" if gate["passed"] else "failed", STYLES["ran" if gate["passed"] else "failed"]),
             (f"  {gate['requirement']}", "dim"),
         )
@@ -150,11 +153,6 @@ def shown(place: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
-def printable(text: str) -> str:
-    """A text without control characters: a quoted file of unknown source must not steer the terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
-
-
 def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
     """What is wrong, where, why, and what to do; the details only with `debug`, else a file that holds them."""
     place = error.field or ""
@@ -167,8 +165,12 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
         saved = save_details(error.details)
         rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."
     lines = [Text(f"✗ {error.title}", "bold red")]
-    # A message may quote a file of unknown source.
-    lines += [Text.assemble((f"  {name:<6} ", "dim"), printable(text)) for name, text in rows.items() if text]
+    # A value that breaks the line begins no line of ours.
+    lines += [
+        Text.assemble((f"  {name:<6} ", "dim"), to_terminal(text).replace("\n", "\n" + 9 * " "))
+        for name, text in rows.items()
+        if text
+    ]
     if error.details and debug:
         lines += [Text(), Text(error.details.rstrip(), "dim")]
     return lines

@@ -18,6 +18,7 @@ from flows.cli.tables import table
 from flows.past_runs import PastRun, read_tags, tag_run, untag_run
 from tasks.stage.progress import duration
 from trainer_lib.errors import ConfigError
+from trainer_lib.foreign_text import to_cell
 from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
@@ -163,9 +164,7 @@ def tag(
     if as_json:
         print_json({"ok": True, "exit_code": 0, "id": found.id, "tags": tags})
     else:
-        terminal.console(quiet=quiet).print(
-            f"{found.id} ({found.run_name or found.name}): {', '.join(tags) or 'no tags'}"
-        )
+        terminal.console(quiet=quiet).print(f"{found.id} ({found.title}): {', '.join(tags) or 'no tags'}")
 
 
 def _require_states(names: Iterable[str]) -> None:
@@ -287,7 +286,7 @@ def _is_of_no_use(name: str) -> bool:
 def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> list[Text]:
     run = details.run
     tags = "".join(f" #{tag}" for tag in details.tags)
-    head = f"{run.id}  {run.run_name or run.name}{tags}  {status.state}"
+    head = f"{run.id}  {run.title}{tags}  {status.state}"
     lines = [Text(head, "bold"), Text(f"started {run.started}, ended {run.record.get('ended') or '-'}", "dim")]
     if status.where:
         lines.append(Text(status.where, "dim"))
@@ -369,11 +368,11 @@ def _section(title: str, facts: Mapping[str, Any]) -> list[Text]:
 
 
 def _fact(name: str, value: str) -> Text:
-    return Text.assemble((f"  {name:<34} ", "dim"), value)
+    return Text.assemble((f"  {to_cell(name):<34} ", "dim"), value)
 
 
 def _comparison_lines(found: Comparison) -> list[Text]:
-    names = [each.run.run_name or each.run.id[:_SHORT_ID] for each in (found.old, found.new)]
+    names = [to_cell(each.run.run_name) or each.run.id[:_SHORT_ID] for each in (found.old, found.new)]
     lines = [Text(f"{names[0]} -> {names[1]}", "bold")]
     parts = {
         "settings": [str(each) for each in found.spec],

@@ -146,8 +146,7 @@ def _stages(found: Sequence[RunStatus]) -> list[Text]:
         stages = describe_progress(status, [each.run for each in found])
         rest = estimate_rest(stages)
         left = "" if rest is None else f", about {duration(rest)} left"
-        name = status.run.run_name or status.run.name
-        lines += [Text(), Text(f"{status.run.id[:_SHORT_ID]} {name}{left}", "bold")]
+        lines += [Text(), Text(f"{status.run.id[:_SHORT_ID]} {status.run.title}{left}", "bold")]
         rows = [("stage", "state", "", "time", "left", "")]
         for each in stages:
             took, eta = ("" if number is None else duration(number) for number in (each.seconds, each.eta_s))

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from trainer_lib.foreign_text import to_cell
+
+_WIDEST = 120
+
 
 def table(
     rows: Sequence[Sequence[str]],
@@ -22,6 +26,8 @@ def table(
         right: columns whose cells stand at the right.
         bare: leave the head out.
     """
+    # A name of a stranger neither breaks a line nor widens a column without end.
+    rows = [[*(to_cell(cell, _WIDEST) for cell in row[:-1]), to_cell(row[-1])] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for place, row in enumerate(rows):

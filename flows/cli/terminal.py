@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from tasks.prefect_internals import set_up_logging
 from tasks.stage.progress import Event, describe, duration, measured, subscribe
+from trainer_lib.foreign_text import to_terminal
 from trainer_lib.secrets import mask
 
 # Seconds between two lines about one stage's progress in plain output.
@@ -37,9 +40,18 @@ STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "di
 _MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
 
 
+class _SafeConsole(Console):
+    """A console on which no text steers the terminal: what a stranger wrote has no control characters."""
+
+    @override
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(to_terminal(segment.text), segment.style)
+
+
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """A console that never breaks a line: paths and commands are there to be copied. A quiet one shows nothing."""
-    return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    return _SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class Display(Protocol):

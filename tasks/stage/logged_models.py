@@ -15,6 +15,7 @@ from tasks.tracking import TrackedRun
 from trainer_lib.commit import content_digest, read_commit
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import ConfigError
+from trainer_lib.foreign_text import to_markdown
 from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
@@ -109,7 +110,7 @@ def register_model(
 def _measured(evaluation: StageManifest | None) -> str:
     """The evaluation in one line; empty without one."""
     found = {} if evaluation is None else group_results(evaluation.stage, evaluation.metrics)
-    return ", ".join(f"{name} {text}" for name, text in with_intervals(found).items())
+    return ", ".join(f"{to_markdown(name)} {text}" for name, text in with_intervals(found).items())
 
 
 def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:

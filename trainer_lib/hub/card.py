@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.errors import ConfigError
+from trainer_lib.foreign_text import to_markdown
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_results import HardRows, Picture, render_results
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
-from trainer_lib.hub.card_tables import escape, format_value, join_lines, render_table
+from trainer_lib.hub.card_tables import format_value, join_lines, render_table
 from trainer_lib.hub.metric_tables import without_bounds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
@@ -107,7 +108,7 @@ def render_card(card: Card) -> str:
     parts = [
         f"---\n{head}---",
         # A line break would end the heading.
-        f"# {_title(card)}",
+        f"# {to_markdown(_title(card))}",
         mark_section("description", mask(card.description.strip())),
         mark_section("use", _render_usage(card)),
         mark_section("results", render_results(card.metrics, card.confidence, card.pictures, card.hardest)),
@@ -182,20 +183,20 @@ def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dic
 def _render_training(card: Card) -> str:
     parts = []
     if card.base_model:
-        revision = f" at revision `{escape(card.base_revision)}`" if card.base_revision else ""
-        parts.append(f"Fine-tuned from `{escape(card.base_model)}`{revision}.")
+        revision = f" at revision `{to_markdown(card.base_revision)}`" if card.base_revision else ""
+        parts.append(f"Fine-tuned from `{to_markdown(card.base_model)}`{revision}.")
     if card.rows:
         parts.append(
-            render_table(["split", "rows"], [[escape(split), f"{rows:,}"] for split, rows in card.rows.items()])
+            render_table(["split", "rows"], [[to_markdown(split), f"{rows:,}"] for split, rows in card.rows.items()])
         )
     facts = [
-        f"- {join_lines(str(name))}: {format_value(value)}" for name, value in card.facts.items() if value is not None
+        f"- {to_markdown(str(name))}: {format_value(value)}" for name, value in card.facts.items() if value is not None
     ]
     if facts:
         parts.append("\n".join(facts))
     arguments = flatten_params(card.arguments)  # secrets masked, long values cut
     if arguments:
-        rows = [[f"`{escape(name)}`", escape(value)] for name, value in sorted(arguments.items())]
+        rows = [[f"`{to_markdown(name)}`", to_markdown(value)] for name, value in sorted(arguments.items())]
         parts.append(render_table(["argument", "value"], rows))
     if curve := _render_curve(card.curve):
         parts.append(curve)
@@ -231,7 +232,9 @@ def _render_loading(card: Card) -> str:
     if card.loader is not None:
         library, loader = card.loader
         name = address.removeprefix("hf://").partition("@")[0]
-        parts.append(f'```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained("{name}")\n```')
+        parts.append(
+            f"```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained({_literal(name)})\n```"
+        )
     if card.is_merged:
         parts.append(
             "The weights are those of the base model with the trained adapters merged in: they need no other model. "
@@ -239,17 +242,22 @@ def _render_loading(card: Card) -> str:
             + (", which `load_model` puts on the base model." if card.code_digest is not None else ".")
         )
     if card.code_digest is not None:
-        columns = ", ".join(f'"{name}": {_render_example(kind)}' for name, kind in card.columns.items())
+        columns = ", ".join(f"{_literal(name)}: {_render_example(kind)}" for name, kind in card.columns.items())
         numpy = "import numpy as np\n" if "np." in columns else ""
         parts.append(
             f"```python\n{numpy}from trainer_lib import load_model\n\n"
             "# The model's code is executed: read it below code/, then name the SHA-256 of what you have read.\n"
-            f'model = load_model("{address}", trust_code="{card.code_digest}")\n'
+            f'model = load_model({_literal(address)}, trust_code="{card.code_digest}")\n'
             f"model.predict([{{{columns}}}])\n```"
         )
     if parts and address == ".":
         parts.append('Run it in the folder of this revision, or name that folder in place of ".".')
     return "\n\n".join(parts)
+
+
+def _literal(text: str) -> str:
+    """A text as Python and inside of a code block, which it cannot end."""
+    return json.dumps(text).replace("`", "\\u0060")
 
 
 def _render_example(kind: str) -> str:
@@ -268,7 +276,7 @@ def _render_weights(card: Card) -> str:
         return ""
     return (
         "The weights alone:\n\n```python\nfrom safetensors.torch import load_file\n\n"
-        f'state_dict = load_file("{weights[0]}")  # no pickle is involved\n```'
+        f"state_dict = load_file({_literal(weights[0])})  # no pickle is involved\n```"
     )
 
 
@@ -277,18 +285,21 @@ def _render_provenance(card: Card) -> str:
     if card.data_digest:
         parts.append(f"Training data: sha256 `{card.data_digest}`.")
     if card.sources:
-        rows = [[escape(mask(name)), f"`{escape(digest)}`"] for name, digest in card.sources.items()]
+        rows = [[to_markdown(mask(name)), f"`{to_markdown(digest)}`"] for name, digest in card.sources.items()]
         parts.append(render_table(["source of the data", "digest"], rows))
     stages = [
-        [escape(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"] for stage, key in card.stage_keys.items()
+        [to_markdown(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"]
+        for stage, key in card.stage_keys.items()
     ]
     if stages:
         parts.append(render_table(["stage", "content key", "content digest"], stages))
     if card.files:
-        rows = [[f"`{escape(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
+        rows = [[f"`{to_markdown(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
         parts.append(render_table(["file", "bytes", "sha256"], rows))
     if card.versions:
-        parts.append("Versions: " + ", ".join(f"{name} {version}" for name, version in card.versions.items()) + ".")
+        parts.append(
+            "Versions: " + ", ".join(to_markdown(f"{name} {version}") for name, version in card.versions.items()) + "."
+        )
     return "\n\n".join(parts)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from trainer_lib.hub.card_tables import escape, format_value, render_table
+from trainer_lib.foreign_text import to_markdown
+from trainer_lib.hub.card_tables import format_value, render_table
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.trackers.names import with_intervals
 
@@ -53,8 +54,8 @@ def render_results(
     if not names:
         return ""
     parts = ["## Results", *_compare(metrics)]
-    rows = [[escape(name), *(values.get(name, "") for values in texts.values())] for name in names]
-    parts.append(render_table(["metric", *map(escape, texts)], rows))
+    rows = [[to_markdown(name), *(values.get(name, "") for values in texts.values())] for name in names]
+    parts.append(render_table(["metric", *map(to_markdown, texts)], rows))
     if any(set(texts[split]) != set(whole_metrics(metrics[split])) for split in texts):
         level = "" if confidence is None else f" of {confidence:.4g}"
         parts.append(f"In brackets: the interval, by a bootstrap over the rows, with a probability{level}.")
@@ -66,7 +67,7 @@ def _compare(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
     if not rows:
         return []
     table = render_table(
-        ["split", "metric", "the model", "without a model", "margin"], [list(map(escape, row)) for row in rows]
+        ["split", "metric", "the model", "without a model", "margin"], [list(map(to_markdown, row)) for row in rows]
     )
     return ["A margin above zero is in the model's favour.", table]
 
@@ -76,23 +77,30 @@ def _slices(metrics: Mapping[str, Mapping[str, float]]) -> list[str]:
     for split, values in metrics.items():
         for column, found in slice_tables(values).items():
             table = found.with_intervals()
-            rows = [[escape(str(name)), *map(format_value, cells)] for name, *cells in table.cells]
-            parts += [f"### {escape(split)} by {escape(column)}", render_table([escape(column), *table.columns], rows)]
+            rows = [[to_markdown(str(name)), *map(format_value, cells)] for name, *cells in table.cells]
+            parts += [
+                f"### {to_markdown(split)} by {to_markdown(column)}",
+                render_table([to_markdown(column), *table.columns], rows),
+            ]
     return parts
 
 
 def _pictures(pictures: Sequence[Picture]) -> list[str]:
     parts = []
     for picture in pictures:
-        title = escape(picture.title).replace("[", "(").replace("]", ")")
+        title = to_markdown(picture.title.replace("[", "(").replace("]", ")"))
         shown = f"![{title}]({quote(picture.path)})"
-        parts.append("\n\n".join(filter(None, [f"### {escape(picture.title)}", shown, escape(picture.note)])))
+        parts.append("\n\n".join(filter(None, [f"### {to_markdown(picture.title)}", shown, to_markdown(picture.note)])))
     return parts
 
 
 def _hardest(hardest: Sequence[HardRows]) -> list[str]:
     parts = []
     for table in hardest:
-        parts.append(f"### Rows of {escape(table.split)} that the model gets most wrong")
-        parts.append(render_table(table.columns, [[format_value(value) for value in row] for row in table.rows]))
+        parts.append(f"### Rows of {to_markdown(table.split)} that the model gets most wrong")
+        parts.append(
+            render_table(
+                [*map(to_markdown, table.columns)], [[format_value(value) for value in row] for row in table.rows]
+            )
+        )
     return parts

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer_lib.foreign_text import to_markdown
+
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; the cells are Markdown."""
@@ -17,17 +19,10 @@ def join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def escape(text: str) -> str:
-    """Escape text so that it cannot leave its table cell or become markup."""
-    # A backslash first: it would escape the bars' own backslashes.
-    escaped = join_lines(text).replace("\\", "\\\\").replace("|", "\\|")
-    return escaped.replace("<", "&lt;").replace("`", "'")
-
-
 def format_value(value: Any) -> str:
     """A value of a cell, with six digits; None is an empty one."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return escape(str(value))
+        return to_markdown(str(value))
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"

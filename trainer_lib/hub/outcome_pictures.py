@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
+
+from trainer_lib.foreign_text import to_html
 
 _SIZE = 460, 340  # of a drawing of points, in pixels
 _LEFT, _BOTTOM, _EDGE = 64, 46, 12  # of the plane
@@ -178,7 +179,7 @@ def _grid_line(x: float, y: float, other_x: float, other_y: float) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str, transform: str | None = None, color: str = "currentColor") -> str:
     place = f'transform="{transform}"' if transform else f'x="{x:.1f}" y="{y:.1f}"'
-    return f'<text {place} style="fill: {color}; text-anchor: {anchor}">{escape(text)}</text>'
+    return f'<text {place} style="fill: {color}; text-anchor: {anchor}">{to_html(text)}</text>'
 
 
 def _shorten(name: str) -> str:
@@ -189,4 +190,4 @@ def _shorten(name: str) -> str:
 def _svg(parts: Iterable[str], size: tuple[int, int], title: str) -> str:
     box = f'viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}"'
     style = f"max-width: {size[0]}px; font: 11px system-ui, sans-serif"
-    return f'<svg {box} style="{style}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    return f'<svg {box} style="{style}" role="img" aria-label="{to_html(title)}">{"".join(parts)}</svg>'

@@ -77,6 +77,6 @@ def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
     assert "<td>warning</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
     assert "length 2 to 8,000, on average 4.5" in page
     text = summarize(result)
-    assert "\n\n- warning: Split 'test' has no row whose 'label' is \\<b\\>2\\</b\\>, and 20 % of" in text
+    assert "\n\n- warning: Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
     result.stages[0] = StageOutcome("prepare-data", "failed", "no rows")
     assert "warning" not in summarize(result)

@@ -123,3 +123,15 @@ def test_the_page_of_the_run_in_prefect_is_a_tag(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(run_notes, "configured_api", lambda: None)
     tags = describe_start(result, "abc")
     assert (tags["trainflow.prefect_flow_run"], "trainflow.prefect_url" in tags) == ("f-1", False)
+
+
+def test_names_of_strangers_are_no_markup_in_the_note(tmp_path: Path) -> None:
+    odd = "<script>\x1b]0;x\x07</script>\u202e![x](http://h/p)"
+    result = PipelineResult("toy", "ab" * 32, str(tmp_path))
+    evaluated = {"stage": "evaluate", "metrics": {"test": {f"test_{odd}": 0.5}}, "url": str(tmp_path)}
+    result.stages.append(StageOutcome("evaluate", "ran", odd, manifest=evaluated))
+    result.error = CodeError(odd)
+    note = describe_end(result, "ab" * 8)[NOTE]
+    assert note is not None and "0.5" in note
+    assert all(line.isprintable() for line in note.split("\n"))
+    assert "<" not in note and "](http://h" not in note

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from markdown_it import MarkdownIt
 
 from trainer_lib.hub.card import Card, render_card, tidy_metrics
+from trainer_lib.hub.card_results import HardRows
+from trainer_lib.hub.card_sections import remove_marks
 from trainer_lib.storage import FileEntry
 from trainer_lib.yaml_text import parse_yaml
 
@@ -110,3 +114,33 @@ def test_tidy_metrics_drop_prefixes_timings_and_what_is_no_number() -> None:
         "seconds": 5.0,
     }
     assert tidy_metrics(raw) == {"test": {"accuracy": 0.9, "loss": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "odd", ["<script>alert(1)</script>", "\x1b]0;x\x07\u202eevil", "a\n```\n<img src=x>", "![x](http://h/p)"]
+)
+def test_names_of_strangers_are_neither_markup_nor_control_characters(odd: str) -> None:
+    card = replace(
+        CARD,
+        title=odd,
+        metrics={"test": {odd: 0.5, f"{odd}_over_majority": 0.1}, odd: {"loss": 1.0}},
+        columns={odd: "int64"},
+        rows={odd: 3},
+        facts={odd: odd},
+        versions={"torch": odd},
+        sources={odd: odd},
+        arguments={odd: odd},
+        address=odd,
+        loader=("transformers", "AutoModel"),
+        code_digest="c" * 64,
+        curve=[{"step": 1, "loss": 0.5}],
+        hardest=[HardRows("test", [odd], [[odd]])],
+        files=[FileEntry(f"{odd}.safetensors", 1, "f" * 64)],
+    )
+    text = render_card(card)
+    assert parse_yaml(text.split("---\n")[1])["model-index"]
+    body = text.split("---\n", 2)[2]
+    assert not [line for line in body.split("\n") if not line.isprintable() and line]
+    html = MarkdownIt("gfm-like", {"linkify": False}).render(remove_marks(body))
+    assert not [tag for tag in ("<script", "<img", "<a ") if tag in html]
+    assert html.count("<pre>") == 3
