@@ -37,7 +37,7 @@ from flows.run_message import tell_of_run
 from flows.run_record import RunRecord
 from flows.run_stages import run_stages
 from flows.run_status import read_status, sweep
-from flows.spec.spec import PipelineSpec
+from flows.spec.spec import PipelineSpec, spec_parameter
 from flows.still_forced import plan_of_try
 from tasks.stage.progress import masked_api_logs, quiet_failures
 from tasks.stage.run_link import wait_for_drawings
@@ -55,7 +55,10 @@ class PipelineFlow(Flow[P, R]):
     @override
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {name: to_jsonable_python(value) for name, value in parameters.items()}
+            return {
+                name: spec_parameter(value) if isinstance(value, PipelineSpec) else to_jsonable_python(value)
+                for name, value in parameters.items()
+            }
         except ValueError:  # Prefect writes the name of its class in place of such a value
             return super().serialize_parameters(parameters)
 

@@ -31,7 +31,7 @@ from flows.server.pools import IN_CONTAINERS, read_variables, require_pool, requ
 from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.server.schedule import Schedule, show_firings
 from flows.server.serve_log import log_path, logged
-from flows.spec.spec import PipelineSpec, parse_spec
+from flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
 from trainer_lib.errors import ConfigError
 from trainer_lib.kept_process import variables_kept
 from trainer_lib.suggestions import suggestion
@@ -346,11 +346,13 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
 
     from flows.pipeline import pipeline
 
+    parameter = spec_parameter(spec)
     deployment = RunnerDeployment.from_flow(
         pipeline,
         name=name,
         schedule=schedule,
-        parameters={"spec": spec.model_dump(mode="json")},
+        parameters={"spec": parameter},
+        enforce_parameter_schema="spec_file" not in parameter,
         description=f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}",
         entrypoint_type=EntrypointType.MODULE_PATH,
         paused=False,

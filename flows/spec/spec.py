@@ -6,6 +6,8 @@ the dotted key, the value and what to do.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from flows.spec import checks as _checks
 from flows.spec.findings import spec_error
@@ -37,7 +39,8 @@ from tasks.recipe_path import RecipePath
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
 from tasks.sweep_settings import SweepSettings
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.json_text import parse_json
 from trainer_lib.path_options import absolute_path, is_path, map_paths
 from trainer_lib.recipe_names import is_recipe_name
 
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
 _PATHS = ("recipe", "root", "folder", "storage", "prepare.sources", "train.preemption.file", "publish.to")
+_PARAMETER_BYTES = 400_000  # Prefect's servers refuse parameters above 512 KiB
+_REFERENCE = {"name", "storage", "spec_file", "sha256"}
 _RESAMPLES = 1000  # for intervals of confidence
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
 
@@ -56,6 +61,11 @@ warnings.filterwarnings("ignore", 'Field name "register"')
 
 class PipelineSpec(Settings):
     """prepare -> train -> evaluate -> predict -> publish, and where everything is kept."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_reference(cls, raw: Any) -> Any:
+        return _read_reference(raw) if isinstance(raw, Mapping) and raw.keys() == _REFERENCE else raw
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$",
@@ -277,6 +287,39 @@ def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
     except ValidationError as error:
         raise spec_error(error, raw, PipelineSpec) from None
     return spec if spec.root is not None else spec.model_copy(update={"root": str(find_root(spec.recipe))})
+
+
+def spec_parameter(spec: PipelineSpec) -> dict[str, Any]:
+    """The spec as a parameter of a flow: itself, or the file on its storage that holds it, if Prefect refuses its size.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    raw = spec.model_dump(mode="json")
+    data = json.dumps(raw).encode()
+    if len(data) <= _PARAMETER_BYTES:
+        return raw
+    from trainer_lib.storage import Store
+
+    digest = hashlib.sha256(data).hexdigest()
+    folder = Store.open(spec.storage).child("specs")
+    folder.create(f"{digest}.json", data)
+    return {"name": spec.name, "storage": spec.storage, "spec_file": f"{folder.url}/{digest}.json", "sha256": digest}
+
+
+def _read_reference(reference: Mapping[str, Any]) -> dict[str, Any]:
+    from trainer_lib.storage import Store
+
+    folder, _, name = str(reference["spec_file"]).rpartition("/")
+    data = Store.open(folder).read_bytes(name)
+    if hashlib.sha256(data).hexdigest() != reference["sha256"]:
+        raise DamagedError(
+            "The file of this spec was changed after the run was planned.",
+            field="spec",
+            value=reference["spec_file"],
+            remedy="Run the spec again, or deploy it again.",
+        )
+    return parse_json(data, dict)
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from flows.plan import explain
 from flows.stages import stage_names
 from tasks.stage import progress as _progress
-from tests.support.runs import ALL, ran, reason, run, spec_of
+from tests.support.runs import ALL, newest_flow_run, ran, reason, run, spec_of
 from trainer_lib.errors import ConfigError
 
 AFTER_TRAIN = ALL - {"prepare-data"}
@@ -220,3 +221,20 @@ def test_stages_that_are_switched_off_are_left_out(folder: Path) -> None:
     result = run(folder, "predict.enabled=false", "evaluate.enabled=false", "train.args.seed=9")
     assert ran(result) == {"train", "push-to-hub"}
     assert reason(result, "predict") == "switched off in the spec"
+
+
+def test_a_spec_larger_than_prefects_parameters_runs_and_is_deployed(folder: Path) -> None:
+    from prefect.client.orchestration import get_client
+
+    from flows.deployed import pipeline as deployed_pipeline
+    from flows.server.serving import _deployment
+
+    large = f"prepare.options={json.dumps({'rows': 64, 'words': 'word ' * 130_000})}"
+    assert run(folder, large, only="prepare-data").ok
+    assert set(newest_flow_run().parameters["spec"]) == {"name", "storage", "spec_file", "sha256"}
+    spec = spec_of(folder, large)
+    deployment = _deployment(spec, "large", None).apply()
+    with get_client(sync_client=True) as client:
+        parameters = client.read_deployment(deployment).parameters
+        client.delete_deployment(deployment)
+    assert deployed_pipeline.validate_parameters(parameters)["spec"] == spec

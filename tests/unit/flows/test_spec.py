@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flows.spec.prepared_checks import check_splits
-from flows.spec.spec import _SECTION_PATHS, PipelineSpec, _section_paths, load_spec, parse_spec
+from flows.spec.spec import _SECTION_PATHS, PipelineSpec, _section_paths, load_spec, parse_spec, spec_parameter
 from flows.spec.spec_file import read_spec_file
 from tests.support.toy import project
-from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
 from trainer_lib.verb_results import PreparedSplit
 
 
@@ -365,6 +365,17 @@ def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: P
 def test_a_resolved_spec_can_be_written_and_read_again(spec_file: Path) -> None:
     spec = load_spec(spec_file)
     assert parse_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_a_spec_that_prefect_would_refuse_travels_as_a_file_with_its_digest(spec_file: Path) -> None:
+    spec = load_spec(spec_file, [f"prepare.options={json.dumps({'words': 'word ' * 100_000})}"])
+    parameter = spec_parameter(spec)
+    assert len(json.dumps(parameter)) < 1000
+    assert parse_spec(parameter) == spec
+    written = Path(parameter["spec_file"])
+    written.write_bytes(written.read_bytes().replace(b"word", b"evil", 1))
+    with pytest.raises(DamagedError, match="changed after the run was planned"):
+        parse_spec(parameter)
 
 
 def test_every_field_is_described_for_the_form() -> None:
