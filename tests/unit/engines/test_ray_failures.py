@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,43 @@ def test_no_cluster_at_the_address(tmp_path: Path, two: FakeRay) -> None:
         placed(tmp_path, address=f"127.0.0.1:{port}")
     assert (caught.value.field, caught.value.value) == ("train.launch.address", f"127.0.0.1:{port}")
     assert two.usage_statistics == ""  # Ray was not asked
+
+
+@contextlib.contextmanager
+def _listener(answer: bytes | None) -> Iterator[str]:
+    """A server that accepts one connection; with an answer it gives that, and closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer or b"")
+
+        thread = threading.Thread(target=serve)
+        if answer is not None:
+            thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        if answer is not None:
+            thread.join()
+
+
+@pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_listens_but_is_no_ray_cluster_is_refused_soon(
+    tmp_path: Path, two: FakeRay, answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_engine, "CONNECT_S", 0.5)
+    refused = pytest.raises(ConfigError, match="does not answer as Ray does")
+    with _listener(answer) as address, refused as caught:
+        placed(tmp_path, address=address)
+    assert caught.value.field == "train.launch.address"
+
+
+def test_a_server_that_begins_as_http2_does_is_joined(tmp_path: Path, two: FakeRay) -> None:
+    settings = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100])
+    with _listener(settings) as address:
+        placed(tmp_path, address=address)
+    assert two.address == address
 
 
 def test_more_than_the_cluster_has(tmp_path: Path, two: FakeRay) -> None:
