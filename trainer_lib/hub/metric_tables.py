@@ -63,9 +63,8 @@ def whole_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def without_bounds(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of all rows, without the ends of their intervals."""
     whole = whole_metrics(metrics)
-    ends = {
-        f"{name}_{end}" for name in whole for end in ("low", "high") if {f"{name}_low", f"{name}_high"} <= set(whole)
-    }
+    both = [(f"{name}_low", f"{name}_high") for name in whole]
+    ends = {end for low, high in both if low in whole and high in whole for end in (low, high)}
     return {name: value for name, value in whole.items() if name not in ends}
 
 

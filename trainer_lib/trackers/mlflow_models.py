@@ -26,7 +26,7 @@ from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers.mlflow_additions import send_flavor, send_outputs
-from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, load
+from trainer_lib.trackers.mlflow_client import BATCH, GoneError, Point, RefusedError, latest_points, load
 from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered, read_registration, register
 from trainer_lib.trackers.model_record import DIGEST_TAG, FOLDER, TYPES, ModelRecord, example_row, nested
 from trainer_lib.trackers.shipper import shorten
@@ -138,14 +138,16 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
     from mlflow.entities import Metric
 
     linked = {(each.key, each.step) for each in client.get_logged_model(model_id).metrics or []}
+    wanted = set(keys)
     found = []
-    for key in client.get_run(run_id).data.metrics:
-        if (key in keys if keys else key.startswith("eval")) and (key, step) not in linked:
-            points = [each for each in client.get_metric_history(run_id, key) if each.step == step]
-            # The newest point of the step, just as it is: the run gets no second one.
-            found += [max(points, key=lambda each: each.timestamp)] if points else []
-    if found:
-        metrics = [Metric(each.key, each.value, each.timestamp, each.step, model_id=model_id) for each in found]
+    for key, latest in latest_points(client, run_id).items():
+        if (key in wanted if wanted else key.startswith("eval")) and (key, step) not in linked:
+            # The newest point of the step, just as it is: the run gets no second one. Mostly it is the run's last.
+            history = [latest] if latest.step <= step else client.get_metric_history(run_id, key)
+            points = [Point(each.key, each.value, each.timestamp, each.step) for each in history if each.step == step]
+            found += [max(points, key=lambda point: point.timestamp)] if points else []
+    for start in range(0, len(found), BATCH):
+        metrics = [Metric(*point, model_id=model_id) for point in found[start : start + BATCH]]
         client.log_batch(run_id, metrics=metrics)
 
 

@@ -83,7 +83,10 @@ def leave_out_known(
     Args:
         waiting: points that go to the run before these.
     """
-    steps = {key: calls.known_steps(client, run_id, key) for key in {point.key for point in points}}
+    latest = calls.latest_points(client, run_id)
+    steps = {key: {latest[key].step} if key in latest else set() for key in {point.key for point in points}}
+    for key in {point.key for point in points if point.key in latest and point.step < latest[point.key].step}:
+        steps[key] = calls.known_steps(client, run_id, key)
     for point in waiting:
         steps.get(point.key, set()).add(point.step)
     return [point for point in points if point.step not in steps[point.key]]
@@ -91,14 +94,19 @@ def leave_out_known(
 
 def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
     """Return the points that the run does not have yet, by key, timestamp, step and value."""
-    arrived: set[tuple[str, int, int, float | str]] = set()
-    for key in {point.key for point in points}:
+    latest = calls.latest_points(client, run_id)
+    arrived = {_identity(each) for each in latest.values()}
+    # Nothing is behind the last point of a key; what is before it needs the key's history, a request for each.
+    before = [each for each in points if each.key in latest and _order(each) <= _order(latest[each.key])]
+    for key in {each.key for each in before if _identity(each) not in arrived}:
         with contextlib.suppress(GoneError):  # a file store does not know a metric without points
             history = client.get_metric_history(run_id, key)
-            arrived |= {(key, each.timestamp, each.step, _comparable(each.value)) for each in history}
-    return [
-        point for point in points if (point.key, point.timestamp, point.step, _comparable(point.value)) not in arrived
-    ]
+            arrived |= {_identity(Point(key, each.value, each.timestamp, each.step)) for each in history}
+    return [point for point in points if _identity(point) not in arrived]
+
+
+def _identity(point: Point) -> tuple[str, int, int, float | str]:
+    return point.key, point.timestamp, point.step, _comparable(point.value)
 
 
 def _comparable(value: float) -> float | str:
