@@ -19,6 +19,7 @@ from trainer_lib.foreign_text import to_markdown
 from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.records import to_record
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.mlflow_registry import Registration, Score
@@ -179,13 +180,17 @@ def _describe(
     digest = model_digest(description, weights)
     pinned = {"format": 1, "digest": digest}
     files = {**code_texts(trained), FILE: description.to_json(), PIN: json.dumps(pinned).encode()}
-    columns = {key: kind for key, kind in description.columns.items() if key not in ("row_id", *LABELS)}
+    form = TableForm.of(description.info)
+    left_out = {key for key in description.columns if form is not None and form.drops(key)} | {"row_id", *LABELS}
+    columns = {key: kind for key, kind in description.columns.items() if key not in left_out}
+    required = () if form is None else tuple(form.columns)
     tags = {f"trainflow.{stage}": key for stage, key in description.stages.items()}
     tags |= {"trainflow.weights": places.weights if checkpoint is None else f"{model.url}/checkpoints/{checkpoint}"}
     tags |= {"trainflow.data_digest": data.content_digest, "trainflow.code_digest": description.code_digest}
     params = {"step": str(step), **{key: str(value)[:500] for key, value in description.versions.items()}}
     return LoggedModel(
-        ModelRecord(name=name, digest=digest, step=step, columns=columns, params=params, tags=tags), files
+        ModelRecord(name=name, digest=digest, step=step, columns=columns, required=required, params=params, tags=tags),
+        files,
     )
 
 

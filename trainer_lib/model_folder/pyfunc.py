@@ -31,7 +31,7 @@ class PyfuncModel:
         self.model = model
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> pd.DataFrame:
-        """Predict the rows of a data frame, or of a list of mappings.
+        """Predict the rows of a data frame, of a list of mappings, or of a mapping to arrays ``[batch, …]``.
 
         Returns:
             A data frame with the columns of the predict stage; arrays are lists.
@@ -41,10 +41,11 @@ class PyfuncModel:
         """
         import pandas as pd
 
-        frame = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
+        given = [model_input] if isinstance(model_input, Mapping) else model_input
+        frame = given if isinstance(given, pd.DataFrame) else pd.DataFrame(given)
         columns = {str(name): [_plain(value) for value in frame[name]] for name in frame.columns}
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         try:
+            rows = self._rows_of(columns)
             if not columns:  # MLflow leaves out those that it does not know
                 known = ", ".join(known_columns(self.model.description.columns))
                 raise DataError(f"The rows have none of the columns {known}.", remedy="Check the names.")
@@ -54,6 +55,30 @@ class PyfuncModel:
 
             raise bad_request(str(error)) from error
         return pd.DataFrame({name: [_plain(value) for value in values] for name, values in predicted.items()})
+
+    def _rows_of(self, columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+        """The rows of columns. Of arrays ``[batch, …]`` MLflow makes one row, whose values have a dimension too many.
+
+        Raises:
+            DataError: arrays differ in their number of rows.
+        """
+        known = known_columns(self.model.description.columns)
+        too_deep = [
+            len(values) == 1 and _depth(values[0]) == (known[name].kind == "list") + len(known[name].shape) + 1
+            for name, values in columns.items()
+            if name in known
+        ]
+        if too_deep and all(too_deep):
+            columns = {name: values[0] if isinstance(values[0], list) else values for name, values in columns.items()}
+        if len({len(values) for values in columns.values()}) > 1:
+            what = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+            raise DataError(f"The columns have different numbers of rows: {what}.", remedy="Give arrays [batch, …].")
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _depth(value: Any) -> int:
+    """Dimensions of a list, whose elements may differ in length."""
+    return 1 + _depth(value[0] if value else None) if isinstance(value, list | tuple) else 0
 
 
 def _load_pyfunc(path: str) -> PyfuncModel:
@@ -74,5 +99,7 @@ def _load_pyfunc(path: str) -> PyfuncModel:
 
 
 def _plain(value: Any) -> Any:
-    """An array as a list; NumPy's numbers as Python's."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    """An array as a list; NumPy's numbers as Python's; None for pandas' missing values."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return None if type(value).__name__ in ("NAType", "NaTType") else value

@@ -87,6 +87,7 @@ class TableForm:
 def _read(value: Any, kind: str, name: str, place: str) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
+    value = None if value != value else value
     kind, may_lack = kind.removesuffix("?"), kind.endswith("?")
     if kind == "words":
         # A CSV has lists as JSON.

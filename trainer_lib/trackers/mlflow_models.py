@@ -226,8 +226,12 @@ def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], 
 
 def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: bool) -> dict[str, Any]:
     """The contents of the MLmodel file. Not written by `mlflow.models`, whose import takes seconds of a run."""
-    # Labels have other names in other recipes, so no column is required here: the model names one that is missing.
-    inputs = [{**_type(kind), "name": name, "required": False} for name, kind in record.columns.items()]
+    # Labels have other names in other recipes, so only a table's columns are required: the model names a missing one.
+    needed = record.required
+    inputs = [
+        {**({"type": "any"} if name in needed else _type(kind)), "name": name, "required": name in needed}
+        for name, kind in record.columns.items()
+    ]
     example = {
         "artifact_path": "input_example.json",
         "type": "dataframe",
@@ -244,6 +248,8 @@ def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: b
                 "python_version": platform.python_version(),
             }
         },
+        # The signature cannot say them: MLflow refuses [1, 2] for doubles.
+        "metadata": {"columns": record.columns},
         "mlflow_version": metadata.version("mlflow"),
         "model_id": model_id,
         "model_uuid": model_id,
@@ -256,8 +262,9 @@ def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: b
 
 def _type(text: str) -> dict[str, Any]:
     column = Column.parse(text)
-    number = "double" if column.dtype.startswith(("float", "bfloat")) else "long"
     depth = 1 if column.kind == "list" else len(column.shape)
-    if depth and number == "double":
-        number = "any"  # MLflow refuses [1, 2] for an array of doubles, and JSON's writers leave out ".0"
-    return nested(TYPES.get(column.dtype or column.kind, number), depth)
+    # MLflow refuses whole numbers for doubles, though JSON's writers and pandas.read_csv make them of 1.0, and arrays
+    # ``[batch, …]`` where the type has a kind of element.
+    if depth or column.dtype.startswith(("float", "bfloat")):
+        return nested("any", depth)
+    return {"type": TYPES.get(column.dtype or column.kind, "long")}

@@ -23,6 +23,7 @@ class ModelRecord:
         digest: SHA-256 of all that decides its predictions: a run has one LoggedModel of it.
         step: optimizer step.
         columns: column of a row -> its type (`float32[8,8]`): the signature. Labels are left out.
+        required: those of a table, which a row needs; their values may have any type that the table's files had.
         params, tags: what MLflow shows beside it.
     """
 
@@ -30,6 +31,7 @@ class ModelRecord:
     digest: str
     step: int
     columns: dict[str, str]
+    required: tuple[str, ...] = ()
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
