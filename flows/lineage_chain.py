@@ -26,7 +26,7 @@ from trainer_lib.hub.folder import REVISIONS, FolderHub
 from trainer_lib.hub.huggingface import RECORD, download_snapshot
 from trainer_lib.hub.transport import SCHEME, parse_target
 from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink, read_lineage_file
-from trainer_lib.model_folder.locate import find_model
+from trainer_lib.model_folder.locate import find_model, open_link
 from trainer_lib.storage import Store
 
 FIELD = "X"
@@ -156,7 +156,7 @@ def _identify(address: str, storage: str | None, home: str | None) -> _Found:
     if address.startswith(_MODELS):
         return replace(_of_folder(Store.open(_weights_of(address)), address), kind="model")
     if "/" in address or Path(address).exists():
-        return _of_folder(Store.open(address, field=FIELD), address)
+        return _of_folder(open_link(address, field=FIELD), address)
     place = storage or home
     if place is None:
         raise ConfigError(

@@ -49,6 +49,7 @@ _SHAPES: dict[str, type] = {
 }
 _NAMED: set[str | None] = set()
 """Damaged records that this process has named."""
+_LINK = re.compile(r"(^|/)(runs/(?P<run>[^/]+)|stages/(?P<stage>[^/]+)/(?P<key>[0-9a-f]{8,}))(/|$)")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -221,6 +222,8 @@ def read_run(storage: str, run_id: str, on_damage: Callable[[DamagedError], obje
 def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
     """The run that `text` means: its id or the beginning of it, its name, a tag, the id of its MLflow run, or "last".
 
+    The address of its folder means it as well, and that of a stage the newest run that has the stage's result.
+
     Args:
         field: the option that named it, for the message of an error.
         pipeline: the pipeline that it must be a run of; None: any.
@@ -229,6 +232,9 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
         ConfigError: no such run, several, or one of another pipeline. DamagedError: the run's record is damaged.
     """
     runs = list_runs(storage)
+    if link := _LINK.search(text):
+        stage, key = link["stage"] or "", link["key"]
+        text = link["run"] or next((run.id for run in runs if run.stages.get(stage, "").startswith(key)), text)
     own = [run for run in runs if pipeline in (None, run.name)]
     matching = own[:1] if text == NEWEST else [run for run in runs if _is_meant(run, text)]
     # Tags lie in files of their own, which are read only where nothing else fits.

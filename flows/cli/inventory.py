@@ -20,6 +20,7 @@ from trainer_lib.locks.claim import read_claim
 from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.lease import find_holder
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
+from trainer_lib.model_folder.locate import open_link
 from trainer_lib.storage import Store
 
 _CHECKPOINTS = "checkpoints"
@@ -94,10 +95,11 @@ def find(url: str) -> list[Entry]:
     Raises:
         ConfigError: no checkpoint is there; names what is there instead, if that is known.
     """
-    store = Store.open(url, field="url")
+    store = open_link(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
+    is_stage = bool(store.children(_CHECKPOINTS))  # which has a commit file as well
     # A checkpoint that was not committed has no commit file, but it has a checkpoint's name.
-    if store.exists(COMMIT) or (parse_step(name) is not None and store.children()):
+    if not is_stage and (store.exists(COMMIT) or (parse_step(name) is not None and store.children())):
         # The newest checkpoint of the run records which one is best; for one checkpoint alone that is not looked up.
         return [_entry(Store.open(parent or "/"), name, None)]
     found = [entry for root in roots(store) for entry in _entries(root)]

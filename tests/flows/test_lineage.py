@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from flows import lineage_checks
+from flows.cli import inventory
 from flows.lineage_chain import Chain, find_chain
 from flows.lineage_checks import LinkCheck, require_held, verify_chain
+from flows.past_runs import find_run
 from tasks.configs import TrackingConfig
 from tests.support.command import trainflow
 from tests.support.hub_server import HubServer
@@ -19,6 +21,7 @@ from tests.support.runs import ran, run
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import BrokenLineageError, ConfigError, DamagedError
 from trainer_lib.model_folder.lineage import FILE, read_lineage_file
+from trainer_lib.model_folder.locate import find_model
 from trainer_lib.storage import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
@@ -68,8 +71,12 @@ def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
         str(_run(folder)): "run",
         str(_published(folder)): "publication",
         str(store / "hub" / "toy"): "publication",
+        str(_run(folder) / "report.html"): "run",
         str(train): "stage",
+        f"{train / 'model'}/": "stage",
+        str(train / "checkpoints"): "stage",
         str(_only(store / "stages" / "predict")): "stage",
+        str(_only(store / "stages" / "predict") / "predictions" / "test"): "stage",
         str(train / "checkpoints" / "checkpoint-4"): "checkpoint",
     }
     found: dict[str, Chain] = {each: find_chain(each) for each in addresses}
@@ -85,6 +92,21 @@ def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
         assert chain.lineage.mlflow_run_id == record["mlflow_run_id"]
         assert chain.lineage.publication is not None
         assert chain.lineage.publication.revision == _published(folder).name
+
+
+def test_an_address_that_a_run_prints_is_taken_by_every_command(folder: Path) -> None:
+    store, run = folder / "store", _run(folder)
+    train, predict = _only(store / "stages" / "train"), _only(store / "stages" / "predict")
+    inside = (run, run / "report.html", train, train / "model", train / "checkpoints" / "checkpoint-8")
+    for address in map(str, (*inside, predict / "predictions" / "test")):
+        assert find_run(str(store), address, field="RUN").id == run.name, address
+    for address in map(str, (*inside, _published(folder))):
+        assert find_model(address).description.name == "toy", address
+    for address in map(str, (train, train / "model", train / "checkpoints")):
+        assert [entry.name for entry in inventory.find(address)] == CHECKPOINTS[::-1], address
+    for unknown in (train / "weights", run / "model"):
+        with pytest.raises(ConfigError, match="There is no lineage"):
+            find_chain(str(unknown))
 
 
 def test_the_published_lineage_holds_neither_times_nor_places(folder: Path) -> None:

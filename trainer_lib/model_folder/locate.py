@@ -18,7 +18,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 
-from trainer_lib.commit import Commit, content_digest, read_commit
+from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
@@ -34,6 +34,8 @@ _RUN_FILE = "run.json"
 _RUNS = "runs"
 _TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")
 """Where a run's description finds the weights."""
+_INSIDE = re.compile(r"(/stages/[^/]+/[^/]+)/(model|checkpoints|predictions(/[^/]+)?)$|(/runs/[^/]+)/report\.html$")
+"""What lies in a stage or a run, and is shown with its own address."""
 
 
 @dataclass(frozen=True)
@@ -146,18 +148,13 @@ def find_model(address: str) -> FoundModel:
         return _read_published(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)
     if address.startswith("models:/"):
         return replace(_read(Store.open(download_model(address)), address), registered=address)
-    store = Store.open(address, field=FIELD)
+    store = open_link(address, field=FIELD)
     if store.exists(FILE):
         found = _read(store, address)
         return replace(found, is_run=_is_run(store, found))
     commit = read_commit(store)
     if commit is not None and commit.kind == "stage":
         return _find_in_runs(store, commit)
-    if commit is None and store.url.rstrip("/").endswith("/model"):
-        stage = _above(store, 1)
-        above = read_commit(stage)
-        if above is not None and above.kind == "stage":
-            return _find_in_runs(stage, above)
     if commit is not None and commit.kind == "checkpoint":
         name, stage = store.url.rstrip("/").rpartition("/")[2], _above(store, 2)
         found = _find_in_runs(stage, read_commit(stage))
@@ -178,6 +175,18 @@ def find_model(address: str) -> FoundModel:
         value=address,
         remedy="Give <storage>/runs/<run>, <storage>/stages/train/<key>, <storage>/hub/<name> or hf://organisation/name.",
     )
+
+
+def open_link(address: str, *, field: str) -> Store:
+    """The folder of a run, a stage, a checkpoint or a publication that an address means, also from inside of it.
+
+    Args:
+        address: as a command shows it: of a stage its model or its predictions, of a run its report.
+        field: the argument, for errors.
+    """
+    store = Store.open(address, field=field)
+    outer = Store.open(_INSIDE.sub(r"\1\4", store.url.rstrip("/")), field=field)
+    return outer if outer.exists(COMMIT) or outer.exists(_RUN_FILE) else store
 
 
 def _read_published(store: Store, address: str) -> FoundModel:
