@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.data.row_sources import is_hidden
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError, first_line
 from trainer_lib.json_text import parse_record
 from trainer_lib.path_options import is_path
@@ -143,6 +144,8 @@ class Watch:
         store = Store.open(self.url, field="--watch")
         rows = []
         for info in store.list():
+            if is_hidden(info.path):
+                continue
             tag = info.tag
             if tag is None and store.is_local:
                 try:

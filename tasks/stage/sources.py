@@ -9,7 +9,8 @@
     package:scikit-learn[/sub/path]   the digests an installed package was recorded with
     stdlib:[sub/path]                 the running interpreter's own library
 
-A key holds the digest and a label without absolute paths, so another machine finds the same key.
+Hidden files, as `row_sources.is_hidden` has them, do not belong to a source. A key holds the digest and a label without
+absolute paths, so another machine finds the same key.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.data.row_sources import is_pattern, list_matches
+from trainer_lib.data.row_sources import is_hidden, is_pattern, list_matches
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.json_text import read_json
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
@@ -214,7 +215,8 @@ def _local_files(
             path = store.local_path()
             files = [path / info.path for info in matches]
         else:
-            files = [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]
+            below = (file for file in path.rglob("*") if not is_hidden(file.relative_to(path).as_posix()))
+            files = [path] if path.is_file() else [file for file in below if file.is_file()]
         for file in files:
             name = file.relative_to(path)
             if keep(name):
@@ -290,7 +292,7 @@ def _store_files(source: str, field: str) -> list[tuple[str, str]]:
     else:
         root, rest = split_root(scheme, path, field=field)
         store = Store.open(f"{scheme}://{root}", field=field)
-        files = store.list(rest)
+        files = [info for info in store.list(rest) if not is_hidden(info.path.removeprefix(rest))]
     if not files:
         raise ConfigError("There is nothing at this address.", field=field, value=source, remedy="Check the URL.")
     if scheme not in _TAGGED:

@@ -56,10 +56,12 @@ class RowReader:
             numbered from 0 over all files.
         ignored: columns that are left out.
         constants: columns that every row gets, with their values; no file has them.
+        usual_ids: columns that are looked for before `row_id` and `id`.
         read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
 
     Attributes:
         position: rows read so far.
+        notes: sentences about the files.
     """
 
     def __init__(
@@ -70,10 +72,13 @@ class RowReader:
         id_column: str | None = None,
         ignored: Sequence[str] = (),
         constants: Mapping[str, Any] | None = None,
+        usual_ids: Sequence[str] = (),
         read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
     ) -> None:
         self.position = 0
+        self.notes: list[str] = []
         self._constants = dict(constants or {})
+        self._usual_ids = usual_ids
         self._read_columns = read or (lambda values, place: dict(values))
         self._columns = columns
         self._arrays = [name for name, column in columns.items() if column.kind == "array"]
@@ -143,6 +148,7 @@ class RowReader:
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
             first, found = opened.rows(min(_AT_ONCE, wanted - self.position))
+            self.notes += opened.describe() if first == 0 else []
             for number, raw in enumerate(found, start=first):
                 row = self._read_any(opened, number, raw)
                 self.position += 1
@@ -184,7 +190,7 @@ class RowReader:
             what = f"it is a {type(values).__name__}, not a mapping from columns to values"
             raise refuse_row(place, None, what)
         if not self._is_id_known:
-            self.assume_id_column(next((name for name in (ROW_ID, "id") if name in values), None))
+            self.assume_id_column(next((name for name in (*self._usual_ids, ROW_ID, "id") if name in values), None))
         row_id = self.position if self._id_column is None else self._find_id(opened, number, line, values)
         # A copy: the id of a bad row is looked for in its values.
         row = {name: value for name, value in values.items() if name not in self._left_out}
@@ -234,8 +240,11 @@ def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
     return array.reshape(shape) if array.ndim == 1 and array.size == int(np.prod(shape)) else value
 
 
-def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
+def read_rows(files: Sequence[RowFile], notes: list[str] | None = None) -> Iterator[tuple[str, Any]]:
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
+
+    Args:
+        notes: gets a sentence about each CSV file of an unusual form.
 
     Raises:
         DataError: a row or a file cannot be read; the error names it.
@@ -251,5 +260,7 @@ def read_rows(files: Sequence[RowFile]) -> Iterator[tuple[str, Any]]:
                         yield place, opened.parse(raw)
                     except ValueError as error:
                         raise refuse_row(place, None, str(error)) from error
+            if notes is not None:
+                notes += opened.describe()
         finally:
             opened.close()

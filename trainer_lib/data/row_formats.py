@@ -8,6 +8,7 @@ A row is first what its file has for it, such as a line. Values cost far more: r
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -15,7 +16,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -41,6 +42,7 @@ Raw = tuple[int | None, Any]
 class _Opened(NamedTuple):
     rows: Iterator[Raw]
     parse: Callable[[Any], Any]
+    unusual: Sequence[str] = ()
 
 
 class OpenFile:
@@ -61,7 +63,12 @@ class OpenFile:
         packed = file.path.lower().endswith(PACKED)
         reader = _READERS[kind := str(format_of(file.path))]
         self.has_texts = reader is _read_csv
-        self._rows, self.parse = reader(gzip.GzipFile(fileobj=self._stream) if packed else self._stream, file, kind)
+        opened = reader(gzip.GzipFile(fileobj=self._stream) if packed else self._stream, file, kind)
+        self._rows, self.parse, self._unusual = opened
+
+    def describe(self) -> list[str]:
+        """A sentence where the form of a CSV file is unusual; known once its first row was read."""
+        return [f"{self.file.address} is read with {' and '.join(self._unusual)}."] if self._unusual else []
 
     @property
     def read_bytes(self) -> int:
@@ -117,11 +124,14 @@ def name_place(file: RowFile, number: int, line: int | None) -> str:
 
 def _read_csv(stream: Any, file: RowFile, kind: str) -> _Opened:
     header: list[str] = []
+    notes: list[str] = []
 
     def rows() -> Iterator[Raw]:
-        text = io.TextIOWrapper(io.BufferedReader(stream, _BUFFER_BYTES), "utf-8-sig", newline="")
+        buffered = io.BufferedReader(stream, _BUFFER_BYTES)
+        encoding, separator = _find_csv_form(buffered.peek(), kind, notes)
+        text = io.TextIOWrapper(buffered, encoding, newline="")
         csv.field_size_limit(MAX_LINE_BYTES)
-        reader = csv.reader(text, delimiter="\t" if kind == "tsv" else ",", strict=True)
+        reader = csv.reader(text, delimiter=separator, strict=True)
         header.extend(next(reader, []))
         if twice := {name for name in header if header.count(name) > 1}:
             raise refuse_row(f"{file.address}, line 1", min(twice), "the column is there twice")
@@ -134,12 +144,33 @@ def _read_csv(stream: Any, file: RowFile, kind: str) -> _Opened:
             raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
         return dict(zip(header, values, strict=True))
 
-    return _Opened(rows(), parse)
+    return _Opened(rows(), parse, notes)
+
+
+def _find_csv_form(head: bytes, kind: str, notes: list[str]) -> tuple[str, str]:
+    """The encoding and the separator; `notes` get what is not UTF-8, and neither a comma nor the tab of a .tsv."""
+    encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        text = head.decode("utf-8", "ignore")
+        if text.isascii():  # else it is UTF-8 with a fault, which the error names
+            encoding = "cp1252"
+            text = head.decode(encoding, "replace")
+    line = re.sub('"[^"]*"', "", text.partition("\n")[0])
+    usual = "\t" if kind == "tsv" else ","
+    separator = max((usual, ";", "\t", "|"), key=line.count)
+    notes += [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
+    notes += [] if separator == usual else [f"the separator {separator!r}"]
+    return encoding, separator
 
 
 def _read_json_lines(stream: Any, file: RowFile, kind: str) -> _Opened:
     def rows() -> Iterator[Raw]:
         number, buffered = 0, io.BufferedReader(stream, _BUFFER_BYTES)
+        is_array = file.path.lower().removesuffix(PACKED).endswith(".json")
+        if is_array and buffered.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            yield from ((None, row) for row in _parse_array(buffered, file))
         while line := buffered.readline(MAX_LINE_BYTES):
             number += 1
             if len(line) == MAX_LINE_BYTES:
@@ -151,7 +182,22 @@ def _read_json_lines(stream: Any, file: RowFile, kind: str) -> _Opened:
     return _Opened(rows(), _parse_json)
 
 
-def _parse_json(line: bytes) -> Any:
+def _parse_array(stream: io.BufferedReader, file: RowFile) -> list[Any]:
+    """The rows of a file that is one JSON array."""
+    content = stream.read(MAX_LINE_BYTES)
+    try:
+        if len(content) == MAX_LINE_BYTES:
+            raise ValueError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
+        rows: list[Any] = _parse_json(content.removeprefix(b"\xef\xbb\xbf"))
+        return rows
+    except ValueError as error:
+        what = f"the file begins as a JSON array, which cannot be read ({error}); give one object a line"
+        raise refuse_row(file.address, None, what) from error
+
+
+def _parse_json(line: Any) -> Any:
+    if not isinstance(line, bytes):
+        return line  # a row of an array
     try:
         if not _LONG_NUMBER.search(line):  # orjson rounds them
             return orjson.loads(line)
@@ -164,7 +210,7 @@ def _parse_json(line: bytes) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError("a text has half of a surrogate pair, such as \\ud83d, without the other") from error
     except ValueError as error:
-        raise ValueError(f"the line is not JSON ({error})") from error
+        raise ValueError(f"the line is not JSON ({error}); give one object a line") from error
 
 
 def _read_parquet(stream: Any, file: RowFile, kind: str) -> _Opened:

@@ -5,12 +5,13 @@ This module imports neither torch nor pyarrow, so a wrong address is refused bef
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
 from trainer_lib.suggestions import nearest
 
@@ -32,6 +33,9 @@ FORMATS = {
 PACKED = ".gz"
 _TEXTS = ("csv", "tsv", "json lines")
 _WILD = re.compile(r"[*?\[]")
+_UNLISTED = ("package", "stdlib", "http", "https")
+_OF_SYSTEMS = ("__macosx", "thumbs.db", "desktop.ini")
+"""Folders and files that systems leave among those of people; in lower case."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
             raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
         return [RowFile(store.url, name, store.size(name))]
     below = store.child(name) if name else store
-    files = [RowFile(below.url, info.path, info.size) for info in below.list() if _is_data(info.path, formats)]
+    listed = [info for info in below.list() if not is_hidden(info.path)]
+    files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats)]
     if files:
         return files
     near = nearest(name, store.children()) if name else None
@@ -105,8 +110,29 @@ def is_pattern(address: str) -> bool:
     return _WILD.search(address.partition("://")[2] or address) is not None
 
 
-def list_matches(address: str, *, field: str = FIELD) -> tuple[Store, list[FileInfo]]:
+def is_hidden(path: str) -> bool:
+    """Whether a file is never data: a name in its path starts with a dot, or is one that systems write."""
+    return any(name.startswith(".") or name.lower() in _OF_SYSTEMS for name in path.split("/"))
+
+
+def describe_hidden(addresses: Sequence[str]) -> list[str]:
+    """A sentence about the files of folders and patterns that are never data; none where there are no such files."""
+    hidden: list[str] = []
+    for address in addresses:
+        if address.partition(":")[0] in _UNLISTED:
+            continue
+        with contextlib.suppress(TrainflowError):  # the recipe names a source that cannot be read
+            listed = list_matches(address, hidden=True)[1] if is_pattern(address) else Store.open(address).list()
+            hidden += [info.path for info in listed if is_hidden(info.path)]
+    files = "1 hidden file is" if len(hidden) == 1 else f"{len(hidden):,} hidden files are"
+    return [f"{files} left out, such as {min(hidden)}."] if hidden else []
+
+
+def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> tuple[Store, list[FileInfo]]:
     """List the files of any format that a pattern stands for, below the folder in front of its first wildcard.
+
+    Args:
+        hidden: let wildcards stand for the names of hidden files and folders as well.
 
     Raises:
         ConfigError: the folder's address is malformed; the error names `field`. StorageError: it cannot be listed.
@@ -116,7 +142,7 @@ def list_matches(address: str, *, field: str = FIELD) -> tuple[Store, list[FileI
     first = next(index for index, part in enumerate(parts) if _WILD.search(part))
     head = "/".join(parts[:first])
     store = Store.open(f"{scheme}{separator}{head}" or ("/" if rest.startswith("/") else "."), field=field)
-    return store, [info for info in store.list() if _matches(info.path.split("/"), parts[first:])]
+    return store, [info for info in store.list() if _matches(info.path.split("/"), parts[first:], hidden=hidden)]
 
 
 def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
@@ -128,19 +154,21 @@ def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     return known
 
 
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+def _matches(names: Sequence[str], pattern: Sequence[str], *, hidden: bool) -> bool:
     """Whether a path's parts match a pattern's. A wildcard stands for characters of one name, `**` for folders."""
-    if not pattern:
-        return not names
+    if not pattern or not names:
+        return not pattern and not names
+    may_stand = hidden or not is_hidden(names[0]) or names[0] == pattern[0]
     if pattern[0] == "**":
-        return any(_matches(names[skipped:], pattern[1:] or ["*"]) for skipped in range(len(names)))
-    return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+        rest = may_stand and _matches(names[1:], pattern, hidden=hidden)
+        return _matches(names, pattern[1:] or ["*"], hidden=hidden) or rest
+    return may_stand and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:], hidden=hidden)
 
 
 def _is_data(path: str, formats: Mapping[str, str]) -> bool:
-    """Whether a listed file holds rows: hidden files, markers (_SUCCESS) and records of a commit do not."""
+    """Whether a listed file holds rows: markers (_SUCCESS) and records of a commit do not."""
     name = path.rpartition("/")[2]
-    return format_of(path, formats) is not None and not name.startswith((".", "_")) and name != "COMMIT.json"
+    return format_of(path, formats) is not None and not name.startswith("_") and name != "COMMIT.json"
 
 
 def _split(address: str) -> tuple[str, str]:

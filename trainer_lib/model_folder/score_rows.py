@@ -109,6 +109,7 @@ class _Scoring:
             id_column=request.id_column,
             ignored=request.ignored,
             constants=constants,
+            usual_ids=() if form is None or form.id_column is None else (form.id_column,),
             read=None if form is None else form.read,
         )
 
@@ -129,6 +130,8 @@ class _Scoring:
                 names = self._find_names(more)
         finally:
             reader.close()
+        for note in reader.notes:
+            self._events.emit("warning", message=note)
         if not head:
             raise DataError("The files have no rows.", field="NEW_DATA", remedy="Give at least one row.")
         if (column := self._request.sort_by) is not None and names:

@@ -120,7 +120,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     Raises:
         ConfigError: a split has one text only, so that there is nothing to tell it from.
     """
-    table = TextsToFind(options, out.sources, classes=False)
+    table = TextsToFind(options, out, classes=False)
     chosen = table.options
     queries, positives = table.pairs()
     place = one_of(chosen, field=FIELD)

@@ -51,7 +51,7 @@ from trainer_lib.recipes.image_net import augment_training, build_image_net
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.table_files import Table
+from trainer_lib.recipes.table_files import Table, id_of
 from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
 
@@ -126,7 +126,8 @@ class ImageRows(TabularRows):
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         column = self.options["image"]
         if column is not None:
-            return read_image_table(addresses, column, rename=rename, field=field)
+            readers = {self.options["id"]: id_of}
+            return read_image_table(addresses, column, rename=rename, field=field, readers=readers)
         table = find_images(addresses, field=field)
         above = {str(name).lower() for name in table.columns[SPLIT]}
         if above <= _USUAL_SPLITS and self.options["split"].get("by") != "column" and not self.options["files"]:
@@ -171,7 +172,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         For every split its rows: `image` (the path), `pixels` uint8 ``[height, width, channels]``, `labels` (0 on) and
         `row_id`.
     """
-    table = ImageRows(options, out.sources, classes=True)
+    table = ImageRows(options, out, classes=True)
     chosen = table.options
     require_choice(chosen["fit"], FITS, field=f"{FIELD}.fit")
     require_choice(chosen["colours"], MODES, field=f"{FIELD}.colours")

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, StorageError, TrainflowError, first_line
 from trainer_lib.path_options import absolute_path, is_path
-from trainer_lib.recipes.table_files import SOURCES, Table, read_table
+from trainer_lib.recipes.table_files import SOURCES, Reader, Table, read_table
 from trainer_lib.storage import Store
 
 ENDINGS = {
@@ -174,12 +174,20 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     return Table([file.address for file in files], columns)
 
 
-def read_image_table(addresses: Sequence[str], column: str, *, rename: Mapping[str, str], field: str) -> Table:
+def read_image_table(
+    addresses: Sequence[str],
+    column: str,
+    *,
+    rename: Mapping[str, str],
+    field: str,
+    readers: Mapping[str, Reader] | None = None,
+) -> Table:
     """The rows of tables with a column of images' paths. Relative ones start from the folder of their table.
 
     Args:
         addresses: the tables; images among them are not read here.
         column: the column with the paths.
+        readers: as of `read_table`.
 
     Raises:
         ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.
@@ -191,7 +199,7 @@ def read_image_table(addresses: Sequence[str], column: str, *, rename: Mapping[s
         raise ConfigError("There is no table among the sources.", field=field, remedy=remedy)
     whole = Table([], {})
     for file in tables:
-        part = read_table([file.address], rename=rename, field=field)
+        part = read_table([file.address], rename=rename, field=field, readers=readers)
         part.require(column, field="prepare.options.image")
         part.refuse_gaps(column, "Give every row the path of its image, or remove the row.")
         folder = file.address.rpartition("/")[0]

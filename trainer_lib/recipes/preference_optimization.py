@@ -136,7 +136,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         `reference_rejected`, the logarithms of the answers' probabilities; in `labels` 0, the place of the chosen
         answer; `row_id`.
     """
-    table = PreferredPairs(options, out.sources, classes=False)
+    table = PreferredPairs(options, out, classes=False)
     chosen = table.options
     require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
     place = one_of(chosen, field=FIELD)

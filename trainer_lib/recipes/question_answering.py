@@ -98,7 +98,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         text for none; the first and the last character of the first answer in `answer_span` ``[2]``, -1 for none; the
         scores of what needs no model in `trivial` ``[3]``; `row_id`.
     """
-    table = QuestionRows(options, out.sources, classes=False)
+    table = QuestionRows(options, out, classes=False)
     answers, chosen = table.answers(), table.options
     questions = table.table.texts(chosen["question"])
     contexts = [str(each) for each in table.table.columns[chosen["context"]]]

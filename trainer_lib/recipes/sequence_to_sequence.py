@@ -105,7 +105,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     Returns:
         For every split its rows: the text to read by the name of its column, that to write in `labels`; `row_id`.
     """
-    table = TextsToWrite(options, out.sources, classes=False)
+    table = TextsToWrite(options, out, classes=False)
     chosen = table.options
     texts, targets = table.pairs()
     train = table.splits["train"].tolist()

@@ -6,6 +6,7 @@ Where columns hold lists, sentences in CoNLL's columns (`conll_files`) are rows 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
@@ -23,6 +24,7 @@ Reader = Callable[[Any, str], Any]
 
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
+_INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
 
@@ -33,15 +35,14 @@ class Table:
     Attributes:
         places: where each row is from: file and row, and in a text its line.
         columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
+        notes: sentences about the files.
         unread: column that is left out because it has lists, objects or bytes -> the first place with such a value.
     """
 
-    def __init__(
-        self, places: list[str], columns: dict[str, list[Any]], unread: Mapping[str, str] | None = None
-    ) -> None:
-        self.unread = dict(unread or {})
-        self.places = places
-        self.columns = {name: values for name, values in columns.items() if name not in self.unread}
+    def __init__(self, places: list[str], columns: dict[str, list[Any]]) -> None:
+        self.places, self.columns = places, columns
+        self.notes: list[str] = []
+        self.unread: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self.places)
@@ -56,6 +57,7 @@ class Table:
             DataError: it has other columns.
         """
         self.unread |= other.unread
+        self.notes += other.notes
         for name in self.unread:
             self.columns.pop(name, None)
             other.columns.pop(name, None)
@@ -134,6 +136,11 @@ def text_of(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+def is_index(name: str) -> bool:
+    """Whether a column is the index of a table that pandas wrote: it has no name, or one that pandas gave."""
+    return _INDEX.fullmatch(name) is not None
+
+
 def id_of(value: Any, place: str) -> int | str | None:
     """The id of a row as its file has it; None where it is missing."""
     if value is None or value == "":
@@ -169,40 +176,43 @@ def read_table(
     if not addresses:
         remedy = "Name the files of the table, as in prepare.sources=[data.csv]."
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
-    places: list[str] = []
-    columns: dict[str, list[Any]] = {}
-    unread: dict[str, str] = {}
+    table = Table([], {})
     own = dict.fromkeys(lists, read_texts) | dict(readers or {})
     try:
-        for place, values in _read_files(addresses, lists):
+        for place, values in _read_files(addresses, lists, table.notes):
             row = _renamed(values, rename, place)
-            if not places:
-                columns = {name: [] for name in row}
-            _require_same_columns(columns, row, place)
-            places.append(place)
+            if not table.places:
+                table.columns = {name: [] for name in row}
+            _require_same_columns(table.columns, row, place)
+            table.places.append(place)
             for name, value in row.items():
-                columns[name].append(_value(value, name, place, own, unread))
+                table.columns[name].append(_value(value, name, place, own, table.unread))
     except TrainflowError as error:
         if error.field in ("NEW_DATA", "rows"):
             error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
         raise
-    if not places:
+    if not table.places:
         raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
-    missing = [name for name in rename.values() if name not in columns]
-    if missing:
-        old = next(name for name, new in rename.items() if new == missing[0])
-        remedy = suggestion(old, columns)
-        raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
-    return Table(places, columns, unread)
+    _require_renamed(table, rename)
+    for name in table.unread:
+        del table.columns[name]
+    return table
 
 
-def _read_files(addresses: Sequence[str], lists: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _read_files(addresses: Sequence[str], lists: Sequence[str], notes: list[str]) -> Iterator[tuple[str, Any]]:
     """The rows of the files, behind their places."""
     if not lists:
-        yield from read_rows(find_row_files(addresses))
+        yield from read_rows(find_row_files(addresses), notes)
         return
     for file in find_row_files(addresses, {**FORMATS, **SENTENCES}):
-        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file])
+        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes)
+
+
+def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
+    for old, name in rename.items():
+        if name not in table.columns:
+            remedy = suggestion(old, table.columns)
+            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
 
 
 def _renamed(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     optional   columns that a row may have as well, as they are
     rename     name of a column in the files -> its name here
     dropped    columns that were left out; null: all others
+    id         the column of the ids in the files, if there is one
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.text_values import parse_text
-from trainer_lib.recipes.table_files import number_of, plain_value, read_texts, text_of
+from trainer_lib.recipes.table_files import is_index, number_of, plain_value, read_texts, text_of
 from trainer_lib.suggestions import nearest
 
 NOTE = "new_rows"
@@ -36,7 +37,9 @@ def note_form(
     """The form of new rows, for ``out.info``; `options` are those of `prepare`, which may rename columns."""
     rename = dict(options.get("rename") or {})
     left_out = None if dropped is None else list(dropped)
-    return {NOTE: {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out}}
+    row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
+    note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
+    return {NOTE: note}
 
 
 class TableForm:
@@ -44,10 +47,12 @@ class TableForm:
 
     Attributes:
         columns: column that a row needs -> how it is read.
+        id_column: the column of the training files with their ids, if there was one.
     """
 
     def __init__(self, note: Mapping[str, Any]) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
+        self.id_column: str | None = note.get("id")
         self._optional = frozenset(note["optional"])
         self._rename: dict[str, str] = dict(note["rename"])
         self._dropped = None if note["dropped"] is None else frozenset(note["dropped"])
@@ -62,7 +67,7 @@ class TableForm:
         name = self._rename.get(name, name)
         if name in self.columns or name in self._optional:
             return False
-        return self._dropped is None or name in self._dropped
+        return self._dropped is None or name in self._dropped or is_index(name)
 
     def read(self, values: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A row of the model's columns.

@@ -43,7 +43,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     Returns:
         For every split its rows: the features by name, `labels` (0 on) and `row_id`.
     """
-    table = TabularRows(options, out.sources, classes=True)
+    table = TabularRows(options, out, classes=True)
     classes = table.classes()
     out.info.update(table.info(), classes=classes)
     number = {name: index for index, name in enumerate(classes)}

@@ -42,7 +42,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     Returns:
         For every split its rows: the features by name, `labels` (a number) and `row_id`.
     """
-    table = TabularRows(options, out.sources, classes=False)
+    table = TabularRows(options, out, classes=False)
     labels = table.label_numbers()
     train = labels[table.splits["train"]]
     spread = float(train.std())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.data_info import PrepareOutput
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import Reader, Table, id_of, read_table
+from trainer_lib.recipes.table_files import Reader, Table, id_of, is_index, read_table
 from trainer_lib.recipes.table_form import note_form
 
 FIELD = "prepare.options"
@@ -72,7 +73,7 @@ class TabularRows:
     label_option: str = "label"
     """The option that names the column to predict."""
 
-    def __init__(self, options: Mapping[str, Any], sources: Sequence[str], *, classes: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], out: PrepareOutput, *, classes: bool) -> None:
         self.options = choose(options, self.defaults, field=FIELD)
         require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
         label = f"{FIELD}.{self.label_option}"
@@ -81,7 +82,7 @@ class TabularRows:
             raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if classes else "random")
         rename = self.options["rename"]
-        files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(sources)}
+        files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
         self.table, starts = self._read_all(files, rename)
         self.label = self.table.require(self.options[self.label_option], field=label)
         self.splits = starts if "" not in starts else self._cut(way, classes=classes)
@@ -91,8 +92,16 @@ class TabularRows:
         self._split_column = way["column"] if "" in starts else None
         self.numbers: dict[str, list[float]] = {}
         self.texts: dict[str, list[str]] = {}
+        self._warnings = out.warnings
+        self._warnings += self.table.notes
+        if self.table.unread:
+            self._warn(self.table.unread, "values that are neither numbers nor texts")
         for name in self._features():
             self._describe(name)
+
+    def _warn(self, names: Iterable[str], why: str) -> None:
+        columns = ", ".join(f"'{name}'" for name in names)
+        self._warnings.append(f"The data is used without the column {columns}: {why}.")
 
     def _read_all(
         self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]
@@ -137,6 +146,9 @@ class TabularRows:
                 self.table.require(name, field=f"{FIELD}.{setting}")
         other = {self.label, chosen["id"], self._split_column, *chosen["ignore"]}
         names = [name for name in chosen["features"] or self.table.columns if name not in other]
+        if not chosen["features"] and (index := [name for name in names if is_index(name)]):
+            self._warn(index, "it is the index of a table that pandas wrote (prepare.options.features may name it)")
+            names = [name for name in names if name not in index]
         if not names:
             remedy = "Leave prepare.options.features out, or name columns besides the label."
             raise DataError("No column is left to predict from.", field=f"{FIELD}.features", remedy=remedy)

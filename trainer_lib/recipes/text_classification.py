@@ -115,7 +115,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     Returns:
         For every split its rows: the texts by the name of their column, `labels` (0 on) and `row_id`.
     """
-    table = TextRows(options, out.sources, classes=True)
+    table = TextRows(options, out, classes=True)
     classes, chosen = table.classes(), table.options
     names = [chosen[name] for name in ("text", "pair") if chosen[name] is not None]
     columns = {name: table.table.texts(name) for name in names}

@@ -9,6 +9,7 @@ package:NAME, package:NAME/sub     the texts of an installed package
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any, NamedTuple
@@ -156,7 +157,9 @@ def _of_text_file(file: RowFile, separator: str | None) -> Iterator[TextDocument
         remedy = "Write it as UTF-8."
         what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
         raise DataError(what, field="NEW_DATA", remedy=remedy) from error
-    parts = [whole] if separator is None else whole.split(separator)
+    # A line may end in \r\n, in the file as in the separator.
+    form = None if separator is None else re.escape(separator.replace("\r\n", "\n")).replace("\\\n", "\r?\n")
+    parts = [whole] if form is None else re.split(form, whole)
     for number, part in enumerate(parts):
         if part.strip():
             place = file.address if separator is None else f"{file.address}, document {number}"

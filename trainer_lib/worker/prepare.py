@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.shards import SplitWriter
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.records import from_record
@@ -45,6 +46,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
         splits[name] = from_record(PreparedSplit, writer.write(islice(rows, request.limit)), name=name)
         files += writer.files
     files += out.files()
+    out.warnings += describe_hidden(request.sources)
     for message in out.warnings:
         work.events.emit("warning", message=message)
     return PrepareResult(tuple(files), splits, out.checked_info(), tuple(out.warnings))

@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer_lib.commit import MOST_FILES
 from trainer_lib.data.row_id_check import count_repeated_ids
+from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
 from trainer_lib.data.unusual_data import describe_unusual
 from trainer_lib.errors import DataError, TrainflowError
@@ -186,7 +187,7 @@ def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], pa
             "prepare.shard_rows.",
         )
     unusual = describe_unusual(statistics, {name: split.columns for name, split in found.items()}, listed["info"])
-    warnings = (*repeated, *unusual)
+    warnings = (*describe_hidden(work.request.sources), *repeated, *unusual)
     for message in warnings:
         work.events.emit("warning", message=message)
     return PrepareResult(files, splits, listed["info"], warnings)

@@ -136,7 +136,7 @@ def test_a_flat_list_is_an_array_of_the_columns_shape(tmp_path: Path) -> None:
         ("a.csv", b"n,text\n1.5,x\n", "'1.5' is not int64"),
         ("a.csv", b"n,n\n1,2\n", "line 1, column 'n': the column is there twice"),
         ("a.csv", b'n,text\n1,"x\n', r"a\.csv, row 0.*cannot be read"),
-        ("a.csv", b"n,text\n1,\xff\n", "row 0.*cannot be read"),
+        ("a.csv", b"n,text\n1,\xc3\xa9\xff\n", "row 0.*cannot be read"),
         ("a.csv", b"x\n3\n", r"'3' is not float64\[\*\]"),
         ("a.jsonl", b'{"n": 1}\n{"n": \n', r"a\.jsonl, row 1 \(line 2\): the line is not JSON"),
         ("a.jsonl", b"[1]\n", r"row 0 \(line 1\): it is a list"),

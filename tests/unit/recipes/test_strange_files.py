@@ -13,13 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.server.new_data import Watch
+from tasks.stage.sources import fingerprints
 from trainer_lib.data.row_files import RowReader
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.row_sources import describe_hidden, find_row_files
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
-from trainer_lib.recipes.text_documents import DocumentSplits
+from trainer_lib.recipes.image_files import find_images
+from trainer_lib.recipes.table_form import TableForm
+from trainer_lib.recipes.text_documents import DocumentSplits, read_documents
 from trainer_lib.storage import Store
 
 Splits = dict[str, list[dict[str, Any]]]
@@ -198,3 +202,121 @@ def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, k
     assert [ids[row] for row in range(40)] == texts
     new = RowReader(find_row_files([str(path)]), {}, id_column="id")
     assert [str(row.id) for row in new.take(99)] == texts
+
+
+# -- hidden files -----------------------------------------------------------------------------------------------------
+
+HIDDEN = [
+    ".git/objects/a.csv",
+    "cats/.ipynb_checkpoints/0-checkpoint.csv",
+    "cats/._0.csv",
+    "__MACOSX/cats/0.csv",
+    "cats/Thumbs.db/a.csv",
+    "cats/Desktop.ini",
+    "deep/er/.DS_Store",
+    "deep/.cache/er/x.csv",
+]
+
+
+@pytest.mark.parametrize("scheme", ["", "memory://"])
+@pytest.mark.parametrize("pattern", ["", "/**/*.csv", "/**", "/*/*.csv"])
+def test_hidden_files_are_never_data_and_are_counted(tmp_path: Path, scheme: str, pattern: str) -> None:
+    url = f"{scheme}{str(tmp_path).lstrip('/') if scheme else tmp_path}/.home/data"  # an address may be hidden itself
+    store = Store.open(url)
+    for name in ("cats/0.csv", "dogs/0.csv"):
+        store.write_bytes(name, b"a,b\n1,2\n")
+    before = fingerprints([url + pattern])
+    watch = Watch(url, "p/d", None, print)  # type: ignore[arg-type]  # the listing needs no spec
+    listing = watch._listing()
+    for name in HIDDEN:
+        store.write_bytes(name, b"a,b\n1,2\n")
+    assert [file.path for file in find_row_files([url + pattern])] == ["cats/0.csv", "dogs/0.csv"]
+    assert fingerprints([url + pattern]) == before
+    assert watch._listing() == listing
+    [sentence] = describe_hidden([url + pattern, "package:numpy"])
+    counted = {"": 8, "/**": 8, "/**/*.csv": 6, "/*/*.csv": 1}[pattern]
+    assert sentence.startswith(f"{counted} hidden file")
+    store.write_bytes("deep/er/0.csv", b"a,b\n1,2\n")
+    assert (watch._listing() == listing) is False
+
+
+def test_a_hidden_folder_is_not_a_class_of_images(tmp_path: Path) -> None:
+    for name in ("cats/0.png", "dogs/0.png", "cats/.ipynb_checkpoints/1.png", ".git/2.png", "__MACOSX/dogs/3.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert find_images([str(tmp_path)], field="prepare.sources").columns["label"] == ["cats", "dogs"]
+
+
+# -- columns, separators, encodings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
+def test_the_index_of_pandas_is_left_out_and_said(tmp_path: Path, name: str) -> None:
+    rows = [f"{row},{row % 5},{'ab'[row % 2]}" for row in range(40)]
+    path = written(tmp_path, "\n".join([f"{name},x,label", *rows]))
+    found, out = prepared("tabular-classification", path, label="label")
+    assert set(found["train"][0]) == {"row_id", "x", "labels"}
+    assert [text for text in out.warnings if f"without the column '{name}'" in text]
+    form = TableForm.of(out.info)
+    assert form is not None and form.read({name: "7", "x": "1"}, "row 0") == {"x": 1.0}
+    found, out = prepared("tabular-classification", path, label="label", features=[name, "x"])
+    assert (name in found["train"][0], out.warnings) == (True, [])
+
+
+TEXTS = [{"text": f"a text {row}", "label": "ab"[row % 2]} for row in range(40)]
+PRETTY = json.dumps(TEXTS, indent=2)
+BUYERS = [f"{row};{row}.5;München;{'ja' if row % 2 else 'nein'}" for row in range(40)]
+SEMICOLONS = "\r\n".join(["Größe;Preis;Ort;Käufer", *BUYERS])
+NESTED = "\n".join(json.dumps({**row, "meta": {"a": [1]}, "spans": [1]}) for row in TEXTS)
+FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
+    ("a.jsonl", NESTED, "text", {}, "without the column 'meta', 'spans'"),
+    ("a.json", PRETTY, "text", {}, ""),
+    ("a.json", "\ufeff" + json.dumps(TEXTS), "text", {}, ""),
+    ("a.csv", SEMICOLONS, "tabular", {}, "read with the separator ';'."),
+    ("a.csv", SEMICOLONS.encode("latin-1"), "tabular", {}, "with the encoding cp1252 and the separator ';'."),
+    (
+        "a.csv",
+        SEMICOLONS.replace(";", "\t").encode("utf-16"),
+        "tabular",
+        {},
+        "encoding utf-16 and the separator '\\t'.",
+    ),
+    ("a.csv", "\ufeff" + SEMICOLONS.replace(";", ","), "tabular", {}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "recipe", "options", "said"), FILES)
+def test_files_of_other_forms_are_read_and_what_is_unusual_is_said(
+    tmp_path: Path, name: str, content: str | bytes, recipe: str, options: dict[str, Any], said: str
+) -> None:
+    chosen = {"text": "text", "label": "label"} if recipe == "text" else {"label": "Käufer", **options}
+    found, out = prepared(f"{recipe}-classification", written(tmp_path, content, name), **chosen)
+    assert sum(map(len, found.values())) == 40
+    if recipe == "tabular":
+        assert set(found["train"][0]) == {"row_id", "Größe", "Preis", "Ort", "labels"}
+        assert (set(out.info["numbers"]), out.info["texts"]) == ({"Größe", "Preis"}, {"Ort": ["München"]})
+    assert bool(out.warnings) == bool(said) and all(said in text for text in out.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", '{"text": "fine", "label": "a"}\n{"text": "\\ud83d", "label": "b"}', "row 1 (line 2): a text has"),
+        ("a.json", PRETTY[:-9], "a.json: the file begins as a JSON array, which cannot be read"),
+        ("a.json", json.dumps({"data": TEXTS}, indent=1), "give one object a line"),
+        ("a.jsonl", '{"text": ["a", "b"], "label": "a"}\n' * 20, "row 0 (line 1), column 'text': a list is neither"),
+    ],
+)
+def test_files_that_are_refused_are_named_with_their_row(tmp_path: Path, name: str, content: str, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        prepared("text-classification", written(tmp_path, content, name), text="text", label="label")
+    assert words in caught.value.message
+    assert caught.value.exit_code == 11
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_separator_of_lines_fits_either_ending(tmp_path: Path, separator: str, ending: str) -> None:
+    path = written(tmp_path, (ending * 2).join(f"Paragraph {number}{ending}goes on." for number in range(20)), "a.txt")
+    documents = list(read_documents([str(path)], rename={}, separator=separator, field="prepare.sources"))
+    assert [document.text for document in documents] == [f"Paragraph {n}{ending}goes on." for n in range(20)]
