@@ -255,6 +255,8 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     slices: tuple[str, ...] = ()
     rows_per_range: int = 10_000
     step: str = "all"
+    named: dict[str, str] = field(default_factory=dict)
+    """Setting -> the metric, ``<split>_<name>``, that it counts on; only a rehearsal asks."""
 
 
 @dataclass(frozen=True, kw_only=True)

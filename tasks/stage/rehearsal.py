@@ -27,7 +27,8 @@ from trainer_lib.storage import Store
 
 PROBED_STEPS = 13
 _FOLDER = "probe"
-_REHEARSED = {f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples")}
+_REHEARSED = {"register.metric", *(f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples"))}
+_GATE = "evaluate.require."
 _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole training mean nothing here
     "max_steps": PROBED_STEPS,
     "warmup_steps": 0,
@@ -74,9 +75,9 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
         return launch(request, _alone(own), env={}, on_line=_ignore, on_event=_ignore)
 
 
-def needs_rehearsal(config: EvaluateConfig, context: StageContext) -> bool:
+def needs_rehearsal(config: EvaluateConfig, context: StageContext, champion: str | None = None) -> bool:
     """Whether an evaluation may refuse something that neither the spec nor the data's columns show."""
-    if config.metrics or config.slices:
+    if config.metrics or config.slices or config.require or champion:
         return True
     code = code_of(config, context)
     # A name that is not defined as a function may be an object, which is given batch by batch.
@@ -90,11 +91,13 @@ def rehearse_evaluation(
     context: StageContext,
     data: StageManifest[PrepareFacts],
     *,
+    champion: str | None = None,
     on_event: Callable[[dict[str, Any]], None],
 ) -> None:
     """Have one worker try what evaluate is asked to measure, on a few rows and the model as it begins.
 
     Args:
+        champion: the metric by which versions of a registered model are compared; None: there are none.
         on_event: takes a warning where it could not be tried.
 
     Raises:
@@ -113,6 +116,7 @@ def rehearse_evaluation(
         metrics=read_metrics(config.metrics),
         slices=tuple(config.slices),
         step="rehearse",
+        named={f"{_GATE}{name}": name for name in config.require} | ({"register.metric": champion} if champion else {}),
     )
     try:
         with in_words_of_spec("evaluate"):
@@ -120,7 +124,7 @@ def rehearse_evaluation(
     except (Interrupted, Preempted):
         raise
     except TrainflowError as error:
-        if isinstance(error, ConfigError) and error.field in _REHEARSED:
+        if isinstance(error, ConfigError) and (error.field in _REHEARSED or (error.field or "").startswith(_GATE)):
             raise
         message = f"The metrics could not be tried before the training ({error.message})."
         on_event({"event": "warning", "message": message})

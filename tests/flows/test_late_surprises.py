@@ -55,6 +55,11 @@ def test_a_column_of_too_many_values_is_no_slice(fresh: Path) -> None:
     assert "'train'" in error.message
 
 
+def test_a_gate_on_a_metric_that_does_not_exist(fresh: Path) -> None:
+    error = refused(fresh, "evaluate.require={test_eror: < 9}", field="evaluate.require.test_eror")
+    assert error.remedy == 'Did you mean "test_error"?'
+
+
 def test_a_metric_of_the_other_kind(fresh: Path) -> None:
     error = refused(fresh, "evaluate.metrics=[rmse, f1_macro]", field="evaluate.metrics")
     assert error.value == "f1_macro"

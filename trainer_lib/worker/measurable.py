@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from trainer_lib.evaluation.named_metrics import SLICES, NamedMetrics, find_slic
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes import DataInfo
 from trainer_lib.requests import EvaluateRequest
+from trainer_lib.suggestions import suggestion
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer
 from trainer_lib.worker.session import Work
 
@@ -75,20 +76,25 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
         args = arguments(changed, "evaluate", folder)
-        require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
+        function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
         _check_slices(work.request, splits)
-        if not work.request.metrics:
+        if args.fsdp or args.deepspeed or not (work.request.metrics or work.request.named):
             return
+        alone = args.batch_eval_metrics or is_metric_object(function)
+        trial = _Trial(function if alone or work.request.named else None, alone)
         try:
-            given = None if args.fsdp or args.deepspeed else _try_rows(changed, args, data, next(iter(splits.values())))
+            _try_rows(changed, args, data, next(iter(splits.values())), trial)
         except (Interrupted, Preempted):
             raise
         except Exception as error:  # by the model or the recipe, which the training will show, or only at its beginning
-            message = f"The metrics could not be tried before the training ({first_line(error)})."
-            work.events.emit("warning", message=message)
+            trial.failure = error
+        if trial.given:
+            require_named(work.request.metrics, trial.given[-1])
+        if trial.failure is None:
+            _require_names(work, trial.names)
             return
-        if given is not None:
-            require_named(work.request.metrics, given)
+        message = f"The metrics could not be tried before the training ({first_line(trial.failure)})."
+        work.events.emit("warning", message=message)
 
 
 def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) -> None:
@@ -97,19 +103,59 @@ def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) ->
             find_slices(column, split.column_values(column), split=name)
 
 
+@dataclass
+class _Trial:
+    """What a recipe's function is given of a few rows, and the names of what it measures.
+
+    Attributes:
+        function: the recipe's, with the metrics of the spec.
+        alone: it is called batch by batch, so the Trainer has to call it.
+        names: those of every evaluation; None: not known, or they depend on the rows.
+        failure: why it could not be tried.
+    """
+
+    function: Callable[..., Any] | None
+    alone: bool
+    given: list[EvalPrediction] = field(default_factory=list)
+    names: set[str] | None = None
+    failure: Exception | None = None
+
+    def __call__(self, p: EvalPrediction) -> dict[str, Any]:
+        self.given.append(p)
+        try:
+            return {} if self.function is None else dict(self.function(p))
+        except Exception as error:  # after the metrics by name were looked at
+            self.failure = error
+            return {}
+
+
 def _try_rows(
-    work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo, split: ArrowSplit
-) -> EvalPrediction | None:
-    """What metrics would be given of a few rows, by the model as it begins."""
-    kept: list[EvalPrediction] = []
-
-    def keep(p: EvalPrediction) -> dict[str, float]:
-        kept.append(p)
-        return {}
-
-    places = np.unique(np.linspace(0, len(split) - 1, min(ROWS, len(split))).round().astype(int))
-    rows: Any = Subset(split, places.tolist())  # type: ignore[arg-type] # it is read like a Dataset
+    work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo, split: ArrowSplit, trial: _Trial
+) -> None:
+    """Evaluate a few rows, and half as many, with the model as it begins."""
+    places = np.unique(np.linspace(0, len(split) - 1, min(ROWS, len(split))).round().astype(int)).tolist()
     trainer = build_trainer(work, args, build_model(work, args, data), [])
-    trainer.compute_metrics = keep
-    trainer.evaluate(eval_dataset=rows)
-    return kept[-1] if kept else None
+    trainer.compute_metrics = trial.function if trial.alone else trial
+    measured = []
+    for rows in (places[: -(-len(places) // 2)], places):
+        part: Any = Subset(split, rows)  # type: ignore[arg-type] # it is read like a Dataset
+        found = trainer.evaluate(eval_dataset=part)
+        measured.append({name.removeprefix("eval_") for name, value in found.items() if isinstance(value, int | float)})
+    trial.names = measured[0] if measured[0] == measured[1] else None
+
+
+def _require_names(work: Work[EvaluateRequest], names: set[str] | None) -> None:
+    """Refuse a setting that counts on a metric which the evaluation will not have."""
+    request = work.request
+    if names is None:
+        return
+    if request.confidence is not None:
+        names = names | {f"{name}_{end}" for name in names for end in ("low", "high")}
+    known = sorted(f"{split}_{name}" for split in request.splits for name in names)
+    for setting, metric in request.named.items():
+        # Known after the training alone: a slice's values, and what after_evaluate measures.
+        is_late = "/" in metric if request.slices else work.recipe.after_evaluate and metric.startswith("overall_")
+        if metric not in known and not is_late:
+            what = f"The evaluation has no metric {metric}."
+            options = [name for name in known if not name.endswith(("runtime", "_per_second"))]
+            raise ConfigError(what, field=setting, value=metric, remedy=suggestion(metric, options))

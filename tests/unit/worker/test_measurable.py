@@ -63,6 +63,24 @@ def test_the_outputs_decide_which_metrics_suit_them(tmp_path: Path, prepared_dat
         rehearse(tmp_path, prepared_data, guesses, metrics=read_metrics(["accuracy"]))
 
 
+def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have_is_not(
+    tmp_path: Path, prepared_data: PreparedData
+) -> None:
+    for name in ("test_accurasy", "train_accuracy", "test_accuracy_low"):
+        with pytest.raises(ConfigError, match=r"has no metric .*test_accuracy") as caught:
+            rehearse(tmp_path, prepared_data, named={"evaluate.require.x": "test_loss", "register.metric": name})
+        assert (caught.value.field, caught.value.value) == ("register.metric", name)
+    changing = tiny.RECIPE.replace("return {", 'return {f"of_{len(p.label_ids)}": 1.0, ')
+    for recipe, name, more in (
+        (tiny.RECIPE, "test_accuracy_low", {"confidence": 0.9, "resamples": 100}),
+        (tiny.RECIPE, "test_accuracy/label/0", {"slices": ("label",)}),
+        (tiny.RECIPE, "overall_weights", {}),
+        (changing, "test_of_1000", {}),
+        (BY_BATCH, "test_accuracy", {"args": {"use_cpu": True, "batch_eval_metrics": True}}),
+    ):
+        rehearse(tmp_path, prepared_data, recipe, named={"register.metric": name}, **more)
+
+
 def test_a_sharded_model_is_not_built_by_one_process(tmp_path: Path, prepared_data: PreparedData) -> None:
     args = {"use_cpu": True, "fsdp": "full_shard"}
     rehearse(tmp_path, prepared_data, metrics=read_metrics(["rmse"]), args=args)
