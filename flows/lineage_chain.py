@@ -165,7 +165,7 @@ def _identify(address: str, storage: str | None, home: str | None) -> _Found:
             value=address,
             remedy="Name the storage of the run (--storage URL), or a run's, stage's or published folder.",
         )
-    return _Found("run", Store.open(place), run=find_run(place, address, field=FIELD))
+    return _Found("run", Store.open(place), run=find_run(place, address, field=FIELD, needs="train"))
 
 
 def _weights_of(address: str) -> str:

@@ -34,7 +34,7 @@ SPEC_FILE = "spec.yaml"
 ARGUMENTS_FILE = "arguments.json"
 TAGS = "tags"
 NEWEST = "last"
-"""In place of an id: the run that was started last."""
+"""In place of an id: the run that was started last, of those that have what the command needs."""
 _RUN_FILE_BYTES = 16 << 20
 _KEYS_BYTES = 64 << 20
 _SHORTEST = 4
@@ -219,7 +219,7 @@ def read_run(storage: str, run_id: str, on_damage: Callable[[DamagedError], obje
     return _read(run_id, read_record(run_folder(storage, run_id), on_damage))
 
 
-def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None) -> PastRun:
+def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None, needs: str | None = None) -> PastRun:
     """The run that `text` means: its id or the beginning of it, its name, a tag, the id of its MLflow run, or "last".
 
     The address of its folder means it as well, and that of a stage the newest run that has the stage's result.
@@ -227,6 +227,7 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
     Args:
         field: the option that named it, for the message of an error.
         pipeline: the pipeline that it must be a run of; None: any.
+        needs: the stage whose result is wanted: "last" is the newest run that has one, if there is any.
 
     Raises:
         ConfigError: no such run, several, or one of another pipeline. DamagedError: the run's record is damaged.
@@ -236,7 +237,7 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
         stage, key = link["stage"] or "", link["key"]
         text = link["run"] or next((run.id for run in runs if run.stages.get(stage, "").startswith(key)), text)
     own = [run for run in runs if pipeline in (None, run.name)]
-    matching = own[:1] if text == NEWEST else [run for run in runs if _is_meant(run, text)]
+    matching = _newest(own, needs) if text == NEWEST else [run for run in runs if _is_meant(run, text)]
     # Tags lie in files of their own, which are read only where nothing else fits.
     matching = matching or [run for run in own if text in read_tags(storage, run)]
     if not matching:
@@ -419,6 +420,13 @@ def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
         sources=dict(sources) if isinstance(sources, dict) else {},
         record=record,
     )
+
+
+def _newest(runs: Sequence[PastRun], needs: str | None) -> Sequence[PastRun]:
+    fitting = [run for run in runs if needs is None or needs in run.stages][:1] or runs[:1]
+    if fitting and fitting[0] is not runs[0]:
+        _log.warning("last is the run %s: the newest one, %s, has no result of %s.", fitting[0], runs[0], needs)
+    return fitting
 
 
 def _is_meant(run: PastRun, text: str) -> bool:

@@ -181,7 +181,9 @@ class Plan:
         )
         context = replace(context, metrics=choosing_metrics(spec.train, spec.evaluate, context))
         stages = {stage.name: _plan_stage(stage, spec, context) for stage in all_stages() if stage.is_enabled(spec)}
-        past = find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name) if from_run else None
+        needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")
+        chosen = {"field": "--from-run", "pipeline": spec.name}
+        past = find_run(spec.storage, from_run, **chosen, needs=needs) if from_run else None
         if past is not None and only is None and start is None:
             start = find_first_missing(past, list(stages))
         return cls(spec, context, stages, only, start, past)

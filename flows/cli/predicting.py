@@ -132,7 +132,7 @@ def _find_address(model: str) -> str:
         return model
     from flows.past_runs import find_run, run_folder
 
-    return run_folder(storage, find_run(storage, model, field="MODEL").id).url
+    return run_folder(storage, find_run(storage, model, field="MODEL", needs="train").id).url
 
 
 def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> None:

@@ -77,7 +77,7 @@ def _storage_here() -> str:
 
 
 def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
-    from flows.past_runs import find_run, newest_unfinished
+    from flows.past_runs import NEWEST, find_run, newest_unfinished
     from flows.resumption import require_unfinished
     from flows.run_status import find_statuses
 
@@ -85,7 +85,7 @@ def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> Past
         _refuse_other_words(run)
     statuses = find_statuses(storage, lambda count: say(f"waiting half a minute for a sign of life of {count} runs"))
     at_work = {each.run.id: each for each in statuses if each.state in ("running", "suspended")}
-    if run is None:
+    if run is None or run == NEWEST:
         return newest_unfinished(storage, at_work=at_work)
     past = find_run(storage, run, field="RUN")
     require_unfinished(past, at_work.get(past.id), named=run)

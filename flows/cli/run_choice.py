@@ -22,7 +22,9 @@ _SPEC_ENDINGS = (".yaml", ".yml", ".json")
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="Id of a run or its beginning, its name, a tag, or last: the newest.", show_default=False
+        metavar="RUN",
+        help="Id of a run or its beginning, its name, a tag, or last: the newest that fits.",
+        show_default=False,
     ),
 ]
 Place = Annotated[

@@ -164,7 +164,7 @@ def find_model(address: str) -> FoundModel:
             "This run has trained no model yet, or an older version of trainflow recorded it.",
             field=FIELD,
             value=address,
-            remedy="Run its pipeline again: what is committed is kept, and the model is described.",
+            remedy="Name a run that has (trainflow runs lists them), or run its pipeline to the end of the training.",
         )
     newest = FolderHub(address, field=FIELD).newest()
     if newest is not None:

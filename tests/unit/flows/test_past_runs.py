@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_the_newest_unfinished_run_is_the_one_that_nothing_replaced(storage: Pat
     assert SECOND in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="No run is recorded there"):
         newest_unfinished(str(storage / "nowhere"))
+
+
+def test_the_last_run_is_the_newest_that_has_what_is_needed(storage: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for run_id, day in (("d" * 16, 18), ("e" * 16, 19)):
+        record(storage, run_id, started=f"2026-11-{day}T10:00:00Z", stages={"train": "1" * 64})
+    where = str(storage)
+    assert find_run(where, "last", field="RUN", needs="train").id == "e" * 16
+    assert re.search(f"last is the run {'e' * 16} .* the newest one, {OTHER} .* no result of train", caplog.text)
+    caplog.clear()
+    assert find_run(where, "last", field="RUN", needs="prepare-data").id == OTHER
+    assert find_run(where, "last", field="RUN", needs="predict").id == OTHER, "the command then says what is missing"
+    assert not caplog.records
 
 
 def test_a_run_is_also_named_by_its_name_a_tag_or_as_the_last(storage: Path) -> None:
