@@ -296,12 +296,19 @@ class Ledger:
 
     def _propose(self, trials: Sequence[Any]) -> dict[str, Any]:
         """The values of the next trial: a function of the design and of the trials so far, written nowhere."""
-        index = len(trials)
-        if self.design.sampler == "grid":
-            points = itertools.product(*(axis.points() for axis in self.design.axes))
-            chosen = next(itertools.islice(points, index, None))
-            return {axis.name: encode_value(axis, value) for axis, value in zip(self.design.axes, chosen, strict=True)}
-        samplers, seed = self._optuna.samplers, self.design.seed + index
+        proposed = self._ask(trials) if self.design.sampler != "grid" else None
+        tried = [self._state(trial).values for trial in trials]
+        own = {axis.name: decode_value(axis, proposed[axis.name]) for axis in self.design.axes} if proposed else None
+        if proposed is not None and (own not in tried or not self.design.is_finite):
+            return proposed
+        names = [axis.name for axis in self.design.axes]
+        points = itertools.product(*(axis.points() for axis in self.design.axes))
+        new = next(point for point in points if dict(zip(names, point, strict=True)) not in tried)
+        return {axis.name: encode_value(axis, value) for axis, value in zip(self.design.axes, new, strict=True)}
+
+    def _ask(self, trials: Sequence[Any]) -> dict[str, Any]:
+        """What the sampler proposes, which may have been tried before."""
+        samplers, seed = self._optuna.samplers, self.design.seed + len(trials)
         sampler = samplers.RandomSampler(seed) if self.design.sampler == "random" else samplers.TPESampler(seed=seed)
         draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)
         for trial in trials:

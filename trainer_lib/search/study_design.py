@@ -9,6 +9,8 @@ from typing import Any
 
 from trainer_lib.json_text import parse_json
 
+_FEW = 100_000
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -28,12 +30,20 @@ class Axis:
     is_log: bool = False
     is_whole: bool = False
 
+    @property
+    def num_points(self) -> float:
+        """How many values there are; infinity for a range without a step."""
+        if self.choices is not None:
+            return len(self.choices)
+        if self.step is None and not self.is_whole:
+            return math.inf
+        return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
     def points(self) -> list[Any]:
         """All values of a list, or of a range with a step."""
         if self.choices is not None:
             return list(self.choices)
-        step = self.step or 1
-        values = [self.low + step * number for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
+        values = [self.low + (self.step or 1) * number for number in range(int(self.num_points))]
         return [int(value) if self.is_whole else float(f"{value:.12g}") for value in values]
 
 
@@ -57,11 +67,16 @@ class Design:
     startup: int = 5
 
     @property
+    def is_finite(self) -> bool:
+        """Whether there are few enough points to try none twice."""
+        return self.sampler == "grid" or math.prod(axis.num_points for axis in self.axes) <= _FEW
+
+    @property
     def num_trials(self) -> int:
-        """How many trials there are to be."""
-        if self.sampler != "grid":
+        """How many trials there are to be: no more than there are points."""
+        if not self.is_finite:
             return self.trials or 1
-        points = math.prod(len(axis.points()) for axis in self.axes)
+        points = int(math.prod(axis.num_points for axis in self.axes))
         return points if self.trials is None else min(points, self.trials)
 
 

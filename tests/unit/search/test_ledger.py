@@ -112,6 +112,25 @@ def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: 
     assert work("stopped", stops=(5, 10, 20)) == off
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_no_point_of_a_small_space_is_tried_twice(opened: Opened, tmp_path: Path, sampler: str) -> None:
+    for number, axis in enumerate(
+        (
+            Axis("a", choices=(1, [2], None)),
+            Axis("a", low=1, high=3, is_whole=True),
+            Axis("a", low=0.1, high=0.3, step=0.1),
+        )
+    ):
+        of = ledger(opened, tmp_path / str(number), Design((axis,), ("maximize",), sampler=sampler, trials=9))
+        values = []
+        while (claim := of.claim()) is not None:
+            values.append(claim.values["a"])
+            claim.complete([1.0])
+            claim.release()
+        assert sorted(map(str, values)) == sorted(map(str, axis.points()))
+        assert of.is_done()
+
+
 def test_a_grid_takes_every_point_once(opened: Opened, tmp_path: Path) -> None:
     axes = (Axis("a", choices=([1], {"b": 2})), Axis("c", low=0, high=1, step=0.5))
     of = ledger(opened, tmp_path, Design(axes, ("maximize",), sampler="grid"))
