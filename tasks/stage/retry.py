@@ -136,7 +136,7 @@ def advise_on_memory(error: BaseException, *, can_halve: bool, halves: bool) -> 
 
 def _had_one_sample(error: OutOfMemoryError) -> bool:
     """Whether the Trainer itself halved its micro-batch as far as it goes."""
-    return error.field == "per_device_train_batch_size" and error.value == "1"
+    return (error.field or "").endswith("per_device_train_batch_size") and error.value == "1"
 
 
 class Ledger:

@@ -118,6 +118,7 @@ def test_a_preempted_training_is_resumed_free_of_charge(folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------------- out of memory
 GREEDY = "assert not self.training or len(x) <= 2 or exhausted()\n            y = self.linear"
+GIVEN = "train.args.per_device_train_batch_size=8"
 EXHAUSTED = "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics"
 
 
@@ -126,7 +127,7 @@ def test_the_micro_batch_that_memory_allows_is_found_once_and_used_by_the_next_r
     broken(folder, "y = self.linear", GREEDY)
     broken(folder, "def compute_metrics", EXHAUSTED)
     storage = fresh(folder)
-    given = (f"storage={storage}", "train.retries=0", *TRAINING)
+    given = (f"storage={storage}", "train.retries=0", GIVEN, *TRAINING)
     broken(
         folder,
         "return Line()",
@@ -150,13 +151,17 @@ def test_the_micro_batch_that_memory_allows_is_found_once_and_used_by_the_next_r
     assert records[-1]["outcome"] == "committed"
 
 
-def test_memory_that_one_sample_exceeds_ends_the_stage(folder: Path) -> None:
+@pytest.mark.parametrize(("more", "halvings"), [((GIVEN,), [0, 1, 2, 3]), ((), [0])])
+def test_memory_that_one_sample_exceeds_ends_the_stage(
+    folder: Path, more: tuple[str, ...], halvings: list[int]
+) -> None:
+    """A size that is given is halved from attempt to attempt, another one by the Trainer itself."""
     broken(folder, "y = self.linear", "assert not self.training or exhausted()\n            y = self.linear")
     broken(folder, "def compute_metrics", EXHAUSTED)
     storage = fresh(folder)
-    result = run(folder, f"storage={storage}", *TRAINING)
+    result = run(folder, f"storage={storage}", *more, *TRAINING)
     assert type(result.error) is OutOfMemoryError
-    assert [attempt["rung"] for attempt in attempts(storage, "train")] == [0, 1, 2, 3]
+    assert [attempt["rung"] for attempt in attempts(storage, "train")] == halvings
     assert attempts(storage, "train")[-1]["decision"] == "out of memory, and nothing left to lower"
     assert "One sample at a time is too large already" in str(result.error.remedy)
 
