@@ -181,9 +181,7 @@ class Plan:
         )
         context = replace(context, metrics=choosing_metrics(spec.train, spec.evaluate, context))
         stages = {stage.name: _plan_stage(stage, spec, context) for stage in all_stages() if stage.is_enabled(spec)}
-        needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")
-        chosen = {"field": "--from-run", "pipeline": spec.name}
-        past = find_run(spec.storage, from_run, **chosen, needs=needs) if from_run else None
+        past = _find_past(spec, from_run, start) if from_run else None
         if past is not None and only is None and start is None:
             start = find_first_missing(past, list(stages))
         return cls(spec, context, stages, only, start, past)
@@ -245,6 +243,12 @@ class Plan:
             if self.past is not None and (changed := self.reasons[name].differences):
                 since = _manifests.summary(list(changed))
                 found[name].append(f"The result of {name} is that of run {self.past.id}; since then: {since}.")
+        args = self.stages["train"].arguments if "train" in self.stages else None
+        elsewhere = [name for name in (args.report_to or () if args else ()) if name not in ("jsonl", "mlflow")]
+        if elsewhere and self.is_wanted("train") and self.reasons["train"].hit:
+            names = ", ".join(elsewhere)
+            what = f"Nothing is logged to {names} (train.args.report_to), because this training is committed."
+            found["train"].append(f"{what} To train again: --force train.")
         return found
 
     def key_of(self, name: str, manifests: Mapping[str, StageManifest]) -> StageKey:
@@ -384,6 +388,12 @@ def explain(spec: PipelineSpec) -> list[StageReason]:
         StorageError: the storage cannot be read.
     """
     return list(Plan.of(spec).reasons.values())
+
+
+def _find_past(spec: PipelineSpec, from_run: str, start: str | None) -> PastRun:
+    """The run that `--from-run` means; "last" is one that has what comes before `start`."""
+    needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")
+    return find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name, needs=needs)
 
 
 def _plan_stage(stage: Stage, spec: PipelineSpec, context: StageContext) -> StagePlan:

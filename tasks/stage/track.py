@@ -14,7 +14,8 @@ from tasks.stage.goodput import Goodput
 from tasks.stage.manifest import StageManifest
 from tasks.stage.retry import Ledger
 from tasks.tracking import TrackedRun
-from trainer_lib.trackers.names import GATE_TAG, group_results
+from trainer_lib.json_text import parse_json
+from trainer_lib.trackers.names import GATE_TAG, group_log, group_results
 
 _ARTIFACT_BYTES = 64 << 20
 """Files of an evaluation larger than this stay on the storage alone."""
@@ -34,9 +35,12 @@ def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
     run.set_tags(tags)
     if isinstance(manifest.facts, PrepareFacts):
         return  # numbers of rows: they describe the datasets
-    # Measured at its commit: a later command that logs the stage again repeats the very same points.
-    time_ms = int(datetime.fromisoformat(manifest.created).timestamp() * 1000) if manifest.created else None
-    run.log_metrics(group_results(manifest.stage, manifest.metrics), step, time_ms=time_ms)
+    run.log_metrics(group_results(manifest.stage, manifest.metrics), step, time_ms=_committed_ms(manifest))
+
+
+def _committed_ms(manifest: StageManifest) -> int | None:
+    """When a stage was committed: a later command that logs it again repeats the very same points."""
+    return int(datetime.fromisoformat(manifest.created).timestamp() * 1000) if manifest.created else None
 
 
 def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bool) -> None:
@@ -54,13 +58,21 @@ def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bo
 
 
 def track_training(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:
-    """Log how much of the time was trained, and how much of the device was used, unless another run has it."""
+    """Log how much of the time was trained, and how much of the device was used; of another run's training, its curves.
+
+    The page of a run whose training was committed before, as that of a champion may be, shows how it was trained.
+    """
     facts = manifest.facts
     if ran or facts.tracked_run == run.handle.token:
         goodput = Goodput.of(Ledger(manifest.store()))
         shares = {"train/goodput": goodput.share, "train/mfu": facts.mfu}
         run.log_metrics({name: value for name, value in shares.items() if value is not None}, facts.global_step or 0)
         run.log_file(json.dumps(goodput.metrics(), indent=2), "goodput.json")
+        return
+    history = manifest.store().read_if_exists("history.json", limit=_ARTIFACT_BYTES)
+    for entry in parse_json(history) if history else []:
+        numbers = {name: value for name, value in entry.items() if isinstance(value, int | float) and name != "step"}
+        run.log_metrics(group_log(numbers), int(entry.get("step", 0)), time_ms=_committed_ms(manifest))
 
 
 def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:

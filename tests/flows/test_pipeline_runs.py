@@ -15,7 +15,7 @@ import pytest
 from flows import prefect_artifacts
 from flows.past_runs import list_runs
 from flows.pipeline import run_pipeline
-from flows.plan import explain
+from flows.plan import Plan, explain
 from flows.results import PipelineResult
 from flows.spec.spec import load_spec
 from flows.stages import stage_names
@@ -137,6 +137,20 @@ def mlflow_run(result: PipelineResult) -> Any:
     return MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id)
 
 
+def curve_of(result: PipelineResult, name: str) -> list[tuple[int, float]]:
+    from mlflow import MlflowClient
+
+    assert result.mlflow_run_id is not None
+    points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, name)
+    return sorted((point.step, point.value) for point in points)
+
+
+def test_a_committed_training_says_that_no_tracker_gets_it(folder: Path) -> None:
+    warned = Plan.of(spec_of(folder, "train.args.report_to=[mlflow, wandb]")).warnings["train"]
+    assert [each.partition(",")[0] for each in warned] == ["Nothing is logged to wandb (train.args.report_to)"]
+    assert Plan.of(spec_of(folder, "train.args.report_to=[mlflow, jsonl]")).warnings["train"] == []
+
+
 def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
     first = tracked(folder)
     assert ran(first) == set()
@@ -150,6 +164,10 @@ def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
     partly = tracked(folder, "train.args.learning_rate=1e-2", "predict.rows_per_file=5")
     assert mlflow_run(partly).data.tags["trainflow.origin_run"] == other.mlflow_run_id
     assert "test/error" in mlflow_run(partly).data.metrics  # of a cached stage
+    again = tracked(folder, "train.args.learning_rate=1e-2", "predict.rows_per_file=5")
+    curves = [curve_of(each, "train/loss") for each in (other, partly, again)]
+    assert len(curves[0]) > 1
+    assert curves[0] == curves[1] == curves[2], "of a cached training, once"
 
     shutil.rmtree(folder / "store" / "runs")
     shown = tracked(folder)  # everything is cached, but no run is known that shows it
@@ -284,13 +302,18 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
         "def compute_metrics",
         "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics",
     )
-    result = tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
+    # A size that is given is not the Trainer's to halve.
+    chosen = [
+        "train.args.per_device_train_batch_size=8",
+        *(f"{each}.enabled=false" for each in ("evaluate", "predict", "publish")),
+    ]
+    result = tracked(folder, *chosen)
     result.raise_for_error()
     trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
     assert (trained.batch_halvings, trained.attempt) == (2, 3)
     assert (trained.facts.global_step, trained.facts.global_samples) == (8, 64)
     assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.rung"]
-    assert ran(tracked(folder, "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")) == set()
+    assert ran(tracked(folder, *chosen)) == set()
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------
