@@ -142,7 +142,7 @@ class CodeError(TrainflowError):
     title = "your code raised"
 
 
-class DataError(TrainflowError):
+class DataError(TrainflowError, ValueError):
     """The data cannot be used as it is: empty, malformed, or not finite."""
 
     exit_code = 11

@@ -85,3 +85,16 @@ def test_the_state_that_is_filled_in_has_the_entries_that_accelerate_fills_in(tm
     ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
     assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
     assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None
+
+
+def test_arguments_let_accelerates_loggers_work_and_leave_a_state_that_exists(tmp_path: Path) -> None:
+    run_python(
+        "import accelerate.logging as logs; from accelerate.state import PartialState\n"
+        "from trainer_lib import TrainingArguments\n"
+        "class Config(TrainingArguments): pass\n"
+        "Config('out', use_cpu=True); logs.get_logger('library').warning('as TRL writes in __init__')\n"
+        "state = PartialState()\n"
+        "assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, 'cpu')\n"
+        "PartialState._shared_state['device'] = 'kept'; Config('out', use_cpu=True)\n"
+        "assert PartialState().device == 'kept'"
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
@@ -230,8 +231,35 @@ def test_another_model_another_batch_or_weights_alone_are_refused(tmp_path: Path
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
         trainer(tmp_path / "a", ROWS, **{**given, "gradient_accumulation_steps": 1}).train(True)
     trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
-    with pytest.raises(ConfigError, match="holds only a model"):
-        trainer(tmp_path / "b", ROWS, **given).train(True)
+    with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to go on with a new optimizer"):
+        trainer(tmp_path / "b", ROWS, **given).train("auto")
+
+
+def test_weights_alone_are_resumed_with_a_new_optimizer_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
+    whole = trainer(tmp_path / "a", ROWS, **given)
+    whole.train()
+    trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
+    place = sorted((tmp_path / "b").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[0]
+    step = int(place.name[11:])
+    first: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
+            first.extend([state.global_step, weights, len(kwargs["optimizer"].state)])
+
+    one = trainer(tmp_path / "b", ROWS, callbacks=[Look()], **{**given, "overwrite_output_dir": True})
+    one.train(str(place))
+    assert first[0] == step and first[2] == 0
+    saved = load_file(place / "model.safetensors")
+    assert saved.keys() == first[1].keys() and all(torch.equal(first[1][name], saved[name]) for name in saved)
+    assert f"{place} holds only a model (save_only_model): optimizer, loss scale" in caplog.text
+    assert one.state.global_step == whole.state.global_step
+    rates = [[entry.get("learning_rate") for entry in each.state.log_history] for each in (one, whole)]
+    assert rates[0] == rates[1]
 
 
 def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_path: Path) -> None:

@@ -293,6 +293,15 @@ def test_the_card_has_what_was_given_and_what_is_known(hub: HubServer, tmp_path:
     assert b"# A Toy" in readme and b"learning_rate" in readme
 
 
+@pytest.mark.parametrize("name", ["lr=0.001,bs=8", "my run", "lora+", "-x", "x" * 120])
+def test_a_folder_whose_name_no_repository_can_have_gets_its_card(name: str, tmp_path: Path) -> None:
+    one = trainer(tmp_path / name, ROWS)
+    one.create_model_card()
+    assert f"\n# {name}\n" in (tmp_path / name / "README.md").read_text()
+    with pytest.raises(ConfigError, match="neither a repository nor a folder"):
+        one.push_to_hub()
+
+
 def test_tags_and_licence_of_a_card_that_is_there_are_kept(tmp_path: Path) -> None:
     tmp_path.joinpath("README.md").write_text(
         "---\nlicense: cc-by-4.0\ntags: [mine]\nlanguage: de\nlibrary_name: peft\n---\n# Mine\n"

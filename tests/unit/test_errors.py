@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer_lib.distributed import SingleProcess
-from trainer_lib.errors import first_line
+from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
 from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_memory
 
 
@@ -21,6 +21,12 @@ from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_mem
 )
 def test_an_error_is_told_in_one_line_that_is_never_empty(message: str, line: str) -> None:
     assert first_line(OSError(message)) == line
+
+
+@pytest.mark.parametrize("cls", [ConfigError, DataError])
+def test_what_callers_catch_as_value_errors_with_transformers_they_catch_here(cls: type[TrainflowError]) -> None:
+    with pytest.raises(ValueError, match="wrong"):
+        raise cls("The input is wrong.")
 
 
 def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> None:

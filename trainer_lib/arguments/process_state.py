@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +98,28 @@ class ProcessState:
         """Print on the first process of each machine."""
         if self.is_local_main_process:
             print(*values, **settings)  # noqa: T201 - what it is for
+
+
+def fill_accelerate_state(args: ArgumentMembers) -> None:
+    """Fill in accelerate's state of this process where accelerate is loaded and has none: its loggers need it.
+
+    Only of a process that trains alone: the state of several comes with their process group.
+    """
+    known = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    with contextlib.suppress(ConfigError):  # about the launcher's variables; the Trainer raises it
+        if known is None or known._shared_state or args.world_size > 1:
+            return
+        known._shared_state.update(
+            _cpu=args.device.type == "cpu",
+            device=args.device,
+            backend=None,
+            debug=False,
+            distributed_type=sys.modules["accelerate.state"].DistributedType.NO,
+            fork_launched=False,
+            num_processes=1,
+            process_index=0,
+            local_process_index=0,
+        )
 
 
 def _group_is_formed() -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer_lib.arguments import compat, io
+from trainer_lib.arguments.process_state import fill_accelerate_state
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.setters import ArgumentSetters
 from trainer_lib.errors import ConfigError
@@ -101,6 +102,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 
     def __post_init__(self) -> None:
         self.validate()
+        fill_accelerate_state(self)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for names that are not found otherwise: old names, and mistakes.

@@ -173,7 +173,14 @@ class EvaluationLoop:
                 tensors = each if self._objects else nested.to_tensors(each)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
             if self._spools:
-                self._spool.append(each)
+                self._keep(each)
+
+    def _keep(self, tree: Any) -> None:
+        """Append a batch to the spool. Lists, such as a detector's labels, may be shorter in the last batch."""
+        if not self._hooks.args.eval_do_concat_batches and not self._spool.num_batches and _has_lists(tree):
+            self._spool.close()
+            self._spool = ObjectSpool(self._hooks.spool_folder())
+        self._spool.append(tree)
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, hooks = self._comm, self._hooks
@@ -214,6 +221,11 @@ def _read_main_input(model: torch.nn.Module, batch: Any) -> Any:
     if isinstance(batch, MAPPINGS):
         return nested.detach(batch.get(name, next(iter(batch.values()), None)))
     return None
+
+
+def _has_lists(tree: Any) -> bool:
+    parts = tree.values() if isinstance(tree, MAPPINGS) else tree if isinstance(tree, tuple) else ()
+    return isinstance(tree, list) or any(_has_lists(part) for part in parts)
 
 
 def _collect_columns(batches: list[Any]) -> dict[str, Any]:

@@ -151,9 +151,12 @@ class Publisher:
             return target
         return self._open_repository(target, token).create()
 
-    def _target_name(self) -> str:
+    def _wanted_name(self) -> str:
         args = self._trainer.args
-        target = args.hub_model_id or PurePosixPath(str(args.output_dir).rstrip("/")).name
+        return args.hub_model_id or PurePosixPath(str(args.output_dir).rstrip("/")).name
+
+    def _target_name(self) -> str:
+        args, target = self._trainer.args, self._wanted_name()
         if not is_folder(target) and not REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
             raise ConfigError(
                 "The name is neither a repository nor a folder.",
@@ -185,7 +188,8 @@ class Publisher:
         trainer, store = self._trainer, self._output_store()
         present = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
         facts = CardFacts(
-            name=PurePosixPath((trainer.hub_model_id or self._target_name()).rstrip("/")).name,
+            # A folder may have a name that no repository can have: its card is written all the same.
+            name=PurePosixPath((trainer.hub_model_id or self._wanted_name()).rstrip("/")).name,
             present=parse_card_head(present),
             model=trainer.model,
             state=trainer.state,
@@ -196,7 +200,7 @@ class Publisher:
     def _licence_of(self, base: str | None) -> str | None:
         """The licence of the base model; the Hub is asked once, since every push writes a card."""
         # A push to a folder works offline: it never asks the Hub.
-        if base is None or is_folder(self._target_name()):
+        if base is None or is_folder(self._wanted_name()):
             return None
         if self._base_licence is None or self._base_licence[0] != base:
             from trainer_lib.hub.huggingface import find_licence

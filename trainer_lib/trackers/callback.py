@@ -37,14 +37,14 @@ class TrackingCallback(TrainerCallback):
         if self._open:  # an earlier attempt in this process raised before it reached `on_train_end`
             self.close("FAILED")
         self._training = True
-        self._start(args, resume_step=int(state.global_step), model=kwargs.get("model"))
+        self._start(args, state, resume_step=int(state.global_step), model=kwargs.get("model"))
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs or not state.is_world_process_zero:
             return
         if not self._started:  # evaluate() or predict() without train()
-            self._start(args, resume_step=0, model=kwargs.get("model"))
+            self._start(args, state, resume_step=0, model=kwargs.get("model"))
         self._mark_open()
         numbers = numbers_only(logs)
         for tracker in self.trackers:
@@ -71,7 +71,7 @@ class TrackingCallback(TrainerCallback):
     def _prepare(self, args: Any) -> None:
         """Make the trackers; for a subclass that needs the arguments to do so."""
 
-    def _start(self, args: Any, *, resume_step: int, model: Any) -> None:
+    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
         self._prepare(args)
         self._started = True
         self._mark_open()

@@ -160,10 +160,8 @@ class MLflowTracker:
 def _environment_tags() -> list[dict[str, Any]]:
     """The record of the tags in `MLFLOW_TAGS`, without secrets; none where it is not a JSON object."""
     try:
-        tags = json.loads(os.environ.get("MLFLOW_TAGS") or "{}")
-    except (ValueError, RecursionError):
-        tags = None
-    if not isinstance(tags, dict):
+        tags = parse_json(os.environ.get("MLFLOW_TAGS") or "{}", dict)
+    except ValueError:
         _log.warning("MLFLOW_TAGS is not a JSON object, so it sets no tags.")
         return []
     return [{"tags": {name: mask(str(value)) for name, value in tags.items()}}] if tags else []

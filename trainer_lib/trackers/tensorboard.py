@@ -19,7 +19,7 @@ class TensorBoardTracker:
 
     Args:
         folder: a local folder for the event files, because events are appended.
-        writer: the caller's own `SummaryWriter`, which stays open.
+        writer: the caller's own `SummaryWriter`, which stays open; also the one in use, None before a start.
 
     Raises:
         ConfigError: the folder is on a remote store.
@@ -29,7 +29,7 @@ class TensorBoardTracker:
 
     def __init__(self, folder: str | None, *, writer: Any = None) -> None:
         self._own = writer is None
-        self._writer = writer
+        self.writer = writer
         self._folder = ""
         if folder is not None:
             store = Store.open(folder, field="logging_dir")
@@ -46,35 +46,35 @@ class TensorBoardTracker:
         """Open a new event file. After a resume TensorBoard hides the older points beyond `resume_step`."""
         try:
             self._open(purge_step=resume_step + 1 if resume_step else None)
-            self._writer.add_text("args", "```\n" + json.dumps(flatten_params(params), indent=2) + "\n```")
+            self.writer.add_text("args", "```\n" + json.dumps(flatten_params(params), indent=2) + "\n```")
         except OSError as error:
             _log.warning("Metrics no longer go to TensorBoard: %s cannot be written: %s", self._folder, error)
-            self._writer = None
+            self.writer = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add the values of one step."""
         try:
-            if self._writer is None:
+            if self.writer is None:
                 # Only a writer of the caller's own has no folder.
                 if not self._folder:
                     return
                 self._open(purge_step=None)
             for name, value in sectioned(metrics).items():
-                self._writer.add_scalar(name, value, step)
+                self.writer.add_scalar(name, value, step)
         except OSError as error:
             _log.warning("A step's metrics are missing in TensorBoard: %s", error)
 
     def close(self, status: str = "FINISHED") -> None:
         """Write what is buffered; close a writer that is not the caller's."""
-        if self._writer is None:
+        if self.writer is None:
             return
-        self._writer.flush()
+        self.writer.flush()
         if self._own:
-            self._writer.close()
-            self._writer = None
+            self.writer.close()
+            self.writer = None
 
     def _open(self, *, purge_step: int | None) -> None:
-        if self._writer is None:
+        if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(self._folder, purge_step=purge_step)
+            self.writer = SummaryWriter(self._folder, purge_step=purge_step)

@@ -85,11 +85,46 @@ class TensorBoardCallback(ReporterCallback):
 
             self.trackers = [TensorBoardTracker(None, writer=tb_writer)]
 
+    @property
+    def tb_writer(self) -> Any:
+        """The `SummaryWriter` in use, for subclasses that write images or texts; None when there is none."""
+        return getattr(next(iter(self.trackers), None), "writer", None)
+
 
 class WandbCallback(ReporterCallback):
-    """Logs to Weights & Biases."""
+    """Logs to Weights & Biases. Subclasses find what they know of transformers' callback: `_wandb` and `setup`."""
 
     reporter = "wandb"
+    _resume_step = 0
+
+    @property
+    def _wandb(self) -> Any:
+        return importlib.import_module("wandb")
+
+    @property
+    def _initialized(self) -> bool:
+        return self._started
+
+    @_initialized.setter
+    def _initialized(self, value: bool) -> None:
+        """Do nothing: an override of `setup` says so, and the run that it has opened is joined all the same."""
+
+    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+        """Open a run of wandb, or join the one that is open. An override may open another one."""
+        super()._start(args, state, resume_step=self._resume_step, model=model)
+
+    @override
+    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
+        self._resume_step, self._started = resume_step, False
+        self.setup(args, state, model)
+        if not self._started:
+            super()._start(args, state, resume_step=resume_step, model=model)
+
+    @override
+    def on_log(  # type: ignore[override]  # transformers' order, for code that calls it by position
+        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().on_log(args, state, control, logs=logs, model=model, **kwargs)
 
 
 class VendorCallback(TrainerCallback):

@@ -308,10 +308,16 @@ class Engine:
 
     def skip_step(self, run: TrainingRun) -> None:
         """Advance the schedule by a step that is counted and not trained."""
-        run.rate, schedule = self._trainer._get_learning_rate(), self._trainer.lr_scheduler
+        run.rate = self._trainer._get_learning_rate()
+        self.advance_schedule(1)
+
+    def advance_schedule(self, steps: int) -> None:
+        """Advance the schedule without the optimizer."""
+        schedule = self._trainer.lr_scheduler
         if schedule is not None and not follows_metric(schedule):
             warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
-            schedule.step()
+            for _ in range(steps):
+                schedule.step()
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, once per step; nothing without a scaler."""

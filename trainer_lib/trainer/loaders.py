@@ -22,7 +22,7 @@ from trainer_lib.data.order import (
     SamplerOrder,
     SequentialOrder,
 )
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.column_filters import WithoutColumn, WithoutColumns, no_column_left
 from trainer_lib.trainer.signatures import takes_positionals
@@ -150,6 +150,8 @@ class Loaders:
                 if key in columns:
                     return [len(tokens) for tokens in dataset[key]]
                 return [int(row[name]) if name in row else len(row[key]) for row in rows]
+        except DataError:  # of the dataset, about a row
+            raise
         except (TypeError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(
                 f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length.",

@@ -52,6 +52,7 @@ class Restore:
         self._held = contextlib.ExitStack()
         self._preloaded: PreloadedCheckpoint | None = None
         self._asked: str | None = None
+        self._is_automatic = False
 
     # -- which checkpoint ---------------------------------------------------------------------------------------------
 
@@ -64,6 +65,7 @@ class Restore:
         """
         trainer, self._asked = self._trainer, None
         given = trainer.args.resume_from_checkpoint if given is None else given
+        self._is_automatic = given == "auto"
         if not given:
             return None
         url: str | None
@@ -217,14 +219,9 @@ class Restore:
     def load_state(self, run: TrainingRun, loaded: Checkpoint) -> TrainerState:
         """Restore all but weights, random numbers and callbacks; returns the saved state of the Trainer."""
         trainer = self._trainer
-        if not loaded.has_optimizer or loaded.scheduler is None:
-            raise ConfigError(
-                "The checkpoint holds only a model (save_only_model), which cannot be resumed.",
-                field=_FIELD,
-                value=loaded.url,
-                remedy="Load its weights and start from the beginning, or resume from a whole checkpoint.",
-            )
         saved = TrainerState.from_dict(loaded.trainer_state)
+        if not loaded.has_optimizer or loaded.scheduler is None:
+            self._begin_without_state(loaded, saved.global_step)
         if self._internals.engine.outside.named:
             self._internals.engine.outside.load(loaded.read_extra(0), loaded.url)
         trainer._load_optimizer_and_scheduler(loaded.url)
@@ -239,6 +236,21 @@ class Restore:
             run.rollback_step = int(loaded.data.get("rollback_step", saved.global_step))
         self._warn_of_changed_arguments(loaded)
         return saved
+
+    def _begin_without_state(self, loaded: Checkpoint, step: int) -> None:
+        """Accept a checkpoint that holds only a model, if it was asked for, and advance the schedule to its step."""
+        if self._is_automatic:
+            raise ConfigError(
+                "The checkpoint holds only a model (save_only_model), so a resumed run would differ from a whole one.",
+                field=_FIELD,
+                value=loaded.url,
+                remedy="Give True or its URL to go on with a new optimizer, or resume from a whole checkpoint.",
+            )
+        _log.warning(
+            "%s holds only a model (save_only_model): optimizer, loss scale and random numbers begin again at step %d.",
+            *(loaded.url, step),
+        )
+        self._internals.engine.advance_schedule(step)
 
     def load_optimizer(self, url: str) -> None:
         """Restore optimizer and schedule; `Trainer._load_optimizer_and_scheduler` documents it."""

@@ -315,6 +315,52 @@ def test_project_and_run_name_are_what_wandb_is_told(tmp_path: Path, monkeypatch
     assert "train/loss" in logged[0]
 
 
+class Samples(WandbCallback):
+    """As wandb's own guide writes a callback: a run opened in `setup`, further values logged by the module."""
+
+    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+        self._initialized = True
+        self._wandb.run = self._wandb.init(project="mine")
+
+    def on_log(  # type: ignore[override]
+        self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any
+    ) -> None:
+        super().on_log(args, state, control, model, {**logs, "more": 1.0}, **kwargs)
+        self._wandb.log({"table": type(model).__name__})
+
+
+class AfterTheUsual(WandbCallback):
+    """Adds to the run that the base class opens."""
+
+    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+        super().setup(args, state, model, **kwargs)
+        assert self._initialized
+        self._wandb.log({"table": "Classifier"})
+
+
+@pytest.mark.parametrize("cls", [Samples, AfterTheUsual])
+def test_subclasses_of_the_wandb_callback_find_what_they_know(
+    cls: type[WandbCallback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = installed(monkeypatch, "wandb")
+    logged: list[Any] = []
+    projects: list[str] = []
+
+    def init(**given: Any) -> Any:
+        projects.append(given["project"])
+        return run
+
+    config = types.SimpleNamespace(update=lambda *_, **__: None)
+    run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, config=config)
+    package.run, package.log = None, logged.append
+    package.init = init
+    trainer(tmp_path, ROWS, callbacks=[cls()], project="birds", **LOGGED).train()
+    assert projects == ["mine" if cls is Samples else "birds"]
+    assert {"table": "Classifier"} in logged
+    [first] = [values for values in logged if "train/loss" in values]
+    assert ("train/more" in first) == (cls is Samples)
+
+
 class Trackio(TrainerCallback):
     """In the place of the callback that transformers has for the package."""
 

@@ -185,6 +185,37 @@ def test_outputs_that_are_no_tensors_are_gathered(concatenated: bool, tmp_path: 
     assert np.allclose(found[0]["boxes"][0, 0], ROWS[0]["x"][0])
 
 
+class BoxDetector(Classifier):
+    """Takes labels as detectors of transformers do: one dictionary for each image."""
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> dict[str, torch.Tensor]:
+        return super().forward(x, torch.stack([label["class_labels"][0] for label in labels]))
+
+
+def test_labels_of_a_detector_are_handed_over_batch_by_batch_though_the_last_one_is_smaller(tmp_path: Path) -> None:
+    given: list[Any] = []
+    rows = [
+        {
+            "x": row["x"],
+            "labels": {"class_labels": torch.full((1 + i % 3,), row["labels"]), "boxes": torch.ones(1 + i % 3, 4)},
+        }
+        for i, row in enumerate(classification_rows(22))
+    ]
+
+    def collate(batch: list[Any]) -> dict[str, Any]:
+        return {"x": torch.stack([row["x"] for row in batch]), "labels": [row["labels"] for row in batch]}
+
+    def note(p: Any) -> dict[str, float]:
+        given.append(p)
+        return {"n": len(p.label_ids)}
+
+    settings: dict[str, Any] = {"eval_dataset": rows, "compute_metrics": note, "data_collator": collate}
+    one = trainer(tmp_path, None, model=BoxDetector(), eval_do_concat_batches=False, **settings)
+    assert one.evaluate()["eval_n"] == 3
+    assert [len(batch) for batch in given[0].label_ids] == [len(batch) for batch in given[0].predictions] == [8, 8, 6]
+    assert [label["boxes"].shape for label in given[0].label_ids[2]] == [(1 + i % 3, 4) for i in range(16, 22)]
+
+
 def test_without_it_outputs_of_changing_form_are_refused(tmp_path: Path) -> None:
     one = trainer(tmp_path, None, model=Detector(), eval_dataset=ROWS, compute_metrics=accuracy)
     with pytest.raises(DataError, match=r"Batches differ.*set eval_use_gather_object=True"):
