@@ -204,6 +204,9 @@ class RunRecord:
         try:
             waiting = tracking.find_waiting(storage)
             self.result.mlflow_waiting = None if waiting is None else f"{waiting} in {waiting.root}"
+            if self._tracking is None and not self._is_unchanged:
+                place = tracking.spool_dir(storage)
+                self.result.mlflow_waiting = f"what this run logged, which could not be kept in {place}"
         except OSError as error:  # the run has ended: what waits is a line of its summary
             _log.warning("What waits for MLflow cannot be counted: %s", error)
         self._note_run_id(storage)

@@ -30,13 +30,14 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.delivery import Delivery
-from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, is_local_database
+from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
 from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import (
     Session,
     known_run,
     now_ms,
+    own_spool,
     user_data_dir,
 )
 from trainer_lib.trackers.waiting import Waiting, count_waiting
@@ -82,13 +83,6 @@ class TrackedRun:
         if metrics:
             values = {clean_key(key): float(value) for key, value in metrics.items()}
             self._write({"t": time_ms or now_ms(), "s": step, "m": values, **({"once": True} if once else {})})
-
-    def log_folder(self, store: Store, artifact_path: str) -> None:
-        """Log every file below `store`, byte for byte, as artifacts below `artifact_path`.
-
-        The files are read when they are delivered, and those that the run already has in their size are left out.
-        """
-        self._write({"folder": store.url, "path": artifact_path})
 
     def log_file(self, content: bytes | str | Path, artifact_path: str) -> None:
         """Log a file, or text, under the whole path `artifact_path` (`report/index.html`) in the run's artifacts."""
@@ -174,14 +168,11 @@ class Background:
     Args:
         root: the spool.
         tracking_uri: the server of this process.
-        has_run: whether a run of this process is delivered, and not only what earlier ones left.
         leaves_local: whether a database on this machine is left to another process, which delivers this spool, too.
     """
 
-    def __init__(self, root: Path, tracking_uri: str, *, has_run: bool = True, leaves_local: bool = False) -> None:
+    def __init__(self, root: Path, tracking_uri: str, *, leaves_local: bool = False) -> None:
         self._is_local = is_local_database(tracking_uri)
-        # A process that waits for its own run must not give up in the middle of a request for another one.
-        self._foreign_s = None if has_run else ANSWER_S
         self._shipper = Shipper(Delivery(root, tracking_uri))
         if not (leaves_local and self._is_local):
             self._shipper.start()
@@ -189,7 +180,7 @@ class Background:
     def close(self, *, stages: int) -> bool:
         """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
         if self._is_local and stages:
-            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S, foreign_s=self._foreign_s)
+            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
         return self._shipper.close(float(stages), stages / 2)
 
     def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
@@ -207,7 +198,7 @@ class Background:
         answer_s = LOCAL_CLOSE_S if self._is_local else ANSWER_S
         words = "MLflow gets what earlier runs left: this takes at most %.0f s."
         say = partial(_log.warning, words, COMPLETE_S)
-        return self._shipper.close(COMPLETE_S, answer_s, say, foreign_s=self._foreign_s)
+        return self._shipper.close(COMPLETE_S, answer_s, say)
 
 
 def default_tracking_uri(storage: Store) -> str:
@@ -232,13 +223,13 @@ def tracking_uri(config: TrackingConfig, storage: Store) -> str:
 
 
 def spool_dir(storage: Store) -> Path:
-    """The folder where what was logged about runs of this storage waits for its server."""
-    return _tracking_dir(storage) / "spool"
+    """The folder where what this user logged about runs of this storage waits for its server."""
+    return own_spool(_tracking_dir(storage) / "spool")
 
 
 def spool_dirs(storage: Store) -> list[Path]:
     """The spool of a storage root, and that of a Trainer whose `output_dir` it is."""
-    return [spool_dir(storage), *([storage.local_path() / ".spool"] if storage.is_local else [])]
+    return [spool_dir(storage), *([own_spool(storage.local_path() / ".spool")] if storage.is_local else [])]
 
 
 def find_run_id(storage: Store, token: str | None) -> str | None:
@@ -260,7 +251,7 @@ def deliver_waiting(config: TrackingConfig, storage: Store) -> Background | None
     """Begin to deliver what earlier commands left for their server; None when nothing waits."""
     if not config.enabled or find_waiting(storage) is None:
         return None
-    return Background(spool_dir(storage), tracking_uri(config, storage), has_run=False)
+    return Background(spool_dir(storage), tracking_uri(config, storage))
 
 
 def open_run(
@@ -322,7 +313,7 @@ def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str]) -> dict[str
         "tracking_uri": handle.server,
         "token": handle.token,
         "experiment": handle.experiment,
-        "artifact_location": _artifact_location(handle.tracking_uri),
+        "artifact_location": artifact_location(handle.tracking_uri),
         "run_name": run_name,
         "start_ms": now_ms(),
         "tags": _clean_tags(tags),
@@ -333,12 +324,6 @@ def _tracking_dir(storage: Store) -> Path:
     if storage.is_local:
         return storage.local_path()
     return user_data_dir() / "tracking" / hashlib.sha256(storage.url.encode()).hexdigest()[:16]
-
-
-def _artifact_location(uri: str) -> str | None:
-    """For a sqlite file the folder `mlartifacts` beside it; any other server knows its own."""
-    path = uri.removeprefix("sqlite:///")
-    return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
 
 
 def _clean_tags(tags: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -65,7 +65,7 @@ def sweep_folder(spec: PipelineSpec) -> Store:
 def ledger_folder(spec: PipelineSpec) -> Path:
     """The folder of its ledger on this machine."""
     storage = Store.open(spec.storage)
-    return tracking.spool_dir(storage).parent / SWEEPS / f"{spec.name}-{sweep_of(spec).name}"
+    return tracking.spool_dir(storage).parents[1] / SWEEPS / f"{spec.name}-{sweep_of(spec).name}"
 
 
 def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug: bool = False) -> SweepResult:

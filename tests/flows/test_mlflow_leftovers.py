@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,11 +14,11 @@ from typing import Any
 import pytest
 
 from tasks.configs import TrackingConfig
-from tasks.tracking import RunHandle, TrackedRun, deliver_waiting, find_waiting, open_run
+from tasks.tracking import RunHandle, TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir, tracking_uri
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from trainer_lib.errors import StorageError, StoreUnreachableError
 from trainer_lib.storage import Store
-from trainer_lib.trackers import mlflow_client
+from trainer_lib.trackers import mlflow_client, spool
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import Session
@@ -114,16 +117,15 @@ def test_a_server_that_does_not_answer_is_asked_once_in_a_pass(storage: Store, m
 def test_a_model_whose_storage_is_away_is_sent_later(
     storage: Store, monkeypatch: pytest.MonkeyPatch, error: type[StorageError]
 ) -> None:
-    storage.write_bytes("model/model.safetensors", b"weights")
     run = start(storage)
-    run.log_folder(storage.child("model"), "model")
+    run.log_file(b"weights", "model/model.safetensors")
     run.finish("FINISHED")
 
-    def away(_: Store, rel: str = "") -> Any:
+    def away(*_: Any) -> Any:
         raise error("Could not list it: no credentials.", field="s3://b/model", remedy="Give credentials.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "list", away)
+        patch.setattr(mlflow_client, "send_file", away)
         with pytest.raises(Exception, match="Could not list it"):
             delivery(run.handle).deliver()
     assert statuses(run.handle) == {"digits": "FINISHED"}  # a storage that is away leaves no run open
@@ -219,13 +221,13 @@ def test_points_that_arrive_after_those_of_the_machine_that_went_on_are_there_on
     first, second = (Session.create(tmp_path / name, head) for name in ("first", "second"))
     log(first, range(1, delivered + 1))
     if delivered:
-        assert Delivery(first.path.parent).deliver()
+        assert Delivery(first.path.parent, uri).deliver()
     log(first, range(delivered + 1, 101))
     first.close()
     log(second, range(91, 201))
     second.close()
-    assert Delivery(second.path.parent).deliver()
-    assert Delivery(first.path.parent).deliver()
+    assert Delivery(second.path.parent, uri).deliver()
+    assert Delivery(first.path.parent, uri).deliver()
     assert points(uri, run_id, "loss") == [(step, 1 / step) for step in range(1, 201)]
     assert not list(tmp_path.glob("*/*-*"))
 
@@ -238,14 +240,14 @@ def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
 ) -> None:
     handle = leave_two(storage)
     blocked = sorted(Path(handle.spool_dir).glob("*-*"))[0]
-    real = Path.read_bytes
+    real: Callable[[Path, Any], Any] = vars(spool)["read_json"]
 
-    def refuse(path: Path) -> bytes:  # the tests may run as root, to whom no folder is closed
+    def refuse(path: Path, kind: Any) -> Any:  # the tests may run as root, to whom no folder is closed
         if path.parent == blocked:
             raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
+        return real(path, kind)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(spool, "read_json", refuse)
     assert delivery(handle).deliver()
     assert find_waiting(storage) is None
     assert statuses(handle) == {"second": "FINISHED"}
@@ -253,6 +255,138 @@ def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
         f"What {blocked} holds for MLflow is left there; it cannot be read: Permission denied"
     ) == 1
     assert blocked.is_dir()
+
+
+def _planted(storage: Store, head: dict[str, Any], *records: dict[str, Any]) -> Path:
+    """A session that a stranger put into a storage which the user unpacked: it is the user's own file."""
+    made: dict[str, Any] = {
+        "tracking_uri": tracking_uri(TrackingConfig(), storage),
+        "token": "t",
+        "experiment": "planted",
+    }
+    made |= {"run_name": "planted", "start_ms": 1, "tags": {}, "artifact_location": "file:///elsewhere"}
+    session = Session.create(spool_dir(storage), {**made, **head})
+    (session.path / "files").mkdir()
+    for record in records:
+        session.write(record)
+    session.write_last({"end": "FINISHED", "t": 2})
+    session.close()
+    return session.path
+
+
+MODEL: dict[str, Any] = {"name": "m", "digest": "d", "step": 1, "columns": {}}
+FLAVOR: dict[str, Any] = {
+    "name": "f",
+    "config": {},
+    "files": [{"path": "x", "folder": "/", "name": "x", "size": 1, "sha256": ""}],
+}
+ASKED: dict[str, Any] = {
+    "name": "n",
+    "digest": "d",
+    "alias": None,
+    "description": "",
+    "tags": {},
+    "score": None,
+    "flavor": FLAVOR,
+}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"file": "../../../../outside/secret", "path": "x"},
+        {"file": "{outside}/secret", "path": "x"},
+        {"file": "000001", "path": "x"},  # a link to it
+        {"file": "000002", "path": "../../../x"},
+        {"model": MODEL, "files": {"x": "../../../../outside/secret"}},
+        {"model": MODEL, "files": {"../../x": "000002"}},
+        {"folder": "{outside}", "path": "x"},
+        {"registration": ASKED, "kept_in": None},
+        {"registration": {**ASKED, "flavor": None}, "kept_in": "{outside}"},
+    ],
+)
+def test_a_planted_session_sends_no_file_of_the_user_and_writes_nothing_elsewhere(
+    storage: Store, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("s3cret")
+    planted = _planted(storage, {}, json.loads(json.dumps(record).replace("{outside}", str(outside))))
+    (planted / "files" / "000001").symlink_to(outside / "secret")
+    (planted / "files" / "000002").write_text("planted")
+    uri = tracking_uri(TrackingConfig(), storage)
+    assert Delivery(spool_dir(storage), uri).deliver()
+    assert [run.info.run_name for run in runs(uri)] == ["planted"]
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and outside not in path.parents]
+    assert not [path for path in kept if b"s3cret" in path.read_bytes()]
+    assert [path.name for path in outside.iterdir()] == ["secret"]
+    assert client(uri).get_experiment_by_name("planted").artifact_location.startswith(storage.local_path().as_uri())
+
+
+def test_a_session_is_for_the_server_of_the_command_alone(
+    storage: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Credentials of the environment go to no address that a file names."""
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.2)
+        _planted(storage, {"tracking_uri": f"http://127.0.0.1:{listener.getsockname()[1]}"})
+        deliverer = Delivery(spool_dir(storage), tracking_uri(TrackingConfig(), storage))
+        assert not deliverer.deliver()
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert "not for the server of this command" in str(deliverer.obstacle)
+    assert str(deliverer.obstacle) in caplog.text
+    assert str(find_waiting(storage)) == "the end of 1 run"
+
+
+def test_what_waited_in_a_storage_that_was_moved_goes_to_its_database(storage: Store) -> None:
+    handle = leave_two(storage)
+    moved = storage.local_path().rename(storage.local_path().with_name("moved"))
+    assert Delivery(spool_dir(Store.open(moved)), f"sqlite:///{moved}/mlflow.db").deliver()
+    assert sorted(run.info.run_name for run in runs(f"sqlite:///{moved}/mlflow.db")) == ["first", "second"]
+    assert not Path(handle.spool_dir).exists()
+
+
+@pytest.mark.parametrize("fault", ["owner", "mode", "link", "token", "root"])
+def test_a_session_that_others_own_or_may_write_is_named_and_left(
+    storage: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    planted = _planted(storage, {"token": "../../out"} if fault == "token" else {})
+    if fault == "link":
+        planted.rename(tmp_path / "elsewhere")
+        planted.symlink_to(tmp_path / "elsewhere")
+    elif fault in ("mode", "root"):
+        (planted if fault == "mode" else planted.parent).chmod(0o770)
+    elif fault == "owner":
+        lstat = Path.lstat
+        changed = {planted: os.stat_result((0o40700, 1, 1, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))}
+        monkeypatch.setattr(Path, "lstat", lambda path: changed.get(path) or lstat(path))
+    uri = tracking_uri(TrackingConfig(), storage)
+    assert Delivery(spool_dir(storage), uri).deliver()
+    assert runs(uri) == []
+    assert fault == "token" or "it is another user's, or others can write it" in caplog.text
+    assert not (storage.local_path() / "out.run").exists()
+    if fault == "root":
+        with pytest.raises(PermissionError):
+            Session.create(planted.parent, {})
+
+
+def test_every_user_of_a_storage_has_a_private_spool_in_a_folder_that_is_as_open_as_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.tracking.Shipper", _NoShipper)
+    storage = Store.open(tmp_path / "shared")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o2770)
+    start(storage, "mine")
+    folder = tmp_path / "shared" / "spool"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o3770, "sticky: nobody takes away what is another's"
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o700]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4242)
+        assert spool_dir(storage).name == "4242"
+        assert find_waiting(storage) is None, "what waits is said to its owner"
 
 
 @pytest.fixture

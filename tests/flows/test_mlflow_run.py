@@ -157,24 +157,6 @@ def test_metrics_are_written_once_by_however_many_retries(storage: Store, start:
     assert not [path for path in Path(handle.spool_dir).iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize("kind", ["local", "memory"])
-def test_a_model_folder_arrives_byte_for_byte(start: Start, tmp_path: Path, kind: str) -> None:
-    run = start()
-    source = Store.open(tmp_path / "model" if kind == "local" else "memory://test-mlflow/model")
-    files = {"model.safetensors": bytes(range(256)) * 100, "config.json": b"{}", "tokenizer/vocab.txt": b"a"}
-    try:
-        for path, data in files.items():
-            source.write_bytes(path, data)
-        run.log_folder(source, "model")
-        artifacts = Path(_run(_done(run)).info.artifact_uri.removeprefix("file://"))
-        found = {str(path.relative_to(artifacts / "model")): path for path in artifacts.rglob("*") if path.is_file()}
-        assert {name: hashlib.sha256(path.read_bytes()).digest() for name, path in found.items()} == {
-            name: hashlib.sha256(data).digest() for name, data in files.items()
-        }
-    finally:
-        source.delete_tree()
-
-
 def test_a_file_text_or_bytes_are_logged_under_their_path(start: Start, tmp_path: Path) -> None:
     run = start()
     (tmp_path / "x").write_bytes(b"file")
@@ -313,7 +295,7 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
         storage = Store.open(sys.argv[1])
         run = tracking.open_run(TrackingConfig(), storage, name="d", pipeline_key="k", params={"a": 1}, resume=True)
         run.log_metrics({"a": 1.0}, 1)
-        run.log_folder(storage.child("model"), "model")
+        run.log_file(storage.local_path("model/model.safetensors"), "model/model.safetensors")
         run.log_dataset(name="d", url="u", digest="d" * 64)
         run.finish("FINISHED")
         assert "mlflow" in sys.modules and "torch" not in sys.modules

@@ -140,7 +140,7 @@ def test_a_training_is_followed_through_a_stop_and_a_kill(tmp_path: Path) -> Non
     kept = {path.name for path in (stage / "checkpoints").iterdir()}
     assert kept >= {"checkpoint-2", "checkpoint-12"}
     assert len(kept) <= 3
-    [token] = (tmp_path / "project" / "store" / "spool").glob("*.run")
+    [token] = (tmp_path / "project" / "store" / "spool").glob("*/*.run")
     run_id = json.loads(token.read_text())["run_id"]
     assert points(uri, run_id, "eval/error") == sorted(errors.items())
 

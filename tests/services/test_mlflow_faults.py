@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.configs import TrackingConfig
-from tasks.tracking import TrackedRun, deliver_waiting, find_waiting, open_run
+from tasks.tracking import TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir
 from tests.support.mlflow_proxy import Proxy, mlflow_server
 from tests.support.mlflow_store import client, points, runs
 from trainer_lib.storage import Store
@@ -75,7 +75,8 @@ def log_whole(run: TrackedRun, storage: Store, monkeypatch: pytest.MonkeyPatch, 
             tracker.log({"loss": 1 / step}, step)
         tracker.close()
     run.log_metrics({"train/loss": 1 / steps[-1], "test_error": 0.25}, steps[-1], time_ms=1_700_000_000_000)
-    run.log_folder(storage.child("model"), "model")
+    for info in storage.list("model"):
+        run.log_file(storage.read_bytes(info.path), info.path)
     run.set_tags({"trainflow.train": "abc"})
     run.log_file("<html>", "report.html")
 
@@ -137,7 +138,7 @@ def test_a_server_out_of_reach_from_the_beginning_costs_nothing_and_gets_everyth
     log_whole(run, storage, monkeypatch)
     assert time.monotonic() - began < 3  # on a busy machine; nothing is waited for
     assert finish(run) < PATIENCE_S
-    assert str(find_waiting(storage)) == "1 run (92 points, 2 files)"
+    assert str(find_waiting(storage)) == "1 run (92 points, 3 files)"
     proxy.behave("ok")
     time.sleep(0.1 if mode == "refuse" else 3)  # requests of before are answered, or end
     deliver(storage)
@@ -293,12 +294,12 @@ def test_a_password_is_in_no_file_and_in_no_log_and_comes_from_the_environment(
     run = start(storage, "masked")
     log_whole(run, storage, monkeypatch)
     finish(run)
-    files = [path.read_bytes() for path in storage.local_path("spool").rglob("*") if path.is_file()]
+    files = [path.read_bytes() for path in spool_dir(storage).rglob("*") if path.is_file()]
     assert b"s3cret" not in b"".join(files)
     proxy.behave("ok")
     with monkeypatch.context() as patch:
         patch.delenv("MLFLOW_TRACKING_URI")
-        delivery = Delivery(storage.local_path("spool"))
+        delivery = Delivery(spool_dir(storage))
         assert not delivery.deliver()
         assert "set MLFLOW_TRACKING_URI" in (delivery.obstacle or "")
     deliver(storage)
@@ -313,7 +314,7 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
     run = start(storage, "torn")
     log_whole(run, storage, monkeypatch)
     finish(run)
-    spool = storage.local_path("spool")
+    spool = spool_dir(storage)
     for session in spool.glob("*-*"):
         with (session / "points.jsonl").open("ab") as file:
             file.write(b'{"t": 17000000')  # half a line
@@ -332,7 +333,7 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
     assert json.loads((spool / f"{run.handle.token}.run").read_text())["run_id"] == run.handle.run_id
 
 
-def test_a_model_that_is_gone_when_it_is_delivered_is_named_and_stops_nothing(
+def test_a_file_that_is_gone_when_it_is_delivered_is_named_and_stops_nothing(
     server: tuple[int, str],
     proxy: Proxy,
     storage: Store,
@@ -343,10 +344,11 @@ def test_a_model_that_is_gone_when_it_is_delivered_is_named_and_stops_nothing(
     run = start(storage, "gone")
     log_whole(run, storage, monkeypatch)
     finish(run)
-    storage.child("model").delete_tree()
+    for kept in spool_dir(storage).glob("*/files/*"):
+        kept.unlink()
     proxy.behave("ok")
     deliver(storage)
-    assert "model is not logged to MLflow" in caplog.text
+    assert "model/model.safetensors is not logged to MLflow" in caplog.text
     [found] = [each for each in runs(server[1]) if each.info.run_name == "gone"]
     assert found.info.status == "FINISHED"
 

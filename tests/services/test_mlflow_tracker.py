@@ -22,6 +22,7 @@ from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.trackers import mlflow_client, shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
+from trainer_lib.trackers.spool import own_spool
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def _killed(code: str, *argv: str, **environment: str) -> None:
 
 
 def _left(out: Path) -> list[str]:
-    return [path.name for path in (out / ".spool").iterdir() if path.is_dir()]
+    return [path.name for path in own_spool(out / ".spool").iterdir() if path.is_dir()]
 
 
 # -- a run of our own -------------------------------------------------------------------------------------------------

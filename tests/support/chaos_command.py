@@ -105,7 +105,7 @@ class Workplace:
 
     def spools(self) -> list[Path]:
         """Return the folders where what is logged waits for MLflow."""
-        return [self.storage / "spool", *self.folder.glob("data/trainflow/tracking/*/spool")]
+        return [*self.storage.glob("spool/*"), *self.folder.glob("data/trainflow/tracking/*/spool/*")]
 
     def is_waiting(self) -> bool:
         """Whether something waits for MLflow."""

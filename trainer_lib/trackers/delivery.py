@@ -12,14 +12,13 @@ import logging
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import StorageError, first_line
-from trainer_lib.secrets import MASK, mask
-from trainer_lib.storage import Store
+from trainer_lib.secrets import mask
+from trainer_lib.storage import relative_problem
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers import mlflow_client as calls
 from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
@@ -31,7 +30,6 @@ from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delive
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-REST_S = 60.0  # between two tries of another server than this process's, which may be gone for ever
 _KILLED = "Its process was killed, or its machine was lost: it recorded no end."
 _MODELS = {"model", "measured", "outputs", "registration"}
 _log = logging.getLogger(__name__)
@@ -68,17 +66,15 @@ class Delivery:
         self.is_elsewhere = False
         self.obstacle: str | None = None
         self._uri = tracking_uri
-        self._clients: dict[str, MlflowClient] = {}
+        self._client: MlflowClient | None = None
         self._warned: set[str] = set()
-        # Servers that do not answer: until when they are left alone, on the monotonic clock, and what they raised.
-        self._away: dict[str, tuple[float, Exception]] = {}
 
     def deliver(self) -> bool:
         """Send what is there, and return whether all that is over has arrived.
 
         Raises:
-            Exception: what mlflow raises; of several failures the first one. The other runs were tried, too, except
-            those of a server that does not answer.
+            Exception: what mlflow raises; of several failures the first one. The other runs were tried, too, unless
+            the server does not answer.
         """
         with sole_delivery(self.root) as ours:
             self.is_elsewhere, self.obstacle = not ours and self.root.is_dir(), None
@@ -94,7 +90,7 @@ class Delivery:
         if not sessions:
             self.is_loaded.set()
             return True
-        if not self._clients:
+        if self._client is None:
             self.is_loaded.clear()
         groups: dict[tuple[str, str], list[Session]] = {}
         for session in sessions:
@@ -105,18 +101,19 @@ class Delivery:
             self.is_loaded.set()  # also when nothing needed it, for lack of credentials
 
     def _deliver_runs(self, groups: Mapping[tuple[str, str], Sequence[Session]]) -> bool:
-        own = mask(self._own_uri())
         failed: list[Exception] = []
-        self._away = {server: each for server, each in self._away.items() if time.monotonic() < each[0]}
         is_whole = True
-        # The server of this process first: another one may be gone for ever.
-        for (server, _), group in sorted(groups.items(), key=lambda each: each[0][0] != own):
-            if server in self._away:
-                failed.append(self._away[server][1])
+        for (server, _), group in groups.items():
+            if not self._is_own(server):
+                # Nor with our credentials to an address that a file names.
+                what = f"{group[0].path} is for {server}, not for the server of this command."
+                remedy = "Name that one by tracking.uri, or set MLFLOW_TRACKING_URI, and run trainflow sync."
+                self.obstacle = f"{what} {remedy} Or remove the folder."
+                self._warn(self.obstacle)
+                is_whole = False
                 continue
-            self.clock.is_foreign = server != own
             try:
-                is_whole &= self._deliver_run(server, group)
+                is_whole &= self._deliver_run(group)
             except GoneError as error:
                 self._set_aside(group, error)
             except _UnsentFilesError as error:  # of this run alone: the server took the rest
@@ -124,8 +121,8 @@ class Delivery:
             except Exception as error:
                 failed.append(error)
                 # A server that refuses one run may take the next one.
-                if server not in self._clients or describe_outage(error) is not None:
-                    self._away[server] = (time.monotonic() + (REST_S if server != own else 0.0), error)
+                if self._client is None or describe_outage(error) is not None:
+                    break
         if failed:
             raise failed[0]
         return is_whole
@@ -133,20 +130,21 @@ class Delivery:
     def _own_uri(self) -> str:
         return self._uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
 
-    def _deliver_run(self, server: str, group: Sequence[Session]) -> bool:
-        uri = server
-        if MASK in server:  # its credentials are in no file
-            uri = self._own_uri()
-            if mask(uri) != server:
-                self.obstacle = f"The credentials for {server} are not in the environment; set MLFLOW_TRACKING_URI."
-                self._warn(self.obstacle)
-                return False
-        if server not in self._clients:
+    def _is_own(self, server: str) -> bool:
+        """Whether a session is for the server that this process was configured with."""
+        own = mask(self._own_uri())
+        theirs, ours = calls.sqlite_file(server), calls.sqlite_file(own)
+        was_moved = theirs is not None and ours is not None and theirs.name == ours.name and not theirs.exists()
+        return server == own or was_moved
+
+    def _deliver_run(self, group: Sequence[Session]) -> bool:
+        if self._client is None:
             calls.load()
             self.is_loaded.set()
-            self._clients[server] = calls.connect_timed(uri, self.clock)
+            self._client = calls.connect_timed(self._own_uri(), self.clock)
         try:
-            return _RunDelivery(self._clients[server], self.root, group, self._warn).deliver()
+            location = calls.artifact_location(self._own_uri())
+            return _RunDelivery(self._client, self.root, group, self._warn, location).deliver()
         except UnknownRunError:
             self.obstacle = f"The run of {group[-1].path} is not on the server."
             return False
@@ -166,8 +164,16 @@ class Delivery:
 class _RunDelivery:
     """One pass over the sessions of one run: its workers' first, each kind oldest first."""
 
-    def __init__(self, client: MlflowClient, root: Path, group: Sequence[Session], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        client: MlflowClient,
+        root: Path,
+        group: Sequence[Session],
+        warn: Callable[[str], None],
+        location: str | None,
+    ) -> None:
         self._client = client
+        self._location = location
         self._root = root
         self._group = group
         self._warn = warn
@@ -219,7 +225,8 @@ class _RunDelivery:
         if run is None:
             if not _is_flow(session):
                 raise UnknownRunError
-            run = calls.make_run(self._client, session.head)
+            location = self._location if session.head.get("artifact_location") else None
+            run = calls.make_run(self._client, {**session.head, "artifact_location": location})
         note_run(self._root, token, run.run_id, run.experiment_id)
         return run.run_id
 
@@ -306,15 +313,14 @@ class _RunDelivery:
     def _send_files(self, session: Session, run_id: str) -> None:
         behind = session.state.files_offset
         for record, behind in session.read(behind, session.state.offset):  # noqa: B020 - read once
-            if not record.keys() & {"file", "folder", "params", *_MODELS}:
+            if not record.keys() & {"file", "params", *_MODELS}:
                 continue
             try:
+                _check_places(session, record)
                 if "file" in record:
                     self._send_file(session, run_id, record)
                 elif record.keys() & _MODELS:
                     deliver_model(self._client, run_id, record, session.path / "files")
-                elif "folder" in record:
-                    self._send_folder(run_id, Store.open(record["folder"]), record["path"])
                 elif "params" in record:
                     calls.send_changed_params(self._client, run_id, record["params"], record["when"])
             except RefusedError as error:
@@ -332,34 +338,29 @@ class _RunDelivery:
         path = PurePosixPath(record["path"])
         with _private_folder() as folder:
             # A link: the file keeps its name, and no bytes are copied.
-            (folder / path.name).symlink_to(session.path / "files" / record["file"])
+            (folder / path.name).symlink_to(session.kept_file(record["file"]))
             calls.send_file(self._client, run_id, folder / path.name, path)
-
-    def _send_folder(self, run_id: str, store: Store, artifact_path: str) -> None:
-        """Send the files that the run does not have in their size."""
-        listed: dict[str, dict[str, int]] = {}
-        files = list(store.list())
-        if not files:
-            raise FileNotFoundError(f"{store.url} is empty or gone.")
-        for info in files:
-            path = PurePosixPath(artifact_path) / info.path
-            parent = str(path.parent)
-            if parent not in listed:
-                listed[parent] = calls.list_sizes(self._client, run_id, parent)
-            if listed[parent].get(str(path)) == info.size:
-                continue
-            if store.is_local:
-                calls.send_file(self._client, run_id, store.local_path(info.path), path)
-                continue
-            with _private_folder() as folder:  # one file at a time needs no room for all
-                store.download(info.path, folder / path.name)
-                calls.send_file(self._client, run_id, folder / path.name, path)
 
 
 @contextlib.contextmanager
 def _private_folder() -> Any:
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:  # made with mode 0700
         yield Path(folder)
+
+
+def _check_places(session: Session, record: Mapping[str, Any]) -> None:
+    """Raise RefusedError for a record that names a file outside of the session, or a folder outside of the storage."""
+    kept = record.get("files") or {}
+    targets = [record["path"]] if "file" in record else list(kept)
+    problems = [f"the name {path!r} {problem}" for path in targets if (problem := relative_problem(path))]
+    for name in kept.values():
+        session.kept_file(name)
+    asked = record.get("registration") or {}
+    folders = [file["folder"] for file in (asked.get("flavor") or {}).get("files") or ()]
+    folders += [record["kept_in"]] if record.get("kept_in") else []
+    problems += [f"{folder} is not in this storage" for folder in folders if not session.is_of_storage(folder)]
+    if problems:
+        raise RefusedError(problems[0])
 
 
 def _name_of(record: Mapping[str, Any]) -> str:

@@ -25,12 +25,11 @@ from typing import Any
 
 from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.secrets import mask
-from trainer_lib.storage.local import make_folders
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.names import group_log
 from trainer_lib.trackers.params import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
-from trainer_lib.trackers.spool import TRACKED_RUN, Session, now_ms, spool_root
+from trainer_lib.trackers.spool import TRACKED_RUN, Session, make_private, now_ms, spool_root
 
 CLOSE_S = 30.0  # how long `close` waits for a server that answers
 REQUEST_S = 10.0  # how long it waits for one answer
@@ -152,7 +151,7 @@ class MLflowTracker:
                     return str(known["token"])
         token = uuid.uuid4().hex
         with contextlib.suppress(OSError):  # `Session.create` reports a spool that cannot be written
-            make_folders(self._root, 0o700)
+            make_private(self._root)
             memo.write_text(json.dumps({"tracking_uri": tracking_uri, "token": token}), encoding="utf-8")
         return token
 

@@ -124,6 +124,12 @@ def _typed() -> Iterator[None]:
         raise
 
 
+def artifact_location(uri: str) -> str | None:
+    """For a sqlite file the folder `mlartifacts` beside it; any other server knows its own."""
+    path = uri.removeprefix("sqlite:///")
+    return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
+
+
 def is_local_database(uri: str) -> bool:
     """Whether a tracking URI is a database file on this machine."""
     return uri.startswith("sqlite")
@@ -368,12 +374,6 @@ def send_file(client: MlflowClient, run_id: str, local: Path, artifact_path: Pur
     # MLflow takes None for the root, not ".".
     folder = None if artifact_path.parent == PurePosixPath() else str(artifact_path.parent)
     client.log_artifact(run_id, str(local), folder)
-
-
-def list_sizes(client: MlflowClient, run_id: str, folder: str) -> dict[str, int]:
-    """Return path -> bytes of every artifact in a folder of the run that has files; not of folders below."""
-    found = client.list_artifacts(run_id, folder)
-    return {each.path: int(each.file_size or 0) for each in found if not each.is_dir}
 
 
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:

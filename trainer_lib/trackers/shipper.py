@@ -32,12 +32,10 @@ class Clock:
 
     Attributes:
         granted_s: seconds granted to the bytes of all uploads so far.
-        is_foreign: whether the requests go to another server than that of this process.
     """
 
     def __init__(self) -> None:
         self.granted_s = 0.0
-        self.is_foreign = False
         self._due: float | None = None
 
     @contextlib.contextmanager
@@ -121,8 +119,6 @@ class Shipper(threading.Thread):
         patience_s: float,
         request_s: float,
         on_wait: Callable[[], None] | None = None,
-        *,
-        foreign_s: float | None = None,
     ) -> bool:
         """Let the thread deliver the rest, and end; return whether everything has arrived.
 
@@ -130,7 +126,6 @@ class Shipper(threading.Thread):
             patience_s: how long to wait for a server that answers, in seconds, beside the time that uploads take.
             request_s: how long to wait for one answer, in seconds. A failure ends the waiting at once.
             on_wait: called once when it takes longer than two seconds.
-            foreign_s: how long to wait for one answer of another server than that of this process; None: `request_s`.
         """
         self._closing.set()
         self._wake.set()
@@ -141,7 +136,7 @@ class Shipper(threading.Thread):
         began = time.monotonic()
         deadline = began + patience_s - clock.granted_s
         while self.is_alive() and time.monotonic() < deadline + clock.granted_s:
-            if clock.is_overdue(foreign_s if clock.is_foreign and foreign_s is not None else request_s):
+            if clock.is_overdue(request_s):
                 break
             self.join(0.02)
             if on_wait is not None and time.monotonic() > began + SAY_S:

@@ -2,7 +2,7 @@
 
 A *session* is a folder in which one process keeps what it logs about one run, in order::
 
-    <root>/<nanoseconds>-<pid>-<random>/
+    <root>/<nanoseconds>-<pid>-<random>/        <root> is <storage>/spool/<uid>: each user has a private folder
         session.json    where it goes: the server's address without credentials, the run
         points.jsonl    one record per line, appended: points, tags, parameters, files, the end
         files/          the bytes of logged files that lie nowhere else
@@ -12,7 +12,8 @@ A *session* is a folder in which one process keeps what it logs about one run, i
     <root>/<token>.run  the server's run behind a token: a run has its token before the server is reached
     <root>/delivery     locked (fcntl) by the one process that delivers
 
-Any process may deliver, also sessions that another one still writes. A point has its timestamp from here, so a point
+Any process of the user may deliver, also sessions that another one still writes. What others own or may write is left
+alone, because a session says which of the files here are sent. A point has its timestamp from here, so a point
 that was sent before its process died can be recognized on the server.
 """
 
@@ -25,7 +26,9 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -49,6 +52,8 @@ _KEPT_S = 30 * 86400.0  # damaged sessions, and tokens, are removed after a mont
 # fcntl locks exclude other processes only, so this set keeps the threads of this one apart.
 _HELD: set[Path] = set()
 _held = threading.Lock()
+_TOKEN = re.compile(r"[\w-]{0,64}")
+_KEPT = re.compile(r"\d{6}")  # a name that `keep_file` gave
 _UNREADABLE: set[Path] = set()  # sessions that were named in a warning
 _log = logging.getLogger(__name__)
 
@@ -61,9 +66,35 @@ def spool_root(output_dir: str | None) -> Path:
         with contextlib.suppress(ConfigError):
             store = Store.open(output_dir, field="output_dir")
             if store.is_local:
-                return store.local_path() / ".spool"
+                return own_spool(store.local_path() / ".spool")
     name = hashlib.sha256((output_dir or str(Path.cwd())).encode()).hexdigest()[:16]
     return user_data_dir() / "spool" / name
+
+
+def own_spool(shared: Path) -> Path:
+    """Return this user's sessions' folder in a folder where every user of a storage has one."""
+    return shared / str(os.geteuid())
+
+
+def is_private(path: Path) -> bool:
+    """Whether a folder is this user's alone to write, and no link."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def make_private(root: Path) -> None:
+    """Make a spool, and the folder above it as open as the storage is, so that others have spools there as well.
+
+    Raises:
+        OSError: the disk cannot be written, or another user can write the spool.
+    """
+    if root.name == str(os.geteuid()) and not root.parent.is_dir():
+        make_folders(root.parent)
+        with contextlib.suppress(OSError):  # another user makes it; sticky: nobody can take another's spool away
+            root.parent.chmod(stat.S_IMODE(root.parent.parent.stat().st_mode) | stat.S_ISVTX)
+    make_folders(root, 0o700)
+    if not is_private(root):
+        raise PermissionError(errno.EPERM, "The folder is another user's, or others can write it", str(root))
 
 
 def user_data_dir() -> Path:
@@ -126,7 +157,7 @@ class Session:
     @classmethod
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
         """Make a new, empty session. Raises OSError when the disk is full or cannot be written."""
-        make_folders(root, 0o700)
+        make_private(root)
         name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
         # Under this name no other process reads it before its lock is ours.
         session = cls(root / f"{name}.new", dict(head))
@@ -206,6 +237,19 @@ class Session:
             (folder / name).write_bytes(content)
         return name
 
+    def kept_file(self, name: str) -> Path:
+        """Return the path of a kept file. Raises FileNotFoundError for what is not one, such as a link out of here."""
+        path = self.path / "files" / name
+        if not _KEPT.fullmatch(name) or path.resolve() != self.path.resolve() / "files" / name or not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, "The session has no such file", str(path))
+        return path
+
+    def is_of_storage(self, url: str) -> bool:
+        """Whether a folder is in the storage of this spool; one in the user's own folder is of a remote storage."""
+        root = self.path.parent
+        storage = root.parents[1] if root.name == str(os.geteuid()) else root.parent
+        return root.is_relative_to(user_data_dir()) or Path(url).resolve().is_relative_to(storage.resolve())
+
     def close(self) -> None:
         """End the writing: the process that delivers takes the session to be over. Safe to repeat."""
         if self._points >= 0:
@@ -225,7 +269,11 @@ class Session:
                 continue
             session = cls(path, {})
             try:
+                if not is_private(root) or not is_private(path):
+                    raise PermissionError(errno.EPERM, "it is another user's, or others can write it")
                 session.head = read_json(path / "session.json", dict)
+                if not _TOKEN.fullmatch(str(session.head.get("token", ""))):
+                    raise ValueError("a token is the name of a file")
                 session.state = _read_state(path)
                 # In this order: nothing is written once it is over.
                 session.over = session.is_over()
@@ -369,7 +417,7 @@ def _lock_file(key: Path, path: Path) -> int:
             return -1
         handle = -1
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             if handle >= 0:

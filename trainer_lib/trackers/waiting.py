@@ -15,7 +15,7 @@ class Waiting:
     Attributes:
         root: the spool.
         runs: how many runs it belongs to.
-        points, files: how many points of metrics and how many files or folders; the end of a run is neither.
+        points, files: how many points of metrics and how many files; the end of a run is neither.
     """
 
     root: Path
@@ -40,6 +40,6 @@ def count_waiting(root: Path) -> Waiting | None:
         for record, _ in session.read(session.state.offset):
             points += len(record.get("m") or ())
         for record, _ in session.read(session.state.files_offset):
-            files += bool(record.keys() & {"file", "folder", "model"})
+            files += bool(record.keys() & {"file", "model"})
     runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
     return Waiting(root, len(runs), points, files) if sessions else None
