@@ -200,7 +200,7 @@ class Restore:
         return BroadcastTensors(own, comm.broadcast_json(describe_tensors(own)), comm.rank)
 
     def load_best(self) -> None:
-        """Load the weights of the best checkpoint. Collective."""
+        """Load the weights of the best checkpoint; the model keeps its last ones where it is gone. Collective."""
         state = self._trainer.state
         best = state.best_model_checkpoint
         if best is None:
@@ -208,6 +208,14 @@ class Restore:
             return
         here = self._internals.checkpoints.root().child(best.rsplit("/", 1)[-1])
         best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
+        if self._internals.world.comm.any(bool(problem := _problem_of(best))):
+            # The training is done: its last weights are worth more than an error.
+            what = (
+                f"The best checkpoint, {best} ({state.best_metric}), cannot be loaded: {problem or 'on another rank'}"
+            )
+            _log.warning("%s The model keeps its last weights.", what)
+            state.best_model_checkpoint = None
+            return
         _log.info("Loading the best model, %s (%s).", best, state.best_metric)
         self.hold(best)
         self.load_model(best)
@@ -378,6 +386,16 @@ class Restore:
                     remedy="The checkpoint was made by something else: resume from another.",
                 )
             setattr(callback, attribute, value)
+
+
+def _problem_of(url: str) -> str:
+    """Why a checkpoint cannot be opened; empty when it can."""
+    parent, _, name = url.rpartition("/")
+    try:
+        open_checkpoint(Store.open(parent or ".", field=_FIELD), name, Checkpoint)
+    except (ConfigError, DamagedError) as error:
+        return error.message
+    return ""
 
 
 def _newest_by_name(root: Store, skip: Collection[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,35 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     # While it trains, the newest one stays beside the best; after the end a limit of one is one.
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert json.loads((tmp_path / "checkpoint-2" / "COMMIT.json").read_text())["meta"]["global_samples"] == 8
+
+
+@pytest.mark.parametrize("how", ["removed", "cut short", "removed, then resumed"])
+def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lose(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                best = tmp_path / "checkpoint-2"
+                best.rename(tmp_path / "elsewhere") if how != "cut short" else os.truncate(
+                    best / "model.safetensors", 9
+                )
+
+    def make(*callbacks: Any) -> Trainer:
+        values = iter([0.9, 0.7, 0.5, 0.4])
+        given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        given |= {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "max_steps": 6}
+        metrics = {"eval_dataset": ROWS, "compute_metrics": lambda p: {"accuracy": next(values)}}
+        return trainer(tmp_path, ROWS, callbacks=[heads, *callbacks], **given, **metrics)
+
+    heads = note_heads()
+    if how == "removed, then resumed":
+        assert preempted_at(make(Lose(), StopAt(5))) == 5
+    one = make() if how == "removed, then resumed" else make(Lose())
+    one.train(resume_from_checkpoint="auto")
+    assert torch.equal(one.model.head.weight, heads.kept[-1])  # type: ignore[union-attr,arg-type]
+    assert (one.state.global_step, one.state.best_global_step, one.state.best_model_checkpoint) == (6, 2, None)
+    assert re.search(r"The best checkpoint, .*checkpoint-2 \(0.9\), cannot be loaded: .* keeps its last", caplog.text)
 
 
 def test_saving_only_what_is_best(tmp_path: Path) -> None:
