@@ -99,7 +99,8 @@ class Forward:
         Raises:
             DataError: nothing tells how many samples the batch has.
         """
-        shifts = self._internals.facts.forward.shifts_labels
+        forward = self._internals.facts.forward
+        shifts = forward.shifts_labels and not forward.has_prompt
         items = count_items(inputs, self._trainer.label_names, shifts=shifts, samples=samples)
         if items is None:
             raise DataError(

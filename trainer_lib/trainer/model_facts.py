@@ -31,6 +31,7 @@ class ForwardInfo:
         accepts_loss_kwargs: it is given `num_items_in_batch` by the reference: it declares so, or has ``**kwargs``.
         divides_by_items: its source divides the loss by `num_items_in_batch`, as far as it can be read.
         shifts_labels: its loss compares position t with label t + 1.
+        has_prompt: trained virtual tokens precede every row, so the first label is a target as well.
         returns_loss: ``return_loss`` defaults to True (contrastive models).
     """
 
@@ -42,6 +43,7 @@ class ForwardInfo:
     accepts_loss_kwargs: bool
     divides_by_items: bool
     shifts_labels: bool
+    has_prompt: bool
     returns_loss: bool
 
     @classmethod
@@ -62,6 +64,7 @@ class ForwardInfo:
             accepts_loss_kwargs=bool(getattr(inner, "accepts_loss_kwargs", open_ended)),
             divides_by_items="num_items_in_batch" in parameters or _divides(inner),
             shifts_labels=_shifts(inner),
+            has_prompt=models.has_virtual_tokens(model),
             returns_loss=returns_loss,
         )
 

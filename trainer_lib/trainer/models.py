@@ -53,6 +53,14 @@ def is_adapted(model: object) -> bool:
     return is_peft(model) or (is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False)))
 
 
+def has_virtual_tokens(model: nn.Module) -> bool:
+    """Whether peft puts trained tokens before the rows; those of prefix tuning are past keys instead."""
+    wrapper: Any = getattr(model, "_orig_mod", model)
+    config = wrapper.active_peft_config if is_peft(wrapper) else None
+    kind = getattr(config, "peft_type", None)
+    return bool(getattr(config, "is_prompt_learning", False)) and kind not in ("PREFIX_TUNING", "CARTRIDGE")
+
+
 def innermost(model: nn.Module) -> nn.Module:
     """The model whose forward computes, inside torch.compile's and peft's wrappers."""
     inner: Any = getattr(model, "_orig_mod", model)

@@ -248,3 +248,22 @@ def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
         whole.model.prompt_encoder["default"].embedding.weight,  # type: ignore[index,union-attr]
         again.model.prompt_encoder["default"].embedding.weight,  # type: ignore[index,union-attr]
     )
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig", "LoraConfig"])
+def test_trained_tokens_before_the_rows_do_not_change_the_scale_of_the_loss(kind: str, tmp_path: Path) -> None:
+    """Of a row of five tokens, six would have been counted in the loss and five in its weight, or the other way."""
+    import peft
+
+    logging.getLogger("peft").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"r": 2} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    rows = [*lm_rows(4, ragged=False), *lm_rows(4)]
+    given: dict[str, Any] = {"learning_rate": 0.0, "logging_steps": 1, "logging_strategy": "steps", "max_steps": 1}
+    one = trainer(tmp_path, rows, model=model, global_batch_size=8, **given)
+    loss = one.train().metrics["train_loss"]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    with torch.no_grad():
+        assert loss == pytest.approx(model.eval()(**batch).loss.item(), rel=1e-5)
+    assert one.evaluate(rows)["eval_loss"] == pytest.approx(loss, rel=1e-5)
