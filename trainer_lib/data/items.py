@@ -5,7 +5,7 @@ For integer labels, items are target tokens (labels that are not -100). For all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from trainer_lib.data.collators import IGNORED
 MAPPINGS = (dict, Mapping)
 SEQUENCES = (list, tuple)  # `list | tuple` is made at every call, which takes longer than the test
 _ARRAYS = (torch.Tensor, np.ndarray)
+_SHOWN = 200  # characters of a row in an error
 _FEW = 64  # up to so many labels, Python counts faster than NumPy
 
 
@@ -92,3 +93,16 @@ def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool, samples
         return len(labels) - labels.tolist().count(IGNORED)
     host = labels if labels.is_cpu else labels.cpu()
     return int(np.count_nonzero(host.numpy() != IGNORED))
+
+
+def describe_row(batch: Any, label_names: Sequence[str], decode: Callable[[list[int]], str] | None) -> str:
+    """The first row of a batch in words: its text where `decode` gives it, and its labels."""
+    parts = batch if isinstance(batch, MAPPINGS) else {}
+    tokens, labels = parts.get("input_ids"), next((parts[name] for name in label_names if name in parts), None)
+    words = []
+    if decode is not None and isinstance(tokens, torch.Tensor) and tokens.ndim == 2:
+        words.append(f"text {decode(tokens[0].tolist())[:_SHOWN]!r}")
+    if isinstance(labels, torch.Tensor) and labels.ndim:
+        row = labels[0].reshape(-1).tolist()
+        words.append(f"{len(row)} labels {str(row[:10])[:-1]}{', …' if len(row) > 10 else ''}]")
+    return f"The first such row: {', '.join(words)}." if words else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.errors import NonFiniteError
+from trainer_lib.errors import DataError, NonFiniteError
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.spikes import SpikeFound, SpikeWatch
 
@@ -22,8 +22,12 @@ _LIMIT = 1024
 class StepHistory:
     """Loss and gradient norm of the steps since the last log, and the number of non-finite steps.
 
+    A step without any target has no loss: it is not trained, and does not count as non-finite.
+
     Attributes:
         nonfinite_steps: steps of the whole run with a NaN or infinite loss or gradient; their updates were skipped.
+        steps_without_targets, batches_without_targets: steps and micro-batches of the whole run, over all ranks.
+        example: a batch without targets in words, for the error.
     """
 
     def __init__(self, strategy: Strategy, *, nonfinite_limit: int, spikes: SpikeWatch | None = None) -> None:
@@ -32,16 +36,27 @@ class StepHistory:
         self._spikes = spikes
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
+        self._targets: list[tuple[bool, int]] = []  # for each step: does it have any; micro-batches without
         self._since_log: list[tuple[float, float]] = []  # (loss, norm) of collected steps
         self._total = 0.0
         self._counted = 0
         self._in_a_row = 0
-        self.nonfinite_steps = 0
+        self._without_in_a_row = 0
+        self.nonfinite_steps = self.steps_without_targets = self.batches_without_targets = 0
+        self.example = ""
 
-    def append(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Add a step: this rank's loss ``[]``, and the gradients' norm ``[]``, equal on every rank."""
+    def append(
+        self, loss: torch.Tensor, norm: torch.Tensor, *, has_targets: bool = True, empty_batches: int = 0
+    ) -> None:
+        """Add a step: this rank's loss ``[]``, and the gradients' norm ``[]``, equal on every rank.
+
+        Args:
+            has_targets: whether the step has any on all ranks together; equal on every rank.
+            empty_batches: micro-batches of this rank without targets.
+        """
         self._losses.append(loss)
         self._norms.append(norm)
+        self._targets.append((has_targets, empty_batches))
 
     def sum_since_log(self) -> torch.Tensor:
         """The sum of the finite losses since the last log ``[]``, for an override that logs by itself."""
@@ -65,26 +80,31 @@ class StepHistory:
 
     @property
     def full(self) -> bool:
-        """Whether there are enough steps to collect them without a log."""
-        return len(self._losses) >= _LIMIT
+        """Whether there are enough steps to collect them without a log, or so many without targets in a row."""
+        newest = self._targets[-self._limit :]
+        return len(self._losses) >= _LIMIT or (len(newest) == self._limit and not any(some for some, _ in newest))
 
     def collect(self, step: int) -> None:
         """Bring all numbers to the host. Collective.
 
         Raises:
             NonFiniteError: too many steps in a row were not finite.
+            DataError: so many in a row had no target.
             SpikeFound: with a watch for spikes, a step spiked, or too many in a row were not finite.
         """
         if not self._losses:
             return
-        losses = self._strategy.sum(torch.stack(self._losses).float()) / self._strategy.comm.world_size
-        values = torch.stack([losses, torch.stack(self._norms).float()]).tolist()  # one transfer for both
+        empty = torch.tensor([float(count) for _, count in self._targets], device=self._losses[0].device)
+        sums = self._strategy.sum(torch.stack([torch.stack(self._losses).float(), empty]))
+        losses = sums[0] / self._strategy.comm.world_size
+        values = torch.stack([losses, torch.stack(self._norms).float(), sums[1]]).tolist()  # one transfer for all
+        self.batches_without_targets += int(sum(values.pop()))
         if self._spikes is not None:
             self._note_watched(self._spikes, step, values)
         else:
-            for loss, norm in zip(values[0], values[1], strict=True):
-                self._note(loss, norm)
-        self._losses, self._norms = [], []
+            for loss, norm, (has_targets, _) in zip(*values, self._targets, strict=True):
+                self._note(loss, norm, has_targets)
+        self._losses, self._norms, self._targets = [], [], []
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row, "
@@ -92,20 +112,41 @@ class StepHistory:
                 step=step,
                 remedy="Lower learning_rate, check the data for extreme values, or use bf16 instead of fp16.",
             )
+        self.require_targets(step, self._limit)
+
+    def require_targets(self, step: int, steps: int) -> None:
+        """Raise DataError when none of the newest `steps` collected steps has a target; `step`: the newest."""
+        if 0 < steps <= self._without_in_a_row:
+            raise DataError(
+                f"None of the {self._without_in_a_row} steps up to step {step} has a target, so the model learned "
+                f"nothing from them: every label is -100. {self.example}".rstrip(),
+                field="train_dataset",
+                value="0 % of the labels are targets",
+                step=step,
+                remedy="Check the chat template, the labels and the truncation (max_length): the answers must stay in "
+                "the rows, with labels other than -100.",
+            )
 
     def _note_watched(self, spikes: SpikeWatch, step: int, values: list[list[float]]) -> None:
         """Note the steps up to `step` one by one; the first that spikes ends it."""
         # Sums are equal on all ranks; one decision does not rely on it.
         losses, norms = self._strategy.comm.broadcast_json(values)
-        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=step - len(losses) + 1):
-            self._note(loss, norm)
+        steps = enumerate(zip(losses, norms, self._targets, strict=True), start=step - len(losses) + 1)
+        for number, (loss, norm, (has_targets, _)) in steps:
+            self._note(loss, norm, has_targets)
             if self._in_a_row >= self._limit:
                 raise SpikeFound(number, f"{self._in_a_row} steps in a row had a NaN or infinite loss or gradient")
             if math.isfinite(loss):
                 spikes.note(number, loss)
 
-    def _note(self, loss: float, norm: float) -> None:
+    def _note(self, loss: float, norm: float, has_targets: bool) -> None:
         self._since_log.append((loss, norm))
+        # A loss that needs no targets is finite.
+        if not has_targets and not math.isfinite(loss):
+            self.steps_without_targets += 1
+            self._without_in_a_row += 1
+            return
+        self._without_in_a_row = 0
         if math.isfinite(loss):
             self._total += loss
             self._counted += 1
@@ -123,10 +164,13 @@ class StepHistory:
         """
         losses = [loss for loss, _ in self._since_log if math.isfinite(loss) or not hide_nonfinite]
         entry = {"loss": sum(losses) / len(losses) if losses else math.nan, "grad_norm": self._since_log[-1][1]}
-        if self.nonfinite_steps:
-            entry["nonfinite_steps"] = self.nonfinite_steps
         self._since_log = []
-        return entry
+        return entry | self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """The counts of unusual steps and micro-batches so far, without those that are 0."""
+        names = ("nonfinite_steps", "steps_without_targets", "batches_without_targets")
+        return {name: count for name in names if (count := getattr(self, name))}
 
     @property
     def anything(self) -> bool:
@@ -150,6 +194,8 @@ class StepHistory:
             "counted": self._counted,
             "in_a_row": self._in_a_row,
             "nonfinite_steps": self.nonfinite_steps,
+            "without_in_a_row": self._without_in_a_row,
+            **self.counts(),
             **({} if self._spikes is None else {"recent": self._spikes.state()}),
         }
 
@@ -159,7 +205,9 @@ class StepHistory:
         self._total = float(state.get("total", 0.0))
         self._counted = int(state.get("counted", 0))
         self._in_a_row = int(state.get("in_a_row", 0))
-        self.nonfinite_steps = int(state.get("nonfinite_steps", 0))
+        self._without_in_a_row = int(state.get("without_in_a_row", 0))
+        for name in ("nonfinite_steps", "steps_without_targets", "batches_without_targets"):
+            setattr(self, name, int(state.get(name, 0)))
         if self._spikes is not None:
             self._spikes.load_state(state.get("recent", []))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from trainer_lib.agreement import lost_peer_error
 from trainer_lib.arguments.enums import SaveStrategy
+from trainer_lib.data.items import describe_row
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
 from trainer_lib.outputs import TrainOutput, speed_metrics
@@ -138,9 +140,7 @@ class TrainingLoop:
                         raise StopAgreed
                     if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                         break
-                if run.step_in_epoch == 0:
-                    self._stop_without_data(run)
-                run.close_epoch(exhausted=not samples or trainer.control.should_epoch_stop)
+                self._close_epoch(run, exhausted=not samples)
                 fire("on_epoch_end")
                 self._report(run, None, None)
                 if trainer.state.global_step >= run.max_steps:
@@ -197,11 +197,29 @@ class TrainingLoop:
             engine.skip_step(run)
             return None, None
         if not self._internals.micro_batches.is_on:
-            return self._forward_backward(model, samples, run), engine.step(model, run)
+            loss = self._forward_backward(model, samples, run)
+            return loss, self._update(model, loss, samples, run)
         # A rank that runs out of memory in a backward would leave the others waiting for its gradients.
         loss = call_within_memory(comm, lambda: self._forward_backward(model, samples, run))
         engine.strategy.sync_gradients(model)
-        return loss, call_within_memory(comm, lambda: engine.step(model, run))
+        return loss, call_within_memory(comm, lambda: self._update(model, loss, samples, run))
+
+    def _update(self, model: nn.Module, loss: torch.Tensor, samples: list[Any], run: TrainingRun) -> torch.Tensor:
+        """Step the optimizer, unless the step has no targets and therefore no loss; the norm ``[]``, or NaN."""
+        engine, comm = self._internals.engine, self._internals.world.comm
+        takes_all = run.weights.has_targets or engine.strategy.name == "deepspeed"  # it skips NaN by itself
+        if takes_all or not comm.any(not math.isfinite(loss.item())):
+            return engine.step(model, run)
+        run.history.example = run.history.example or self._describe(samples[0])
+        engine.skip_step(run)
+        engine.ready_optimizer().zero_grad()
+        model.zero_grad()
+        return torch.full_like(loss, math.nan)
+
+    def _describe(self, batch: Any) -> str:
+        trainer = self._trainer
+        decode = getattr(trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None), "decode", None)
+        return describe_row(batch, trainer.label_names, decode if callable(decode) else None)
 
     def _forward_backward(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> torch.Tensor:
         """All micro-steps of a step: gradients are complete afterwards. The step's loss on this rank, 0-dim."""
@@ -234,7 +252,8 @@ class TrainingLoop:
         """Note that a step is done: history, samples, position. A skipped step has no loss."""
         state, history = self._trainer.state, run.history
         if loss is not None and norm is not None:
-            history.append(loss, norm)
+            weights = run.weights
+            history.append(loss, norm, has_targets=weights.has_targets, empty_batches=weights.empty_batches)
             run.samples += run.source.step_samples(run.step_in_epoch)
         run.step_in_epoch += 1
         state.global_step += 1
@@ -301,6 +320,15 @@ class TrainingLoop:
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
+    def _close_epoch(self, run: TrainingRun, *, exhausted: bool) -> None:
+        step = self._trainer.state.global_step
+        if run.step_in_epoch == 0:
+            self._stop_without_data(run)
+        elif not run.weights.has_targets and (exhausted or run.step_in_epoch == run.source.steps_per_epoch):
+            run.history.collect(step)
+            run.history.require_targets(step, run.step_in_epoch)
+        run.close_epoch(exhausted=exhausted or self._trainer.control.should_epoch_stop)
+
     def _stop_without_data(self, run: TrainingRun) -> None:
         step = self._trainer.state.global_step
         if step == run.first_step:
@@ -330,6 +358,7 @@ class TrainingLoop:
         trainer, internals, state = self._trainer, self._internals, self._trainer.state
         run = self.current_run()
         run.history.collect(state.global_step)
+        run.history.require_targets(state.global_step, state.global_step)
         state.num_samples_seen = run.samples
         with run.spent.saving():
             internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
@@ -345,8 +374,7 @@ class TrainingLoop:
             num_tokens=tokens if trainer.args.include_tokens_per_second else None,
         )
         metrics |= {"total_flos": state.total_flos, "train_loss": run.history.mean_loss()}
-        if run.history.nonfinite_steps:
-            metrics["nonfinite_steps"] = run.history.nonfinite_steps
+        metrics |= run.history.counts()
         if run.spikes:
             metrics["loss_spikes"] = len(run.spikes)
         trainer.is_in_train = False

@@ -29,7 +29,8 @@ What is computed
     - A dummy batch, which a rank computes because the others wait for it, has no items and weighs 0.
     - A micro-batch without targets has no mean loss (0/0 = NaN, and 0 · NaN = NaN). Where no other rank waits it is
       skipped; else the rank computes a micro-batch with targets in its place, at weight 0. If no micro-batch of a
-      step has targets, or N is not known, no weight can follow from them: each weighs 1/M.
+      step has targets, or N is not known, no weight can follow from them: each weighs 1/M. If the loss of such a step
+      is not finite, the step is not taken.
 
     Summed over micro-batches and averaged over ranks, w · l is L itself, which is what is logged. None of this needs
     the host to wait for the device: n and N are counted on the host, before the batches go to the device.
@@ -196,6 +197,7 @@ class StepWeights:
     def __init__(self, *, data_parallel_size: int, over_ranks: bool, by_targets: bool = True) -> None:
         self._scale = float(data_parallel_size) if over_ranks else 1.0
         self._by_targets = by_targets
+        self._counts_all = over_ranks or data_parallel_size == 1
         self._batches: MicroBatches | None = None
         self.items: list[int] = []
         self.samples: list[int | None] = []
@@ -253,6 +255,16 @@ class StepWeights:
     def has_items(self) -> bool:
         """Whether the micro-batch under way has items of this rank, and is not a dummy batch."""
         return self.micro_step >= len(self.items) or self.items[self.micro_step] > 0
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether the step has target items on any rank, as far as every rank knows it; True if they do not."""
+        return not (self._counts_all and isinstance(self.num_items, int) and self.num_items == 0)
+
+    @property
+    def empty_batches(self) -> int:
+        """Micro-batches of this rank with samples and without targets."""
+        return sum(items == 0 and samples != 0 for items, samples in zip(self.items, self.samples, strict=False))
 
     def needs_substitute(self) -> bool:
         """Whether the micro-batch under way has no targets while the step has some, so its loss would be 0/0."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,9 @@ from torch import nn
 from tests.support import gradients as _gradients
 from tests.support.gradients import assert_close
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
+from tests.support.training import note_heads, trainer
 from trainer_lib import ModelOutput, Trainer
+from trainer_lib.errors import DataError
 
 TOKENS = token_rows(24)
 ROWS = classification_rows(24)
@@ -180,3 +185,63 @@ def test_shifting_models_never_predict_the_first_label() -> None:
     rows = [row for row in TOKENS if int((row["labels"] != -100).sum()) > 1]
     whole = gradients(rows, micro=len(rows), batch=len(rows), model=Shifting)
     assert_close(gradients(rows, micro=2, batch=len(rows), model=Shifting), whole)
+
+
+def rows_without_targets(count: int, *without: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [dict(row) for row in token_rows(count)]
+    for number in without:
+        rows[number]["labels"] = torch.full((7,), -100)
+    return rows
+
+
+IN_TURN: dict[str, Any] = {"train_sampling_strategy": "sequential", "global_batch_size": 2, "num_train_epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "arguments", "at"),
+    [
+        (rows_without_targets(8, *range(8)), {}, 4),  # an epoch
+        (rows_without_targets(8, *range(8)), {"max_steps": 3}, 3),  # a run that ends inside of an epoch
+        (rows_without_targets(60, *range(40)), {}, 10),  # the first steps, long before a log
+        (rows_without_targets(60, *range(20, 50)), {"logging_steps": 5, "logging_strategy": "steps"}, 20),  # a window
+    ],
+)
+def test_a_run_that_learns_nothing_fails_and_shows_a_row(
+    rows: list[dict[str, Any]], arguments: dict[str, Any], at: int, tmp_path: Path
+) -> None:
+    one = trainer(tmp_path, rows, model=TokenModel(), **{**IN_TURN, "logging_strategy": "no", **arguments})
+    with pytest.raises(DataError, match=r"None of the \d+ steps up to step \d+ has a target.*is -100") as failed:
+        one.train()
+    assert one.state.global_step == at
+    assert failed.value.value == "0 % of the labels are targets"
+    assert "The first such row: 7 labels [-100, -100, -100, -100, -100, -100, -100]." in failed.value.message
+    assert "template" in str(failed.value.remedy) and "learning_rate" not in str(failed.value)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+def test_a_step_without_targets_changes_nothing_and_is_counted(optim: str, tmp_path: Path) -> None:
+    """Neither the weights, which would decay, nor the moments."""
+    heads = note_heads()
+    one = trainer(
+        tmp_path,
+        rows_without_targets(12, 0, 4, 5, 8),  # the third step has none; a micro-batch of the first and the fifth
+        model=TokenModel(),
+        callbacks=[heads],
+        **{**IN_TURN, "per_device_train_batch_size": 1, "optim": optim, "weight_decay": 0.1, "logging_steps": 1},
+        logging_strategy="steps",
+    )
+    metrics = one.train().metrics
+    assert [torch.equal(*pair) for pair in itertools.pairwise(heads.kept)] == [False, True, False, False, False]
+    assert (metrics["steps_without_targets"], metrics["batches_without_targets"]) == (1, 4)
+    assert "nonfinite_steps" not in metrics and math.isfinite(metrics["train_loss"])
+    logged = [entry for entry in one.state.log_history if "loss" in entry]
+    assert [entry.get("steps_without_targets", 0) for entry in logged] == [0, 0, 1, 1, 1, 1]
+
+
+def test_a_loss_that_needs_no_targets_trains_without_any(tmp_path: Path) -> None:
+    class Unsupervised(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *_: Any, **__: Any) -> Any:
+            return model(inputs["input_ids"])["logits"].square().mean()
+
+    one = trainer(tmp_path, rows_without_targets(24, *range(24)), model=TokenModel(), cls=Unsupervised, **IN_TURN)
+    assert "steps_without_targets" not in one.train().metrics
