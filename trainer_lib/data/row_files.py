@@ -236,7 +236,10 @@ def read_id(value: Any) -> int | str | None:
 
 def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
     """The elements in a column's shape, if they lie in a row: tables of files have no shapes."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # of unequal lengths: refused with its column
+        return value
     return array.reshape(shape) if array.ndim == 1 and array.size == int(np.prod(shape)) else value
 
 

@@ -12,7 +12,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.data_info import PrepareOutput
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import Reader, Table, id_of, is_index, read_table
+from trainer_lib.recipes.table_files import Reader, Table, id_of, is_index, number_of, read_table
 from trainer_lib.recipes.table_form import note_form
 
 FIELD = "prepare.options"
@@ -29,6 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "absent_classes": False,
 }
 _RESERVED = ("labels", "row_id")
+_FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
 
 
 class Options(TypedDict):
@@ -85,6 +86,8 @@ class TabularRows:
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
         self.table, starts = self._read_all(files, rename)
         self.label = self.table.require(self.options[self.label_option], field=label)
+        if classes:
+            self._refuse_amounts(label)
         self.splits = starts if "" not in starts else self._cut(way, classes=classes)
         if "train" not in self.splits:
             remedy = "Name a file for it: prepare.options.files.train=FILE."
@@ -102,6 +105,17 @@ class TabularRows:
     def _warn(self, names: Iterable[str], why: str) -> None:
         columns = ", ".join(f"'{name}'" for name in names)
         self._warnings.append(f"The data is used without the column {columns}: {why}.")
+
+    def _refuse_amounts(self, field: str) -> None:
+        """Raise DataError where the label holds numbers that are no classes: nearly all differ, or have fractions."""
+        numbers = [number_of(value) for value in self.table.columns[self.label] if value is not None]
+        different = set(numbers)
+        has_fractions = any(number is not None and number % 1 for number in different)
+        most = _FEW_CLASSES if has_fractions else max(_FEW_CLASSES, len(numbers) / 2)
+        if None not in different and len(different) > most:
+            what = f"The label '{self.label}' has {len(different):,} different numbers in {len(numbers):,} rows"
+            remedy = "Use the recipe tabular-regression, or give each row one of a few classes."
+            raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
 
     def _read_all(
         self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]

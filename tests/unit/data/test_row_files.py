@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer_lib.data.column import Column
+from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.data.row_files import RowReader
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
@@ -126,6 +127,15 @@ def test_a_flat_list_is_an_array_of_the_columns_shape(tmp_path: Path) -> None:
     [row] = reader.take(1)
     reader.close()
     assert row.values["scan"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_ragged_list_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"scan": [[1, 2], [3]]}\n')
+    reader = RowReader(find_row_files([str(tmp_path)]), {"scan": Column("array", "float32", (2, 2))})
+    [row] = reader.take(1)
+    reader.close()
+    with pytest.raises(DataError, match=r"a\.jsonl, row 0, column 'scan': the value is not float32\[2,2\]"):
+        GivenRows([row.values], {"scan": "float32[2,2]"}, place=lambda number: "a.jsonl, row 0")
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,11 @@ def test_identifiers_labels_of_text_and_bad_ids_are_refused(tmp_path: Path) -> N
     named = "\n".join([f"{lines[0]},name", *(f"{line},n{row}" for row, line in enumerate(lines[1:]))])
     assert "it is not a category" in refused(tmp_path, named).message
     assert "holds texts, such as 'no'" in refused(tmp_path, table(), "tabular-regression").message
+    for prices in ([f"{row % 25}.5" for row in range(200)], [str(7 * row) for row in range(40)]):
+        priced = "\n".join(["size,answer", *(f"{row},{price}" for row, price in enumerate(prices))])
+        amounts = refused(tmp_path, priced)
+        assert "amounts, not classes" in amounts.message
+        assert "tabular-regression" in str(amounts.remedy)
     assert refused(tmp_path, table(), id="house").message == "Two rows have one id."
     reserved = table().replace("colour", "labels", 1)
     assert "uses the name 'labels' itself" in refused(tmp_path, reserved).message
