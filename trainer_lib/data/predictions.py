@@ -132,7 +132,7 @@ def _build_array(name: str, values: Values, of: str) -> pa.Array:
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf" and values.size and values.ndim <= 2:
         return _wrap_array(values)
     # The first value stands for all: a column has one kind of value.
-    nested = any(np.ndim(value) > 1 for value in values[:1])
+    nested = any(getattr(value, "ndim", 0) > 1 for value in values[:1])
     try:
         return pa.array([np.asarray(value).tolist() for value in values] if nested else list(values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:

@@ -29,6 +29,12 @@ def test_an_array_is_written_as_the_list_of_its_rows(dtype: str, shape: tuple[in
         assert to_parquet(table) == to_parquet(expected)
 
 
+def test_lists_of_unequal_lengths_are_a_column() -> None:
+    spans: list[Any] = [[[1, 2], [3]], [[4]]]
+    table = build_table(pa.array(range(2)), {"spans": spans}, rows=2, of="")
+    assert table["spans"].to_pylist() == spans
+
+
 def test_a_line_is_json_with_null_for_what_json_has_no_number_for(tmp_path: Path) -> None:
     writer = RowPredictionWriter(Store.open(str(tmp_path)), "key", "jsonl")
     columns: dict[str, Any] = {"v": np.array([[0.1, np.nan], [np.inf, -0.0]]), "word": ["é\n", "\u2028"]}
