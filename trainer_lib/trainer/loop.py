@@ -327,6 +327,9 @@ class TrainingLoop:
         elif not run.weights.has_targets and (exhausted or run.step_in_epoch == run.source.steps_per_epoch):
             run.history.collect(step)
             run.history.require_targets(step, run.step_in_epoch)
+        if exhausted and run.step_in_epoch and run.source.steps_per_epoch is None:
+            run.note_pass(run.step_in_epoch * (run.source.global_batch or 1))
+            self._trainer.state.epoch = run.epoch + 1.0
         run.close_epoch(exhausted=exhausted or self._trainer.control.should_epoch_stop)
 
     def _stop_without_data(self, run: TrainingRun) -> None:

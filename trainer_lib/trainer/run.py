@@ -44,6 +44,7 @@ class TrainingRun:
         stop: the request to stop, which signals set.
         max_steps, num_epochs: where training ends.
         micros_per_step, micros_per_epoch: micro-batches of a full step, and of an epoch, as one process counts them.
+        pass_samples: samples of the newest whole pass over a stream without a length; 0 before its first end.
         trial: the search's trial, or its parameters.
         ignore_keys: keys of the model's output that evaluations leave out of predictions.
         epoch, step_in_epoch: the position: `step_in_epoch` steps of `epoch` are done.
@@ -72,6 +73,7 @@ class TrainingRun:
     num_epochs: int
     micros_per_step: int = 1
     micros_per_epoch: int = 1
+    pass_samples: int = 0
     trial: Any = None
     ignore_keys: list[str] | None = None
     epoch: int = 0
@@ -104,6 +106,12 @@ class TrainingRun:
         if exhausted or self.step_in_epoch == self.source.steps_per_epoch:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
+    def note_pass(self, samples: int) -> None:
+        """Take the length of the newest whole pass over a stream as that of the next ones."""
+        if samples and self.source.steps_per_epoch is None:
+            self.pass_samples = samples
+            self.micros_per_epoch = -(-samples // (self.source.global_batch or 1)) * self.micros_per_step
+
     def take_past(self) -> Any:
         """The restored memory of the model, once; None at the start of an epoch."""
         past, self.restored_past = self.restored_past, None
@@ -122,6 +130,7 @@ class TrainingRun:
             "step_in_epoch": self.step_in_epoch,
             "position": self.step_in_epoch * self.source.global_batch,  # samples: a resume may have another batch
             "samples_seen": self.samples,
+            "pass_samples": self.pass_samples,
             "source": self.source.state(),
             "history": self.history.state(),
             "spikes": spikes_to_json(self.spikes),
@@ -131,6 +140,7 @@ class TrainingRun:
         """Continue where `position` was written; without `from_position` the epoch's data starts again."""
         self.epoch, self.step_in_epoch = int(data["epoch"]), int(data["step_in_epoch"])
         self.samples = self.first_samples = int(data.get("samples_seen", 0))
+        self.note_pass(int(data.get("pass_samples", 0)))
         self.history.load_state(data.get("history", {}))
         self.spikes = spikes_from_json(data.get("spikes", []))
         if not from_position:

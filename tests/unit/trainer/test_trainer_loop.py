@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
+from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, logged, trainer
-from trainer_lib import TrainerCallback
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.callbacks.base import EVENTS
 from trainer_lib.errors import ConfigError
 
@@ -37,6 +38,32 @@ def test_length(given: dict[str, Any], steps: int, epoch: float, tmp_path: Path)
     output = one.train()
     assert (output.global_step, one.state.global_step, one.state.max_steps) == (steps, steps, steps)
     assert one.state.epoch == pytest.approx(epoch)
+
+
+@pytest.mark.parametrize("loader", ["ours", "the user's"])
+def test_the_epoch_of_a_stream_without_a_length_is_the_number_of_passes(loader: str, tmp_path: Path) -> None:
+    """Ten rows in steps of four. The first pass has no known length: `max_steps` stands in for it."""
+
+    class Loading(Trainer):
+        def get_train_dataloader(self) -> Any:
+            ours = super().get_train_dataloader()
+            return ours if loader == "ours" else DataLoader(Stream(ROWS), batch_size=4)
+
+    ends = Note("on_epoch_end", lambda state, **_: state.epoch)
+    given: dict[str, Any] = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 4, "max_steps": 11}
+
+    def make(folder: str, *callbacks: Any) -> Trainer:
+        return trainer(tmp_path / folder, Stream(ROWS), cls=Loading, callbacks=list(callbacks), **given)
+
+    whole = make("whole", ends)
+    whole.train()
+    assert ends.kept == [1, 2, 3, pytest.approx(3 + 2 / 3)]
+    epochs = [entry["epoch"] for entry in whole.state.log_history if "loss" in entry]
+    assert epochs[3:] == pytest.approx([1 + 1 / 3, 1 + 2 / 3, 2, 2 + 1 / 3, 2 + 2 / 3, 3, 3 + 1 / 3, 3 + 2 / 3])
+    assert epochs[:3] == sorted(epochs[:3]) and epochs[2] < 1
+    resumed = make("resumed")
+    resumed.train(str(tmp_path / "whole" / "checkpoint-4"))
+    assert [entry["epoch"] for entry in resumed.state.log_history if "loss" in entry] == epochs
 
 
 def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) -> None:
