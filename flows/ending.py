@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import Interrupted, Pruned
 
@@ -53,6 +53,9 @@ class Ending:
         outlives_flow: whether that caller goes on after the flow, and calls `finish`.
         stop: with which the caller ends the run early.
         delivers_later: whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
+
+    Args:
+        on_closing: called once the run only closes, so that the caller's own handlers leave it undisturbed, too.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Ending:
         outlives_flow: bool = False,
         stop: StopRequest | None = None,
         delivers_later: bool = False,
+        on_closing: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_closing = on_closing
         self.stop = stop or StopRequest()
         self.delivers_later = delivers_later
         self.is_expected = is_expected
@@ -104,6 +109,7 @@ class Ending:
 
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
+        self._on_closing()
         # Python lets only the main thread set handlers; without a caller nothing would put them back.
         if self.is_expected and threading.current_thread() is threading.main_thread():
             self._is_undisturbed = True
@@ -120,9 +126,9 @@ class Ending:
 
 
 @contextlib.contextmanager
-def expect_ending(stop: StopRequest | None = None, *, delivers_later: bool = False) -> Iterator[Ending]:
-    """Receive the ending of the flow that is called inside the block."""
-    ending = Ending(outlives_flow=True, stop=stop, delivers_later=delivers_later)
+def expect_ending(stop: StopRequest | None = None, **more: Any) -> Iterator[Ending]:
+    """Receive the ending of the flow that is called inside the block; `more` as `Ending` takes it."""
+    ending = Ending(outlives_flow=True, stop=stop, **more)
     token = _expected.set(ending)
     try:
         yield ending

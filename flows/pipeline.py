@@ -174,15 +174,16 @@ def run_pipeline(
     debug: bool = False,
     stop: StopRequest | None = None,
     delivers_later: bool = False,
+    on_closing: Callable[[], None] = lambda: None,
 ) -> PipelineResult:
     """Run the flow in this process and return how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
 
     A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
     `raise_for_error` raises it. `stop` ends the run early from another thread, as pruned; with `delivers_later` it does
-    not wait for MLflow at its end. Ctrl-C and SIGTERM pass through, after the workers have been stopped and the MLflow
-    run has been ended.
+    not wait for MLflow at its end; `on_closing` is called once a signal comes too late to stop anything. Ctrl-C and
+    SIGTERM pass through, after the workers have been stopped and the MLflow run has been ended.
     """
-    expected = expect_ending(stop, delivers_later=delivers_later)
+    expected = expect_ending(stop, delivers_later=delivers_later, on_closing=on_closing)
     with expected as ending, masked_api_logs(), quiet_failures(not debug), created_by_this_process():
         try:
             state = pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -118,10 +119,23 @@ class _StageRun:
         try:
             state = plan.stage.load_task()(plan.config, self._context, **self._inputs(plan), return_state=True)
         except BaseException as error:  # Ctrl-C or SIGTERM: what a stage raises by itself comes in its state
+            if (manifest := self._committed_last(plan)) is not None:  # the signal came too late to stop anything
+                seconds = (datetime.now(UTC) - started).total_seconds()
+                self._keep(plan.stage.name, "ran", manifest.reason, seconds, manifest)
+                return
             self._note_failure(plan, error, started)
             self._skip_rest(f"{plan.stage.name} failed")
             raise
         self._note_ends([plan], [state], started)
+
+    def _committed_last(self, plan: StagePlan) -> StageManifest | None:
+        """Return the committed result of a stage after which this command runs no other; None if there is not one."""
+        names = [name for group in self._plan.groups() for name in group if self._plan.is_wanted(name)]
+        if names[-1] != plan.stage.name:
+            return None
+        with contextlib.suppress(TrainflowError, KeyError, TypeError):
+            return look_up(self._context.storage, self._plan.key_of(plan.stage.name, self._manifests))[0]
+        return None
 
     def run_together(self, plans: Sequence[StagePlan]) -> None:
         """Submit stages that need nothing of each other, and wait for all of them, also when one fails."""

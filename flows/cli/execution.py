@@ -55,8 +55,8 @@ def execute(
         out.print(title)
         unchanged = _finish_unchanged(spec, out, debug=debug, **choice)
         with contextlib.nullcontext() if unchanged else engine(out):
-            result = unchanged or run_and_show(spec, out, debug=debug, **choice)
-            stop.too_late = True
+            result = unchanged or run_and_show(spec, out, debug=debug, on_closing=stop.come_too_late, **choice)
+            stop.come_too_late()
             # Inside the block: the engine takes a second to end.
             _show_result(result, place, quiet=quiet, as_json=as_json, limit=spec.limit)
     if result.error is not None:

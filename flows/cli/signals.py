@@ -38,6 +38,10 @@ class Stop:
         self.received: list[int] = []
         self.too_late = False
 
+    def come_too_late(self) -> None:
+        """Let no further signal interrupt what is left."""
+        self.too_late = True
+
 
 @contextlib.contextmanager
 def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:

@@ -7,6 +7,9 @@ import logging
 import os
 import shutil
 import signal
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,10 @@ import pytest
 
 from flows import pipeline as _pipeline
 from flows.cli.signals import stoppable
-from flows.ending import expect_ending
+from flows.ending import Ending, expect_ending
 from flows.results import PipelineResult
 from flows.run_record import RunRecord
+from tasks.stage.manifest import StageManifest
 from tests.support.runs import newest_state, run
 from trainer_lib.errors import Interrupted
 
@@ -42,6 +46,42 @@ def test_a_signal_after_the_last_commit_does_not_undo_the_run(
     assert result.ok
     assert signal.getsignal(number) is before
     assert newest_state() == "Completed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["as the last lease ends", "as the last task ends", "as the flow has ended"])
+def test_a_signal_at_the_very_end_does_not_undo_the_run(
+    folder: Path, number: int, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(folder / "store" / "stages" / "push-to-hub")
+
+    def signal_once(owner: type, name: str, is_last: Callable[[Any], bool]) -> None:
+        method = getattr(owner, name)
+        sent: list[int] = []
+
+        def signalled(self: Any, *args: Any, **options: Any) -> Any:
+            if not sent and is_last(self):
+                sent.append(number)
+                os.kill(os.getpid(), number)
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, signalled)
+
+    if moment == "as the last lease ends":
+        committed = partial(folder.glob, "store/stages/push-to-hub/*/COMMIT.json")
+        signal_once(threading.Thread, "join", lambda each: "-lease-" in each.name and any(committed()))
+    elif moment == "as the last task ends":
+        signal_once(StageManifest, "store", lambda manifest: manifest.stage == "push-to-hub")
+    else:
+        monkeypatch.setattr(Ending, "restore", lambda ending: os.kill(os.getpid(), number))
+    with stoppable(lambda _: None, remedy="") as stop:
+        result = run(folder, on_closing=stop.come_too_late)
+    assert result.ok
+    assert [outcome.status for outcome in result.stages][-1] == "ran"
+    assert newest_state() == "Completed"
+    assert [*folder.glob("store/stages/push-to-hub/*/lease/*.released")]
+    [record] = folder.glob("store/runs/*/run.json")
+    assert json.loads(record.read_text())["status"] == "FINISHED"
 
 
 def test_a_signal_before_the_last_commit_stops_the_run() -> None:

@@ -117,7 +117,7 @@ class Lease:
         self.lost = False
         self._folder = folder
         self._holder = holder
-        self._stop = threading.Event()
+        self._stop, self._is_over = threading.Event(), False
         self._beat()
         self._thread = threading.Thread(target=self._keep_beating, name=f"trainflow-lease-{epoch}", daemon=True)
         self._thread.start()
@@ -128,7 +128,11 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        try:
+            self.release()
+        except BaseException:  # a signal: what it interrupted is done all the same
+            self.release()
+            raise
 
     def ensure_held(self) -> None:
         """Raise unless the folder is still ours; call it right before a commit.
@@ -153,7 +157,7 @@ class Lease:
 
     def release(self) -> None:
         """Stop the beat and let other processes in; never raises, because it runs while an error propagates."""
-        if self._stop.is_set():
+        if self._is_over:
             return
         self._stop.set()
         self._thread.join()
@@ -166,6 +170,7 @@ class Lease:
         except StorageError as error:
             _LOG.warning("A lease could not be released; it expires by itself: %s", error)
             _forget(self._folder, self.epoch, self._holder)
+        self._is_over = True
 
     def remove(self) -> None:
         """End the lease and remove every trace of it: for the holder that has removed the folder itself.
@@ -176,6 +181,7 @@ class Lease:
         if self._stop.is_set():
             return
         self._stop.set()
+        self._is_over = True
         self._thread.join()
         if self.lost or not self._is_ours():
             return  # another process has taken over, which may be making the folder again
@@ -313,7 +319,7 @@ def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
         raise
     with contextlib.suppress(StorageError):
         for old in folder.children():
-            if 0 < _epoch(old) < epoch:
+            if 0 < _epoch(old) < epoch or old.endswith(".tmp"):  # a draft of a process that was killed
                 folder.delete(old)
     return lease
 

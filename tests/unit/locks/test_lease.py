@@ -177,3 +177,10 @@ def test_a_process_that_has_ended_and_was_not_waited_for_is_gone() -> None:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert holder.is_gone()
+
+
+def test_drafts_of_killed_processes_go_with_the_next_holder(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.write_bytes("lease/.00000001.json.0123456789abcdef.tmp", b"half")
+    with acquire_lease(store) or pytest.fail("it is free"):
+        assert not [name for name in store.child("lease").children() if name.endswith(".tmp")]
