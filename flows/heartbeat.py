@@ -111,6 +111,8 @@ def beating(
     with Store.open(plan.spec.storage).pinned(), subscribe(heart.listen):
         # Also for a run that changes nothing: what it finds committed must not be cleaned up under it.
         leave_mark(folder, f"{ALIVE}/{heart.id}.json", heart.write)
+        for place in (folder, folder.child(ALIVE)):
+            _remove_drafts(place)
         heart.start()
         try:
             yield
@@ -148,6 +150,15 @@ def remove_sign(folder: Store, sign: Sign) -> None:
     """Remove the sign of a process that is dead."""
     for suffix in (".beat", ".json"):
         folder.child(ALIVE).delete(sign.id + suffix)
+    _remove_drafts(folder.child(ALIVE))
+
+
+def _remove_drafts(folder: Store) -> None:
+    """Remove what killed processes left half written. A writer whose draft is removed writes it again."""
+    with contextlib.suppress(StorageError):
+        for name in folder.children():
+            if name.startswith(".") and name.endswith(".tmp"):
+                folder.delete(name)
 
 
 class _Heart:

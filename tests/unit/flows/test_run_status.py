@@ -161,3 +161,14 @@ def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None
         wait_until(lambda: [sign.progress for sign in heartbeat.read_signs(here)] == ["waits for GPU 0"], 5)
     finally:
         heart.stop()
+
+
+def test_drafts_that_killed_processes_left_go_with_the_sign_of_one(tmp_path: Path) -> None:
+    record(tmp_path, "a", "RUNNING")
+    beat = sign(tmp_path, "a", GONE)
+    for draft in (".one.beat.0123456789abcdef.tmp", ".another.json.0123456789abcdef.tmp"):
+        (beat.parent / draft).write_bytes(b"half")
+    folder = Store.open(tmp_path / "runs" / "a")
+    [dead] = heartbeat.read_signs(folder)
+    heartbeat.remove_sign(folder, dead)
+    assert [*beat.parent.iterdir()] == []
