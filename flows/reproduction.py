@@ -37,6 +37,7 @@ _COMPARED = {"train": "model/", "predict": "predictions/"}
 """Stage -> where its files lie that are compared."""
 _FILES = (".safetensors", ".parquet")
 _CPU = "CPU"
+_MARK = "reproduces"  # a file of the second run's storage: the id of the first run
 
 Verdict = Literal["same bytes", "same numbers", "different"]
 RunPipeline = Callable[..., PipelineResult]
@@ -284,20 +285,26 @@ class Reproduction:
 
 
 @contextlib.contextmanager
-def open_scratch(to: str | None) -> Iterator[str]:
-    """The storage of a second run: an empty folder that stays, or a temporary one.
+def open_scratch(to: str | None, run: str) -> Iterator[str]:
+    """The storage of a second run: a folder that stays, or a temporary one.
+
+    Args:
+        to: an empty folder, or one that an interrupted reproduction of this run has left.
+        run: the id of the first run.
 
     Raises:
-        ConfigError: the folder is not empty, or cannot be written.
+        ConfigError: the folder has something else in it, or cannot be written.
     """
     if to is None:
         with tempfile.TemporaryDirectory(prefix="trainflow-reproduction-", ignore_cleanup_errors=True) as folder:
             yield folder
         return
     store = Store.open(to, field="--to")
-    if store.children():
+    left = store.read_if_exists(_MARK, limit=100)
+    if store.children() and left != run.encode():
         raise ConfigError("The folder is not empty.", field="--to", value=to, remedy="Name a new folder.")
     store.ensure_writable(field="--to")
+    store.write_bytes(_MARK, run.encode())
     yield store.url
 
 

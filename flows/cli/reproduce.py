@@ -57,7 +57,8 @@ def reproduce(
     from flows.reproduction import Question, Reproduction, open_scratch
 
     out = terminal.console(stderr=as_json, quiet=quiet)
-    with stoppable(out.print, remedy="Nothing of the run was changed; run it again."), open_scratch(to) as place:
+    run = chain.address if chain.run is None else chain.run.id
+    with stoppable(out.print, remedy="Nothing of the run was changed; run it again."), open_scratch(to, run) as place:
         asked = Question(to=place, tolerance=tolerance, other_data=other_data)
         job = Reproduction(chain, asked, lambda text: out.print(Text(text)))
         with engine(out):

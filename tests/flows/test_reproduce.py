@@ -129,11 +129,20 @@ def test_what_cannot_be_repeated_is_bad_input(folder: Path, tmp_path: Path) -> N
         Reproduction(find_chain(str(copy)), Question(str(tmp_path / "again")), lambda text: None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(ConfigError, match="not empty"), open_scratch(str(tmp_path / "full")):
+    with pytest.raises(ConfigError, match="not empty"), open_scratch(str(tmp_path / "full"), "run"):
         pass
-    with open_scratch(None) as place:
+    with open_scratch(None, "run") as place:
         assert Path(place).is_dir()
     assert not Path(place).exists()
+
+
+def test_a_second_run_that_was_killed_goes_on_in_its_folder_and_another_run_does_not(tmp_path: Path) -> None:
+    with open_scratch(str(tmp_path / "again"), "first") as place:
+        (Path(place) / "stages").mkdir()
+    with open_scratch(str(tmp_path / "again"), "first") as place:
+        assert (Path(place) / "stages").is_dir()
+    with pytest.raises(ConfigError, match="not empty"), open_scratch(str(tmp_path / "again"), "another"):
+        pass
 
 
 def test_differences_are_relative_to_the_largest_value() -> None:
