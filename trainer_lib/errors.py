@@ -40,7 +40,9 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 import traceback as _traceback
+from pathlib import Path
 from typing import Any, ClassVar
 
 from trainer_lib.secrets import MASK, is_secret, mask
@@ -348,7 +350,21 @@ def from_exception(error: BaseException, *, rank: int | None = None, step: int |
         left = _free_bytes(error)
         message = f"No space left: {text}" if left is None else f"No space left, {left:,} bytes are free: {text}"
         return StorageFullError(message, remedy="Free space, or choose another storage.", **where)
-    return CodeError(f"{type(error).__name__}: {text}", **where)
+    return without_temporary_folder(error) or CodeError(f"{type(error).__name__}: {text}", **where)
+
+
+def without_temporary_folder(error: BaseException) -> StorageError | None:
+    """Return the typed failure for a folder of temporary files that is not there (any more); None for another one."""
+    if not isinstance(error, FileNotFoundError):
+        return None
+    place = os.environ.get("TMPDIR", "")
+    if "No usable temporary directory" not in str(error):
+        place = tempfile.gettempdir()
+        if Path(place).is_dir() or not str(error.filename).startswith(place):
+            return None
+    message = "The folder for temporary files was removed, or cannot be written."
+    remedy = "Make it again, or set TMPDIR to another folder; the same command continues."
+    return StorageError(message, field="TMPDIR", value=place, remedy=remedy)
 
 
 def is_full_disk(error: BaseException) -> bool:

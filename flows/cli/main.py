@@ -32,6 +32,7 @@ from trainer_lib.errors import (
     Interrupted,
     Preempted,
     TrainflowError,
+    without_temporary_folder,
 )
 
 # The commands of other files, in the order of `trainflow --help`, after those of this one. Each is imported when it is
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug, as_json = "--debug" in given, "--json" in given
     try:
         wanted = next((word for word in given if not word.startswith("-")), None)
-        usage_errors.call(application(wanted), given)
+        with _typed():
+            usage_errors.call(application(wanted), given)
     except TrainflowError as error:
         if as_json:
             _print_failure({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
@@ -123,6 +125,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             _print_failure({"ok": False, "exit_code": 1, "error": record})
         terminal.show(presentation.unexpected(error, details, debug=debug), stderr=True)
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def _typed() -> Iterator[None]:
+    """Give an error of the machine, of which any code may be the victim, its type."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        failure = without_temporary_folder(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def _print_failure(record: dict[str, Any]) -> None:

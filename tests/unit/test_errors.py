@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from trainer_lib.distributed import SingleProcess
-from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    DataError,
+    StorageError,
+    TrainflowError,
+    first_line,
+    from_exception,
+)
 from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_memory
 
 
@@ -35,3 +46,17 @@ def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> No
 
     with pytest.raises(MemoryRanOut, match="CUDA out of memory"):
         call_within_memory(SingleProcess(), work)
+
+
+def test_a_folder_for_temporary_files_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
+    with pytest.raises(FileNotFoundError) as missing:
+        tempfile.mkdtemp()
+    failure = from_exception(missing.value)
+    assert isinstance(failure, StorageError)
+    assert (failure.field, failure.value) == ("TMPDIR", str(tmp_path / "removed"))
+    with pytest.raises(FileNotFoundError) as another:
+        (tmp_path / "data.csv").read_text()
+    assert isinstance(from_exception(another.value), CodeError)
