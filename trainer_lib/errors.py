@@ -86,9 +86,9 @@ class TrainflowError(Exception):
         message = mask(message)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = None if field is None else mask(field)
         self.value = None if value is None else _shown(value, field or "")
-        self.remedy = remedy
+        self.remedy = None if remedy is None else mask(remedy)
         self.rank = rank
         self.step = step
         self.details = None if details is None else mask(details)

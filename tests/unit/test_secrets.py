@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from urllib.parse import quote
 
 import pytest
 
@@ -10,6 +12,7 @@ from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.secrets import (
     holds_password_in_url,
     holds_secret,
+    holds_token,
     is_secret_name,
     mask,
     mask_value,
@@ -170,3 +173,213 @@ def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back
     assert mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"
     assert mask("correct-horse-77") == "***"
     assert mask("no file /etc/keys/gcp1.json") == "no file /etc/keys/gcp1.json"
+
+
+_MIX = "a1B2c3D4e5F6g7H8i9J0" * 5
+_HEX = "0123456789abcdef" * 5
+# Vendor -> the parts of a token, which no scanner of this file takes for a real one.
+TOKENS = {
+    "Stripe": ("sk", "_live_", _MIX[:24]),
+    "Stripe, restricted": ("rk", "_test_", _MIX[:24]),
+    "Stripe, webhook": ("wh", "sec_", _MIX[:32]),
+    "SendGrid": ("SG", ".", _MIX[:22], ".", _MIX[:43]),
+    "npm": ("np", "m_", _MIX[:36]),
+    "Docker": ("dckr", "_pat_", _MIX[:27]),
+    "DigitalOcean": ("dop", "_v1_", _HEX[:64]),
+    "Vault": ("hv", "s.", _MIX[:24]),
+    "Twilio": ("S", "K", _HEX[:32]),
+    "Telegram": ("123456", "7890:", "AA", _MIX[:33]),
+    "Telegram, in an address": ("https://api.telegram.org/bot", "123456", "789:", "AA", _MIX[:33], "/sendMessage"),
+    "Slack, webhook": ("https://hooks.", "slack.com/services/", "T00000000/B00000000/", _MIX[:24]),
+    "Slack, app": ("xa", "pp-1-A0-", _MIX[:40]),
+    "Discord": ("https://", "discord.com/api/webhooks/", "12345678901/", _MIX[:60]),
+    "Teams": ("https://acme.", "webhook.office.com/webhookb2/", _HEX[:40]),
+    "Databricks": ("da", "pi", _HEX[:32]),
+    "Prefect": ("pn", "u_", _MIX[:36]),
+    "Groq": ("gs", "k_", _MIX[:52]),
+    "Replicate": ("r", "8_", _MIX[:37]),
+    "Atlassian": ("AT", "ATT3", _MIX[:60]),
+    "Google, client": ("GOC", "SPX-", _MIX[:28]),
+    "Azure, application": ("abc", "8Q", "~", _MIX[:34]),
+    "Terraform": (_MIX[:14], ".atlas", "v1.", _MIX[:60]),
+    "Grafana": ("gl", "sa_", _MIX[:32], "_", _HEX[:8]),
+    "New Relic": ("NR", "AK-", _MIX[:27].upper()),
+    "Mailgun": ("ke", "y-", _HEX[:32]),
+    "Mailchimp": (_HEX[:32], "-u", "s12"),
+    "Shopify": ("shp", "at_", _HEX[:32]),
+    "Sentry": ("sntr", "ys_", _MIX[:50]),
+    "Linear": ("lin_", "api_", _MIX[:40]),
+    "Figma": ("fig", "d_", _MIX[:40]),
+}
+
+
+@pytest.mark.parametrize("vendor", TOKENS)
+@pytest.mark.parametrize("around", ["{}", "see {}.", "{{'a': '{}'}}", "x={}, y", "a\n{}\nb"])
+def test_tokens_of_many_vendors_are_found_by_their_forms(vendor: str, around: str) -> None:
+    secret = TOKENS[vendor][-1] if "sendMessage" not in TOKENS[vendor][-1] else TOKENS[vendor][-2]
+    text = around.format("".join(TOKENS[vendor]))
+    assert holds_secret(text) and holds_token(text)
+    assert secret not in mask(text)
+    assert mask(mask(text)) == mask(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "secret"),
+    [
+        ("Authorization: Basic {}", "bWU6cHc="),
+        ("{{'Authorization': 'Basic {}'}}", "dXNlcjpwYXNz"),
+        ("Proxy-Authorization: Basic {}", "dXNlcjpwYXNz"),
+        ("Authorization: Digest {}", "secretvalue"),
+        ("sent Basic {} to it", "dXNlcjpwYXNzd29yZDEy"),
+        ("mysql -u root -p{} db", "hunter"),
+        ("mysqldump --host=h -p{}", "hunter22"),
+        ("mariadb -p{}", "hunter22"),
+        ("SSHPASS={} ssh host", "hunter"),
+        ("sshpass -p {} ssh host", "hunter"),
+        ("REDISCLI_AUTH={} redis-cli", "hunter"),
+        ("redis-cli -h host -a {} ping", "hunter22"),
+        ("curl -u me:{} https://h", "hunter22"),
+        ("curl --user me:{} https://h", "hunter22"),
+        ("psql --password={}", "hunter22"),
+        ("tool --api-key {} run", "hunter22"),
+        ("['--hub_token', '{}']", "hunter22hunter"),
+        ("machine h login me password {}", "hunter"),
+        ('{{"password": "{}"}}', "hunter"),
+        ("{{'db_password': '{}'}}", "hunter"),
+        ("https://me:{}@host/x", "hunter"),
+        ("redis://:{}@host:6379/0", "hunter"),
+        ("amqp://me:{}@host", "p%40ss"),
+    ],
+)
+def test_passwords_in_headers_and_commands_are_masked(form: str, secret: str) -> None:
+    text = form.format(secret)
+    assert holds_secret(text)
+    assert secret not in mask(text)
+    assert mask(mask(text)) == mask(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "mysql --port=3306 --protocol tcp",
+            "mkdir -p folder",
+            "pass -p for plain output",
+            "the basic tutorial of it",
+        ),
+        *(
+            "basic internationalization",
+            "--max_token 512",
+            "--pad-token=0",
+            "--password is required",
+            "Basic auth is off",
+        ),
+        *("npm_config_cache", "SG.1", "key-value", "hvs.", "dop_v1_", "12:30:45", "1732580000:eval", "sk_live", "dapi"),
+        *(
+            "https://hooks.slack.com/",
+            "https://discord.com/channels/1/2",
+            "whsec",
+            "glsa",
+            "AGE-SECRET",
+            "login the password",
+        ),
+        *('{"pad_token": "<pad>"}', "checkpoint-100", "a" * 64, _HEX[:32], f"sha256:{_HEX[:64]}", "curl -u https://h"),
+        *("12345678-1234-1234-1234-123456789abc", "git@github.com:org/repo", "PWD=", "tokenizer --token_ids 5"),
+    ],
+)
+def test_what_only_resembles_a_token_or_a_password_stays(text: str) -> None:
+    assert not holds_secret(text)
+    assert mask(text) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("SSHPASS", "hunter2"),
+            ("REDISCLI_AUTH", "hunter2hunter"),
+            ("MYSQL_PWD", "p@ss word"),
+            ("FTP_PASS", "abc!defgh"),
+        ),
+        *(
+            ("DB_PASSWORD_PROD", "hunter22"),
+            ("SENTRY_DSN", "https://abc@o1.h/2"),
+            ("GH_PAT", "hunter-22"),
+            ("X_SAS", "a=b&c=defg"),
+        ),
+        *(("TEAM_WEBHOOK_URL", "https://h.example/T0/B0"), ("AZURE_CONNECTION_STRING", "A=b;C=defghi")),
+        *(("AWS_SECRET_ACCESS_KEY", "/abc/def+ghij"), ("MY_TOKEN_2", "hunter22"), ("APP_SECRET", "HunterHunter")),
+        *(("VAULT_PASSPHRASE", "correcthorsebatterystaple"), ("PREFECT_SERVER_API_AUTH_STRING", "me:hunter")),
+    ],
+)
+def test_the_value_of_every_variable_that_says_so_is_masked(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    for form in (value, quote(value, safe=""), f"<{value}>"):
+        assert value not in mask(f"it sent {form} there") and quote(value, safe="") not in mask(f"it sent {form} there")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("PWD", "/home/me/project7"),
+            ("OLDPWD", "/home/me/project7"),
+            ("SSH_AUTH_SOCK", "/tmp/agent.7"),
+            ("TERM", "xterm-256"),
+        ),
+        *(("APP_AUTH", "disabled"), ("MAX_TOKEN", "12345678"), ("PYTHONPATH", "/a/b/c/d7"), ("DB_PASS", "1234")),
+    ],
+)
+def test_the_value_of_another_variable_stays(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert mask(f"in {value} now") == f"in {value} now"
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(
+            "a",
+            "-",
+            "a_",
+            "mysql -",
+            "curl -u a",
+            "eyJ-aaaaaaaa",
+            "://a:",
+            "-----BEGIN A ",
+            "password",
+            "login a password",
+        ),
+        *(
+            "Authorization: ",
+            "--token ",
+            "'password': '",
+            "SG.aaaaaaaaaaaaaaaa",
+            "1234567890:",
+            "?a=",
+            '"',
+            "basic ",
+            "0123abcd-us",
+        ),
+    ],
+)
+def test_masking_takes_linear_time(unit: str) -> None:
+    def seconds(size: int) -> float:
+        text = unit * (size // len(unit))
+        return min(_timed(text) for _ in range(3))
+
+    assert seconds(80_000) < 12 * seconds(20_000) + 0.05  # four times the text; sixteen times would be quadratic
+
+
+def _timed(text: str) -> float:
+    start = time.process_time()
+    mask(text)
+    return time.process_time() - start
+
+
+def test_an_error_masks_its_field_and_its_remedy() -> None:
+    place = "s3://me:" + "hunter22" + "@bucket"
+    error = StorageError("It is gone.", field=place, remedy=f"Look at {place}.")
+    assert "hunter" not in str(error) + json.dumps(error.to_record())

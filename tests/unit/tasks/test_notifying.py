@@ -16,12 +16,18 @@ from trainer_lib.errors import CodeError, ConfigError, Interrupted, Pruned
 SECRET = "json://user:hunter2-secret@127.0.0.1:9/hook"
 
 
-@pytest.mark.parametrize("place", ["slack://a/b/c", "https://hooks.slack.com/x", "team_chat", "block:slack", "9LIVES"])
-def test_an_address_in_a_spec_is_refused(place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["slack://a/b/c", "https://hooks.slack.com/x", "team_chat", "block:teamchat", "9LIVES"]
+)
+@pytest.mark.parametrize("form", ["a list", "a text", "a mapping", "the section"])
+def test_an_address_in_a_spec_is_refused_and_not_repeated(place: str, form: str) -> None:
+    to = {"a list": [place], "a text": place, "a mapping": {place: place}, "the section": None}[form]
     with pytest.raises(ConfigError) as caught:
-        parse_spec({"name": "toy", "recipe": "recipe.py", "notify": {"to": [place]}})
-    assert "notify.to" in str(caught.value)
-    assert "TEAM_CHAT" in str(caught.value.remedy)
+        parse_spec({"name": "toy", "recipe": "recipe.py", "notify": place if to is None else {"to": to}})
+    assert "notify" in str(caught.value)
+    assert place not in str(caught.value) + str(caught.value.to_record())
+    if form in ("a list", "a text"):
+        assert "TEAM_CHAT" in str(caught.value.remedy)
 
 
 def test_a_variable_that_is_not_set_or_holds_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
