@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,7 +70,7 @@ def collect_garbage(
     if as_json:
         _print(chosen.storage, garbage, removed, deleted=delete)
     elif not delete:
-        terminal.show(_found(garbage, bare=bare))
+        terminal.show(_found(garbage, bare=bare, again=_same_words()))
     elif not bare:
         terminal.show(_rest(garbage, removed))
 
@@ -94,7 +96,12 @@ def _line(item: Item, verb: str) -> Text:
     return Text(f"{verb}  {item.kind}  {shown(item.store.url)}  {describe_bytes(item.bytes)}  {item.why}")
 
 
-def _found(garbage: Garbage, *, bare: bool) -> list[Text]:
+def _same_words() -> str:
+    """This command with --delete: without its other words, it would remove something else."""
+    return shlex.join(["trainflow", *sys.argv[1:], "--delete"])
+
+
+def _found(garbage: Garbage, *, bare: bool, again: str) -> list[Text]:
     lines: list[Text] = []
     if garbage.items:
         rows = [("what", "size", "where", "why")]
@@ -105,11 +112,7 @@ def _found(garbage: Garbage, *, bare: bool) -> list[Text]:
     lines += _in_use(garbage)
     if garbage.obstacle is not None:
         lines.append(Text(f"warning: {garbage.obstacle.message} {garbage.obstacle.remedy}", "yellow"))
-    total = (
-        f"{describe_bytes(garbage.bytes)} would be freed: trainflow gc --delete."
-        if garbage.items
-        else "Nothing can go."
-    )
+    total = f"{describe_bytes(garbage.bytes)} would be freed: {again}" if garbage.items else "Nothing can go."
     return [*lines, Text(total, "bold")]
 
 

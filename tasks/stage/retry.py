@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.errors import (
     DamagedError,
     HangError,
+    Interrupted,
     OutOfMemoryError,
     Preempted,
     PreemptedByNotice,
@@ -98,7 +99,8 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
     if isinstance(error, PreemptedByNotice):
         return Decision(False, "this machine is about to be taken away: the same command continues")
     if not isinstance(error, TrainflowError) or not error.retryable:
-        return Decision(False, "a retry cannot help")
+        is_stopped = isinstance(error, Interrupted) or not isinstance(error, Exception)
+        return Decision(False, "stopped: the same command continues" if is_stopped else "a retry cannot help")
     if isinstance(error, Preempted):
         return Decision(True, "preempted: tried again, free of charge")
     if isinstance(error, OutOfMemoryError):

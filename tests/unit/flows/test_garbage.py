@@ -99,6 +99,21 @@ def test_a_tagged_run_stays(tmp_path: Path) -> None:
     assert committed(storage) == folders(storage, ids[0], ids[3])
 
 
+def test_the_command_that_is_named_removes_what_was_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    storage = str(tmp_path)
+    ids = nightly(storage, 3)
+    monkeypatch.setattr(cleaning, "quiet_environment", lambda: None)
+    words = ["gc", "--storage", storage, "--keep", "1", "--skip-registry"]
+    monkeypatch.setattr("sys.argv", ["trainflow", *words])
+    cli.application()(words, standalone_mode=False)
+    command = capsys.readouterr().out.replace("\n", "").partition("would be freed: trainflow ")[2].split()
+    assert command == [*words, "--delete"]
+    cli.application()(command, standalone_mode=False)
+    assert committed(storage) == folders(storage, ids[2])
+
+
 def database(path: Path, **version: str) -> None:
     with closing(sqlite3.connect(path)) as made:
         made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")

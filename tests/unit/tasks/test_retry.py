@@ -14,6 +14,7 @@ from tasks.stage import retry as _retry
 from tasks.stage.retry import (
     DELAYS_S,
     OUTAGE_TRIES,
+    Decision,
     Ledger,
     Past,
     attach_decision,
@@ -48,6 +49,12 @@ def test_a_retry_is_made_only_where_the_error_says_it_is_worth_it(cls: type[erro
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), ValueError("a bug")])
 def test_what_is_not_typed_is_never_retried(error: BaseException) -> None:
     assert not decide(error, retries=3, past=Past(used=0), can_halve=True).retry
+
+
+def test_who_stops_a_stage_reads_that_the_same_command_continues() -> None:
+    for error in (KeyboardInterrupt(), errors.Interrupted("Ctrl-C")):
+        decision = decide(error, retries=3, past=Past(used=0), can_halve=True)
+        assert decision == Decision(False, "stopped: the same command continues")
 
 
 def test_the_budget_ends(tmp_path: Path) -> None:
