@@ -6,6 +6,7 @@ A source that is gone is not an error of the code: `vanished_source` recognizes 
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
 import re
 import traceback
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trainer_lib.errors import CodeError, DataError, TrainflowError, first_line, from_exception
+from trainer_lib.errors import CodeError, DataError, MissingExtraError, TrainflowError, first_line, from_exception
 
 OURS = ("flows", "tasks", "trainer_lib")
 
@@ -23,7 +24,7 @@ def user_error(error: BaseException, root: Path) -> TrainflowError:
     if isinstance(error, SystemExit):
         typed: TrainflowError = CodeError(f"The recipe ended the process with sys.exit({error.code!r}).")
     else:
-        typed = from_exception(error)
+        typed = _missing_extra(error) or from_exception(error)
     if _FROM_DATA_WORKER.match(typed.message):
         # The last line is the error, the rest the worker's traceback.
         typed.message, typed.details = typed.message.strip().splitlines()[-1], typed.message
@@ -38,6 +39,18 @@ def user_error(error: BaseException, root: Path) -> TrainflowError:
     else:
         typed.remedy = "The error was not raised in the recipe's own code; --debug shows where."
     return typed
+
+
+def _missing_extra(error: BaseException) -> MissingExtraError | None:
+    """Our error for a package that is not installed and that an extra of trainflow brings; None for any other."""
+    name = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else None
+    wanted = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name or "", (name or "").replace("_", "-"))
+    for line in importlib.metadata.requires("trainflow") or ():
+        brought = re.match(rf"{re.escape(wanted)}(?![\w.-]).*extra == ['\"]([\w-]+)", line, re.IGNORECASE)
+        if wanted and brought:
+            what = f"The recipe imports {name}, which is not installed."
+            return MissingExtraError(what, extra=brought[1], field="recipe")
+    return None
 
 
 # torch re-raises the error of a data worker with the traceback inside the message.
