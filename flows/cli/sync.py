@@ -20,7 +20,7 @@ from trainer_lib.errors import StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import shorten
-from trainer_lib.trackers.waiting import count_waiting
+from trainer_lib.trackers.waiting import Waiting, count_waiting, drop_waiting
 
 _SAY_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.2  # while another process delivers
@@ -32,6 +32,9 @@ def sync(
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="A storage root, or the output_dir of a Trainer, instead.")
     ] = None,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Remove what waits, for a server that will never answer (a wrong address).")
+    ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -43,10 +46,15 @@ def sync(
     found = {root: waiting for root in spool_dirs(place) if (waiting := count_waiting(root)) is not None}
     with stoppable(out.print, remedy="The same command delivers the rest."):
         for root in found:
-            _deliver(root, tracking_uri(config, place), out)
+            if drop:
+                _drop(root)
+            else:
+                _deliver(root, tracking_uri(config, place), out)
     waited = [str(waiting) for waiting in found.values()]
     if as_json:
-        print_json({"ok": True, "exit_code": 0, "delivered": waited})
+        print_json({"ok": True, "exit_code": 0, "dropped" if drop else "delivered": waited})
+    elif drop and waited:
+        terminal.console(quiet=quiet).print(f"Dropped: {', '.join(waited)}.")
     else:
         terminal.console(quiet=quiet).print(
             f"MLflow has everything: {', '.join(waited)} delivered." if waited else "Nothing waits."
@@ -72,7 +80,7 @@ def _deliver(root: Path, uri: str, out: Console) -> None:
     thread = threading.Thread(target=work, name="sync", daemon=True)  # Ctrl-C does not wait for a request
     thread.start()
     while thread.is_alive():
-        out.print(f"{count_waiting(root)} -> {mask(uri)}")
+        out.print(f"{waiting} -> {_servers(waiting, uri)}" if (waiting := count_waiting(root)) else "")
         thread.join(_SAY_EVERY_S)
     waiting = count_waiting(root)
     if waiting is None and not failures:
@@ -81,6 +89,17 @@ def _deliver(root: Path, uri: str, out: Console) -> None:
     raise StorageError(
         f"{waiting} still waits for MLflow in {root}: {reason}",
         field="tracking",
-        value=mask(uri),
-        remedy="Run the same command again when the server answers.",
+        value=_servers(waiting, uri),
+        remedy="Run the same command again when the server answers, or drop what waits: trainflow sync --drop.",
     )
+
+
+def _servers(waiting: Waiting | None, uri: str) -> str:
+    """The servers that a spool waits for, which may be others than that of the spec by now."""
+    return mask(", ".join(waiting.servers) if waiting is not None and waiting.servers else uri)
+
+
+def _drop(root: Path) -> None:
+    if not drop_waiting(root):
+        what = "Another process delivers what waits."
+        raise StorageError(what, field="tracking", value=str(root), remedy="Wait until it has ended.")

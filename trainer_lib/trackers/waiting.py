@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_lib.trackers.spool import Session
+from trainer_lib.trackers.spool import Session, sole_delivery
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class Waiting:
         root: the spool.
         runs: how many runs it belongs to.
         points, files: how many points of metrics and how many files; the end of a run is neither.
+        servers: the addresses that they wait for, as the commands that logged them had them.
     """
 
     root: Path
     runs: int
     points: int
     files: int
+    servers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
@@ -42,4 +44,14 @@ def count_waiting(root: Path) -> Waiting | None:
         for record, _ in session.read(session.state.files_offset):
             files += bool(record.keys() & {"file", "model"})
     runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
-    return Waiting(root, len(runs), points, files) if sessions else None
+    servers = {str(session.head.get("tracking_uri")) for session in sessions}
+    return Waiting(root, len(runs), points, files, tuple(sorted(servers))) if sessions else None
+
+
+def drop_waiting(root: Path) -> bool:
+    """Remove the sessions that are over, for servers that never answer; False while another process delivers them."""
+    with sole_delivery(root) as is_ours:
+        for session in Session.stored(root) if is_ours else ():
+            if session.over:
+                session.remove()
+        return is_ours

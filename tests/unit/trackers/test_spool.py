@@ -20,7 +20,7 @@ from tests.support.repository import ROOT
 from trainer_lib.storage import Store
 from trainer_lib.trackers.line_file import LineFile
 from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
-from trainer_lib.trackers.waiting import count_waiting
+from trainer_lib.trackers.waiting import count_waiting, drop_waiting
 
 FULL = r"No space left|File too large"
 HEAD = {"tracking_uri": "http://127.0.0.1:9", "token": "t"}
@@ -127,9 +127,15 @@ def test_a_session_is_over_once_its_process_has_closed_it_or_is_gone(tmp_path: P
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "[False, False]\n")
     assert [each.over for each in Session.stored(tmp_path)] == [False, True]
-    assert str(count_waiting(tmp_path)) == "1 run (1 point)"
+    assert str(waiting := count_waiting(tmp_path)) == "1 run (1 point)"
+    assert waiting is not None
+    assert len(waiting.servers) == 1, "those of the sessions, whatever a spec says by now"
     session.close()
     assert [each.over for each in Session.stored(tmp_path)] == [True, True]
+    with sole_delivery(tmp_path):
+        assert not drop_waiting(tmp_path)
+    assert drop_waiting(tmp_path)
+    assert count_waiting(tmp_path) is None
 
 
 def test_one_thread_or_process_delivers_at_a_time(tmp_path: Path) -> None:
