@@ -47,7 +47,7 @@ def follow(
     out = terminal.console(stderr=as_json, quiet=quiet)
     again = shlex.join(["trainflow", *sys.argv[1:]])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
-        parsed = load_spec(*choose_spec_file(spec, overrides), Resolver())
+        parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
         with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
             done = follow_training(
                 parsed,

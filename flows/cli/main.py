@@ -192,7 +192,7 @@ def run(
     """
     quiet_environment()
     spec, overrides = choose_spec_file(spec, [*(overrides or []), *([] if limit is None else [f"limit={limit}"])])
-    parsed = load_spec(spec, overrides, Resolver())
+    parsed = load_spec(spec, overrides, Resolver(), needs_sweep=False)
     if (follower := follower_config(parsed)) is not None:
         # It starts no engine and writes no record.
         follow_leader(follower, terminal.console(stderr=as_json, quiet=quiet))
@@ -248,7 +248,9 @@ def why(
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     from flows.plan import Plan
 
-    plan = Plan.of(load_spec(*choose_spec_file(spec, overrides), Resolver()), start=start, from_run=from_run)
+    plan = Plan.of(
+        load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False), start=start, from_run=from_run
+    )
     plan.require_committed()
     reasons, warnings = list(plan.reasons.values()), [each for found in plan.warnings.values() for each in found]
     if as_json:

@@ -30,7 +30,7 @@ def plan(
 
     The exit code is 2 if something cannot work.
     """
-    parsed = load_spec(*choose_spec_file(spec, overrides), Resolver())
+    parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
     from flows.full_plan import plan_in_full
     from flows.plan import Plan
 

@@ -37,7 +37,7 @@ def prove_resume(
     The proof has a storage of its own; it leaves the pipeline's storage, MLflow and hubs alone.
     """
     quiet_environment()
-    parsed = load_spec(*choose_spec_file(spec, overrides))
+    parsed = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from flows.prove_resume import Question, describe_record, prove, write_record
 

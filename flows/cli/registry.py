@@ -110,7 +110,7 @@ def _require_gates(client: Any, name: str, version: str, spec: Path | None, stor
 
     tags = mlflow_registry.read_run_tags(client, name, version)
     chosen, words, _ = choose_spec_or_storage(spec, None, storage)
-    parsed = None if chosen is None else load_spec(chosen, words)
+    parsed = None if chosen is None else load_spec(chosen, words, needs_sweep=False)
     key, recorded = tags.get(EVALUATE_TAG), tags.get(GATE_TAG)
     evaluation = None if parsed is None or key is None else look_up_in(parsed.storage, "evaluate", key)
     try:

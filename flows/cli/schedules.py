@@ -125,4 +125,4 @@ def watch(
 def _read(spec: Path | None, overrides: list[str] | None) -> PipelineSpec:
     """Read the spec, before Prefect is imported."""
     quiet_environment()
-    return load_spec(*choose_spec_file(spec, overrides))
+    return load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)

@@ -70,7 +70,7 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     """
     spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
-        return _recorded(_place_of(load_spec(spec, overrides)))
+        return _recorded(_place_of(load_spec(spec, overrides, needs_sweep=False)))
     if storage is not None:
         return _recorded(TrackingPlace(default_tracking_uri(Store.open(storage, field="--storage"))))
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
@@ -95,7 +95,7 @@ def find_storage(
     """
     spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
-        parsed = load_spec(spec, overrides)
+        parsed = load_spec(spec, overrides, needs_sweep=False)
         # It need not exist: the first run makes it.
         return parsed.tracking, Store.open(parsed.storage)
     if storage is not None:

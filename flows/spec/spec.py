@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from flows.spec import checks as _checks
 from flows.spec.findings import spec_error
@@ -53,6 +54,8 @@ _PARAMETER_BYTES = 400_000  # Prefect's servers refuse parameters above 512 KiB
 _REFERENCE = {"name", "storage", "spec_file", "sha256"}
 _RESAMPLES = 1000  # for intervals of confidence
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
+
+_log = logging.getLogger(__name__)
 
 
 # Python's abstract classes have a method of this name, for classes; a spec is never registered with one.
@@ -235,13 +238,16 @@ class _Source:
         return error
 
 
-def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None) -> PipelineSpec:
+def load_spec(
+    path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None, *, needs_sweep: bool = True
+) -> PipelineSpec:
     """The spec in a YAML or JSON file, with ``key=value`` overrides (``train.args.learning_rate=1e-3``) applied.
 
     Relative paths in the file start from the file's folder, those in overrides from the working directory.
 
     Args:
         resolver: given by a command that runs the spec at once: the check's results are used again by the run.
+        needs_sweep: False for a command that leaves the section aside: a mistake in it is a warning.
 
     Raises:
         ConfigError: anything wrong with the file, a key, a value, or what they point at. Nothing was started.
@@ -253,6 +259,8 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
     try:
         _checks.refuse_secrets(raw)
         _resolve_paths(raw, path.absolute().parent, source.overridden)
+        if not needs_sweep:
+            _leave_out_wrong_sweep(raw)
         spec = parse_spec(raw)
         # Before the check: accelerate's file may name arguments that are then checked like the spec's own.
         spec = spec.model_copy(update={"train": spec.train.with_launchers_arguments()})
@@ -263,6 +271,14 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), resolver: Resolve
     except ConfigError as error:
         raise source.locate(error) from None
     return spec
+
+
+def _leave_out_wrong_sweep(raw: dict[str, Any]) -> None:
+    try:
+        TypeAdapter(SweepSettings | None).validate_python(raw.get("sweep"))
+    except ValidationError:
+        del raw["sweep"]
+        _log.warning("The section `sweep` has a mistake, which trainflow sweep names; this command leaves it aside.")
 
 
 def storage_of(path: str | Path) -> str:

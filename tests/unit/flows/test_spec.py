@@ -26,6 +26,19 @@ def refused(path: Path, *overrides: str) -> ConfigError:
     return caught.value
 
 
+def test_a_mistake_in_sweep_stops_nothing_that_leaves_it_aside(
+    spec_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = spec_file.read_text()
+    spec_file.write_text(f"{plain}\nsweep: {{space: {{}}, objektive: test_error}}\n")
+    assert load_spec(spec_file, needs_sweep=False).sweep is None
+    assert "trainflow sweep names" in caplog.text
+    assert "objective" in str(refused(spec_file))
+    whole = "{space: {train.args.seed: [1, 2]}, objective: a_b, direction: minimize, trials: 1}"
+    spec_file.write_text(f"{plain}\nsweep: {whole}\n")
+    assert load_spec(spec_file, needs_sweep=False).sweep is not None
+
+
 def test_paths_in_the_file_start_from_its_folder_and_overridden_ones_from_the_working_directory(
     spec_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
