@@ -342,13 +342,18 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
     return Miss(summary(changed), name, tuple(changed)) if changed else None
 
 
+_MUCH_CODE = 20
+
+
 def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     """Whether two keys of a stage belong to one pipeline: they share a recipe's file, or the published name.
 
-    Pipelines may share a storage; another one's run explains nothing.
+    Pipelines may share a storage; another one's run explains nothing, nor does one with mostly other code.
     """
     if "recipe" in ours:
-        return not _files_of(ours).isdisjoint(_files_of(theirs))
+        mine, other = (set(fields.get("recipe") or ()) for fields in (ours, theirs))
+        is_other = len(mine | other) > _MUCH_CODE and 2 * len(mine & other) < len(mine | other)
+        return not is_other and not _files_of(ours).isdisjoint(_files_of(theirs))
     return bool(theirs.get("name") == ours.get("name"))
 
 

@@ -286,3 +286,16 @@ def test_a_result_of_another_schema_is_explained_by_that_alone(tmp_path: Path) -
     found = explain_miss(str(tmp_path), newer)
     assert found.reason == "a newer trainflow keys or writes this stage in another form"
     assert [each.field for each in found.differences] == ["schema"]
+
+
+def test_a_pipeline_with_mostly_other_code_is_another_one_and_explains_nothing(tmp_path: Path) -> None:
+    def key(own: str, count: int) -> _keys.StageKey:
+        shared = {"recipe.py:prepare": own, "recipe.py:collate": "c"}
+        return stage_key("evaluate", {"recipe": shared | {f"recipe.py:{own}{each}": "d" for each in range(count)}})
+
+    theirs = key("a", 100)
+    folder = tmp_path / "stages" / "evaluate" / theirs.folder
+    folder.mkdir(parents=True)
+    (folder / "key.json").write_bytes(theirs.to_json())
+    assert explain_miss(str(tmp_path), key("b", 100)).reason == "never run before"
+    assert explain_miss(str(tmp_path), key("a", 70)).nearest == theirs.folder
