@@ -93,6 +93,18 @@ EXAMPLES = {
     "gaps": Example("tabular-classification", _gaps(), {**GAPS, **CUT}, {"hidden": [4]}),
     "wine": Example("tabular-classification", _table("tabular/wine.csv", 178), {"label": "cultivar"}, {"hidden": [4]}),
     "diabetes": Example("tabular-regression", _table("tabular/diabetes.csv", 60), {"label": "progression"}, {}),
+    "index of pandas": Example(
+        "tabular-classification",
+        [{"": row, "size": row % 9, "answer": "ab"[row % 2]} for row in range(40)],
+        {"label": "answer"},
+        {"hidden": [4]},
+    ),
+    "nested": Example(
+        "tabular-classification",
+        [{"size": row % 9, "answer": "ab"[row % 2], "more": {"a": [row]}} for row in range(40)],
+        {"label": "answer"},
+        {"hidden": [4]},
+    ),
     "texts": Example("text-classification", _texts(), {"text": "text", "label": "labels", **CUT}, BERT),
     "entities": Example(
         "embeddings", _table("embeddings/entities.csv", 60), {"query": "entity", "positive": "character"}, BERT
@@ -153,7 +165,7 @@ def _predict(model: Path, data: Path, to: Path, **more: Any) -> Any:
 def test_a_model_predicts_the_file_that_it_was_trained_on(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
     kinds = ["csv", "jsonl", "parquet"]
-    if name in ("questions", "lines"):
+    if name in ("questions", "lines", "nested"):
         kinds.remove("csv")  # it has no lists
     files = [_write(tmp_path / f"rows.{kind}", example.rows) for kind in kinds]
     splits = publish_recipe(tmp_path / "model", example.recipe, files[0], example.options, example.model)
