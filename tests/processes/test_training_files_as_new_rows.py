@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,6 +210,7 @@ def test_gaps_other_types_and_old_names_are_those_that_prepare_took(tmp_path: Pa
     [
         ({"size": None}, r"new\.jsonl, row 0 \(line 1\), column 'size': there is no value, and the model", "Give rows"),
         ({"size": "n/k"}, "column 'size': 'n/k' is not a number", "Give rows"),
+        ({"size": [1]}, "column 'size': a list is neither a number nor a text", "Give rows"),
         ({"sise": 1}, "column 'size': the model needs the column, .* the nearest column is 'sise'", "Give rows"),
         ({"size": 1, "extra": 2}, "column 'extra': the model was trained without this column", "--ignore extra"),
     ],
@@ -229,3 +231,4 @@ def test_what_prepare_refused_is_refused_or_counted(row: Any, words: str, remedy
     _write(data, [row])
     facts, rows = _predict(tmp_path / "model", data, tmp_path / "alone", max_errors=1)
     assert (facts.errors, rows[0]["row_id"]) == (1, 0)
+    assert re.search(words, rows[0]["error"])

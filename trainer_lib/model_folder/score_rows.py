@@ -306,7 +306,7 @@ class _Scoring:
         return GivenRows(
             [row.values for row in rows],
             self._loaded.description.columns,
-            names=names,
+            names=names or None,  # none are known where the first rows are all bad
             place=lambda number: str(rows[number].place),
         )
 

@@ -104,6 +104,8 @@ def _read(value: Any, kind: str, name: str, place: str) -> Any:
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")
         found = value if value and value.strip() else None
     else:
+        if isinstance(value, list | tuple | dict | bytes):
+            raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
         found = plain_value(value, name, place)
     if found is None:
         if not may_lack:
