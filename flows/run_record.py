@@ -43,6 +43,7 @@ from tasks.stage.retry import now
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.json_text import parse_json
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
+from trainer_lib.model_folder.trusted import trust_storage
 from trainer_lib.storage import Store
 
 _log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class RunRecord:
             self._leftovers = tracking.deliver_waiting(spec.tracking, storage)
             return
         self._keep_sources()
+        trust_storage(spec.storage)
         # A run that goes on keeps its name; what a finished run does again is another one.
         self.result.run_name = None if finished else known.get("run_name")
         self.result.run_name = self.result.run_name or name_run(spec, self.id)

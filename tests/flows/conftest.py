@@ -13,6 +13,7 @@ from tasks.stage import manifest as _manifests
 from tests.support.once import once_per_run
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
+from trainer_lib.model_folder.trusted import trust_storage
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,6 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> P
 def folder(finished: Path, tmp_path: Path) -> Path:
     _manifests._verified.clear()  # as in a new process
     shutil.copytree(finished, tmp_path / "project")
+    trust_storage(str(tmp_path / "project" / "store"))  # as if this user had run there
     return tmp_path / "project"
 
 

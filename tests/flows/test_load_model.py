@@ -22,6 +22,7 @@ from tests.support.runs import broken
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.model_folder.description import FILE, read_description
+from trainer_lib.model_folder.trusted import trust_storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
@@ -187,6 +188,20 @@ def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.Monk
 
 def _text(hub: HubServer, path: str) -> str:
     return hub.repos["org/toy"].commits[-1].files[path].data.decode()
+
+
+@pytest.mark.parametrize("address", ["runs/*", "stages/train/*", "stages/train/*/checkpoints/*-8"])
+def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(
+    folder: Path, tmp_path: Path, address: str
+) -> None:
+    shutil.copytree(_store(folder), tmp_path / "strangers")
+    [model] = (tmp_path / "strangers").glob(address)
+    with pytest.raises(ConfigError, match="not trusted") as refused:
+        load_model(str(model))
+    [digest] = re.findall("[0-9a-f]{64}", refused.value.message)
+    assert load_model(str(model), trust_code=digest).predict(ROWS)
+    trust_storage(str(tmp_path / "strangers"))
+    assert load_model(str(model)).predict(ROWS)
 
 
 def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tmp_path: Path) -> None:

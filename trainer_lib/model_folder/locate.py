@@ -24,6 +24,7 @@ from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
+from trainer_lib.model_folder.trusted import is_trusted
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow_models import download_model
 
@@ -46,8 +47,8 @@ class FoundModel:
         url: the address of the description's folder.
         weights, code, data: the folders of the files.
         checkpoint: name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
-        is_run: whether the address is a run of a storage, whose committed train stage has this model: its code is what
-            that run executed. A published folder never is, whatever files it holds.
+        is_run: whether the address is a run of a storage on which this user has run pipelines, whose committed train
+            stage has this model: its code is what that run executed. A published folder never is, whatever it holds.
         registered: the address in MLflow of which `url` is a copy that goes with this process.
     """
 
@@ -111,7 +112,7 @@ def require_trust(found: FoundModel, trust: bool | str) -> None:
         trust: whether it is trusted, or the SHA-256 of the code that is.
 
     Raises:
-        ConfigError: the code is not that of a run on a storage, and it is not trusted.
+        ConfigError: the code is not that of a run on a storage of this user, and it is not trusted.
     """
     digest = found.description.code_digest
     if isinstance(trust, str):
@@ -220,13 +221,13 @@ def _read(store: Store, address: str) -> FoundModel:
 
 
 def _is_run(store: Store, found: FoundModel) -> bool:
-    """Whether a description lies in ``<storage>/runs/<run>`` and leads to the train stage of that storage."""
+    """Whether a description lies in ``<storage>/runs/<run>``, leads to its train stage, and the storage is trusted."""
     parts = store.url.rstrip("/").split("/")
     key = found.description.stages.get("train", "")
     places = found.description.places
     if parts[-2:-1] != [_RUNS] or places.code != SOURCE or not _TRAINED.fullmatch(places.weights):
         return False
-    if not store.exists(_RUN_FILE):
+    if not store.exists(_RUN_FILE) or not is_trusted(_above(store, 2).url):
         return False
     commit = read_commit(_above(found.weights, 1))
     return commit is not None and commit.kind == "stage" and commit.meta.get("key") == key
