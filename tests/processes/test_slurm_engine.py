@@ -265,6 +265,30 @@ def test_after_a_kill_the_same_command_takes_the_job_up(
     assert leftovers(asked) == []
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"folder": "../outside", "job": "1"},
+        {"folder": "/", "job": "1"},
+        {"folder": "job", "job": "--user=root"},
+        {"folder": "..", "job": None},
+        ["job"],
+    ],
+)
+def test_a_planted_record_of_a_job_removes_no_folder_elsewhere_and_cancels_nothing(
+    tmp_path: Path, fake_slurm: FakeSlurm, record: Any
+) -> None:
+    engine = Slurm()
+    engine._base = tmp_path / "slurm"
+    for folder in (tmp_path / "outside", engine._base / "job"):
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text('{"request": {}}')
+    (engine._base / "placed.json").write_text(json.dumps(record))
+    assert not engine._take_up()
+    assert (tmp_path / "outside" / "job.json").exists()
+    assert fake_slurm.jobs() == []
+
+
 def test_a_job_whose_number_was_never_read_is_found_by_its_name(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
     asked, ready = waiting(tmp_path)
     fake_slurm.set("unanswered")
