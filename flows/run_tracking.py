@@ -72,6 +72,7 @@ class RunTracking:
             params=tracked_params(plan),
             resume=not finished,
             token=token,
+            after=known.get("ended"),
             tags={**spec.tracking.tags, **_origin(wanted, storage)},
             project=Path(spec.root or "."),
             experiment_note=describe_experiment(spec),

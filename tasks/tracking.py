@@ -19,6 +19,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ class TrackedRun:
         if self._session is not None and not self._is_ended:
             self._is_ended = True
             with self._never_failing():
-                self._session.write_last({"end": status, "t": now_ms()})
+                began_ms = int(self._session.head.get("start_ms") or 0)
+                self._session.write_last({"end": status, "t": max(now_ms(), began_ms)})
 
     def finish(self, status: str, *, stages: int = 1) -> None:
         """End the run, and wait a second per stage for the server. Safe to repeat.
@@ -263,6 +265,7 @@ def open_run(
     params: Mapping[str, Any],
     resume: bool,
     token: str | None = None,
+    after: str | None = None,
     tags: Mapping[str, str] | None = None,
     project: Path | None = None,
     run_name: str | None = None,
@@ -275,11 +278,10 @@ def open_run(
 
     Args:
         config, storage: the spec's `tracking` section; disabled returns None; the pipeline's storage root.
-        name, run_name: the pipeline's, and the run's unless `config` has one.
-        pipeline_key: the key by which a later command finds the run.
+        name, run_name, pipeline_key: the pipeline's; the run's unless `config` has one; by which `resume` finds it.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
-        token: the run to go on with; None: a new one, or with `resume` the unfinished one of the same key.
+        token, after: the run to go on with, else one is found by `resume`; when its last command ended, as ISO time.
         tags, project: further tags; the folder whose git commit is noted, by default the working directory.
         experiment_note, leaves_local: description of an experiment that is made for it; as in `Background`.
 
@@ -291,8 +293,8 @@ def open_run(
     uri, spool = tracking_uri(config, storage), spool_dir(storage)
     handle = RunHandle(token or uuid.uuid4().hex, config.experiment or name, uri, str(spool))
     all_tags = source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
+    head = _head(handle, config.run_name or run_name or name, all_tags, after)
     try:
-        head = _head(handle, config.run_name or run_name or name, all_tags)
         if resume and token is None:
             # Stripped, because a quote in it would change the query.
             head["unfinished_key"] = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key)
@@ -306,8 +308,10 @@ def open_run(
     return run
 
 
-def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str]) -> dict[str, Any]:
+def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], after: str | None) -> dict[str, Any]:
     """What a flow's session says of its run: enough to find it on the server, or to create it."""
+    # A clock that was put back must not have it begin before the end of the command that it follows.
+    after_ms = int(datetime.fromisoformat(after).timestamp() * 1000) if after else 0
     return {
         # Without credentials: they come from the environment of the process that delivers.
         "tracking_uri": handle.server,
@@ -315,7 +319,7 @@ def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str]) -> dict[str
         "experiment": handle.experiment,
         "artifact_location": artifact_location(handle.tracking_uri),
         "run_name": run_name,
-        "start_ms": now_ms(),
+        "start_ms": max(now_ms(), after_ms + 1),
         "tags": _clean_tags(tags),
     }
 

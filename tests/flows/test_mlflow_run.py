@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,16 @@ def test_a_discarded_run_is_deleted_unless_it_has_trained(start: Start) -> None:
     assert _run(deleted).info.lifecycle_stage == "deleted"
     again = _done(start())  # the next command with the key makes another one
     assert again.run_id != deleted.run_id
+
+
+def test_a_run_that_goes_on_after_the_clock_was_put_back_ends_as_its_last_command_did(start: Start) -> None:
+    first = start()
+    ahead = datetime.now(UTC) + timedelta(hours=1)
+    handle = _done(first, "FAILED")
+    client(handle.tracking_uri).set_terminated(handle.run_id, "FAILED", int(ahead.timestamp() * 1000))
+    again = _done(start(after=ahead.isoformat()))
+    assert again.run_id == handle.run_id
+    assert _run(again).info.status == "FINISHED"
 
 
 def test_a_tag_of_a_failure_goes_when_the_run_is_taken_up_and_succeeds(start: Start) -> None:

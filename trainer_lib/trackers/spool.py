@@ -158,7 +158,10 @@ class Session:
     def create(cls, root: Path, head: Mapping[str, Any]) -> Session:
         """Make a new, empty session. Raises OSError when the disk is full or cannot be written."""
         make_private(root)
-        name = f"{time.time_ns():020d}-{os.getpid()}-{os.urandom(2).hex()}"
+        # Behind those that are there, also after the clock was put back: sessions are delivered in this order.
+        newest = max((path.name.partition("-")[0] for path in root.glob("*-*")), default="0")
+        stamp = max(time.time_ns(), int(newest) + 1 if newest.isdecimal() else 0)
+        name = f"{stamp:020d}-{os.getpid()}-{os.urandom(2).hex()}"
         # Under this name no other process reads it before its lock is ours.
         session = cls(root / f"{name}.new", dict(head))
         session.path.mkdir(mode=0o700)

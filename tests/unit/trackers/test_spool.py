@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -154,3 +155,13 @@ def test_a_token_stands_for_a_run_for_a_month(tmp_path: Path) -> None:
     note_run(tmp_path, "new", "3", "4")
     assert known_run(tmp_path, "old") == {}
     assert json.loads((tmp_path / "new.run").read_text())["run_id"] == "3"
+
+
+def test_sessions_keep_their_order_when_the_clock_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Session.create(tmp_path, {"number": 1})
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - 3600 * 10**9)
+    second = Session.create(tmp_path, {"number": 2})
+    assert [each.head["number"] for each in Session.stored(tmp_path)] == [1, 2]
+    first.close()
+    second.close()
