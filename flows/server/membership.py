@@ -57,6 +57,7 @@ _HEALTH_S = 5.0
 # database only. Both, because a machine that slept, or had no processor for us, has missed one look after a long time.
 _HUNG_S = 30.0
 _HUNG_LOOKS = 3
+_DAMAGED = ("file is not a database", "database disk image is malformed")  # as sqlite says it
 
 
 class Membership:
@@ -215,6 +216,15 @@ class Membership:
     def _failure(self, what: str) -> InfrastructureError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
         cause = next((line.strip() for line in reversed(lines) if "Error" in line), "")
+        if self._database is not None and any(words in cause for words in _DAMAGED):
+            return InfrastructureError(
+                "The database of the embedded Prefect server is damaged.",
+                field="prefect",
+                value=str(self._database),
+                remedy="Move it away, with the files beside it that begin with its name: a new one is made. Results "
+                "and records of runs are on the storage; what Prefect's page had of earlier runs is lost.",
+                details="\n".join(lines[-40:]),
+            )
         return InfrastructureError(
             f"The embedded Prefect server did not start. {what} {cause}".rstrip(),
             field="prefect",
@@ -247,7 +257,10 @@ class _Keeper(threading.Thread):
                 if time.monotonic() - asked_s >= _HEALTH_S:
                     self._look()
                     asked_s = time.monotonic()
-            except OSError as error:  # no process or descriptor is free just now; the next look may succeed
+            except (
+                OSError,
+                MemoryError,
+            ) as error:  # none is free just now; the next look may succeed
                 _log.debug("The embedded server could not be looked after: %s", error)
 
     def close(self) -> None:

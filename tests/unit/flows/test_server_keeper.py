@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -37,3 +38,14 @@ def test_a_machine_that_slept_does_not_cost_the_server(monkeypatch: pytest.Monke
     assert not killed, "looks are counted since the last answer"
     keeper._look()
     assert killed == [os.getpid()]
+
+
+@pytest.mark.parametrize("words", ["file is not a database", "database disk image is malformed"])
+def test_a_damaged_database_of_prefect_is_named(tmp_path: Path, words: str) -> None:
+    member = Membership.__new__(Membership)
+    member.log, member._database = tmp_path / "server.log", tmp_path / "prefect.db"
+    member.log.write_text(f"sqlalchemy.exc.DatabaseError: (sqlite3.DatabaseError) {words}\nApplication startup failed.")
+    failure = member._failure("It ended with exit code 3.")
+    assert failure.value == str(tmp_path / "prefect.db")
+    assert "damaged" in failure.message
+    assert "Move it away" in str(failure.remedy)
