@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -81,7 +82,8 @@ def read_json(path: Path, kind: type[Any] = object) -> Any:
         ValueError: as `parse_json`, or it has more than 64 MiB.
     """
     with path.open("rb") as file:
-        data = file.read(_FILE_BYTES + 1)
+        # No more than the file has: `read` makes room for all that it is asked for.
+        data = file.read(min(os.fstat(file.fileno()).st_size, _FILE_BYTES) + 1)
     if len(data) > _FILE_BYTES:
         raise ValueError(f"it has more than {_FILE_BYTES:,} bytes")
     return parse_json(data, kind)

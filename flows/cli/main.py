@@ -30,6 +30,7 @@ from flows.spec.spec import load_spec
 from tasks.stage.resolver import Resolver
 from trainer_lib.errors import (
     Interrupted,
+    OutOfMemoryError,
     Preempted,
     TrainflowError,
     without_temporary_folder,
@@ -137,6 +138,19 @@ def _typed() -> Iterator[None]:
         if failure is None:
             raise
         raise failure from error
+    except (MemoryError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        message = "The memory that this process may take is used up."
+        remedy = "Raise its limit (ulimit -v, the limit of its container or job); the same command continues."
+        raise OutOfMemoryError(message, remedy=remedy) from error
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is that no memory is left: not even for the stack of a thread."""
+    while error is not None and not (isinstance(error, MemoryError) or "can't start new thread" in str(error)):
+        error = error.__context__
+    return error is not None
 
 
 def _print_failure(record: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import typer
 
+from flows.cli import usage_errors
 from flows.cli.main import application, main
 from tests.support.command import TRAINFLOW
+from trainer_lib.errors import OutOfMemoryError
 
 # What Typer and pydantic write: a usage line, a box, their sentences.
 TYPERS = re.compile(
@@ -223,3 +225,20 @@ def test_nothing_complains_when_the_reader_of_the_output_has_ended(words: list[s
     assert "Traceback" not in done.stderr
     assert "Broken" not in done.stderr
     assert ("--lmit" in done.stderr) == ("--json" in words)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_memory_that_is_used_up_is_not_called_a_bug(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chained(*_: object) -> None:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("cannot join thread before it is started")
+
+    monkeypatch.setattr(usage_errors, "call", chained)
+    with pytest.raises(SystemExit) as ended:
+        main(["runs"])
+    assert ended.value.code == OutOfMemoryError.exit_code
+    assert "The memory that this process may take is used up." in " ".join(capsys.readouterr().err.split())
