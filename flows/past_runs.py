@@ -43,9 +43,12 @@ _LISTED = 5
 _AT_ONCE = 16
 """Records that are read at the same time from a store that is not a disk."""
 _log = logging.getLogger(__name__)
-_SHAPES: dict[str, type] = {
-    **dict.fromkeys(("stages", "worked_in", "outcomes", "metrics", "sources"), dict),
-    **dict.fromkeys(("planned", "force"), list),
+# Of a record's fields: what they are, and what their members are.
+_SHAPES: dict[str, tuple[type, type]] = {
+    **dict.fromkeys(("stages", "worked_in", "sources"), (dict, str)),
+    "outcomes": (dict, dict),
+    "metrics": (dict, object),
+    **dict.fromkeys(("planned", "force"), (list, str)),
 }
 _NAMED: set[str | None] = set()
 """Damaged records that this process has named."""
@@ -161,8 +164,10 @@ def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _wa
     try:
         data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
         record = parse_sealed(data) if data else {}
-        for name, kind in _SHAPES.items():
-            if not isinstance(record.get(name) or kind(), kind):
+        for name, (kind, inner) in _SHAPES.items():
+            value = record.get(name) or kind()
+            members = value.values() if isinstance(value, dict) else value
+            if not isinstance(value, kind) or not all(isinstance(member, inner) for member in members):
                 raise ValueError(f"its field '{name}' is of another type")
         return record
     except (ValueError, DamagedError) as error:

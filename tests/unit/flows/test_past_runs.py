@@ -24,6 +24,11 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.locks.removal import remove_run
 from trainer_lib.storage import Store
 
+ODD_SHAPES = (
+    '{"name": "toy", "stages": {"train": 1}}',
+    '{"name": "toy", "outcomes": [1]}',
+    '{"name": "a", "name": "b"}',
+)
 FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"
 
 
@@ -60,7 +65,7 @@ def test_runs_are_listed_newest_first_and_torn_records_are_none(storage: Path) -
 
 
 @pytest.mark.parametrize(
-    "damage", ["[" * 100_000, "a digit", '{"name": "to', "[]", '{"name": ' * 500, "\xff", " " * (17 << 20)]
+    "damage", ["[" * 100_000, "a digit", '{"name": "to', "[]", '{"name": ' * 500, "\xff", " " * (17 << 20), *ODD_SHAPES]
 )
 def test_a_damaged_record_is_named_once_and_the_other_runs_are_listed(
     storage: Path, damage: str, caplog: pytest.LogCaptureFixture
