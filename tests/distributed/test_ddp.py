@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.rank_runs import LOGGED, train_on_poisoned_rank, train_on_tokens
-from tests.support.toys import Augmented, Classifier, StatefulStream, classification_rows, token_rows
+from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
 from tests.support.training import assert_equal, final_state, logged, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
@@ -53,6 +53,27 @@ def test_several_processes_train_like_one(world: int, tmp_path: Path) -> None:
         close(alone, rank)
         for name, value in rank["state"].items():
             assert np.array_equal(value, ranks[0]["state"][name]), "ranks drifted apart"
+
+
+def with_a_step_without_targets(folder: str, given: dict[str, Any]) -> dict[str, Any]:
+    rows = [dict(row) for row in token_rows(23)]
+    for row in rows[10:20]:
+        row["labels"] = torch.full((7,), -100)
+    settings: dict[str, Any] = {"logging_strategy": "epoch", "train_sampling_strategy": "sequential", **given}
+    settings |= {"global_batch_size": 10, "per_device_train_batch_size": 2, "num_train_epochs": 2, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    one = trainer(folder, rows, model=TokenModel(), **settings)
+    one.train()
+    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)  # a sharded model's is whole on rank 0
+    return {"state": {name: value.numpy() for name, value in state.items() if not value.is_meta}, "logs": logged(one)}
+
+
+@pytest.mark.parametrize("given", [{}, {"fsdp": "full_shard"}], ids=["ddp", "fsdp"])
+def test_all_ranks_leave_a_step_without_targets_out(given: dict[str, Any], tmp_path: Path) -> None:
+    alone = with_a_step_without_targets(str(tmp_path / "one"), {})
+    assert [alone["logs"][-1][name] for name in ("steps_without_targets", "batches_without_targets")] == [2, 10]
+    for rank in run_distributed(with_a_step_without_targets, 2, str(tmp_path / "many"), given):
+        close({**alone, "state": {name: alone["state"][name] for name in rank["state"]}}, rank)
 
 
 def test_without_averaging_over_ranks_each_has_its_own_mean(tmp_path: Path) -> None:
