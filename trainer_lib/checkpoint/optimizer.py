@@ -196,13 +196,13 @@ def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
 
 
 def _is_state(value: Any, names: Mapping[int, str]) -> bool:
-    """Whether an attribute is a number, a tensor, or a collection with tensors; parameters are not state."""
+    """Whether an attribute is a number, a tensor, or a collection with tensors or empty; parameters are not state."""
     if isinstance(value, bool | nn.Parameter):
         return False
     leaves = list(_leaves(value))
     if any(isinstance(leaf, nn.Parameter) or id(leaf) in names for leaf in leaves):
         return False
-    return isinstance(value, int | float) or any(isinstance(leaf, Tensor) for leaf in leaves)
+    return not leaves or isinstance(value, int | float) or any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trainer_lib.arguments.global_batch import follows_global_batch
+from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.distributed import Communicator
@@ -168,12 +169,14 @@ class Backup:
     Attributes:
         tensors: parameters and buffers by name, on the CPU; empty with `model_init`, which builds the weights again.
         rng: states of the random number generators.
-        given: the user's own optimizer, schedule and stateful dataset, and the loss scaler, with their states.
+        optimizer: the user's own, with its state by the number of the parameter.
+        given: the user's own schedule and stateful dataset, and the loss scaler, with their states.
         callbacks: stateful callbacks, with their states.
     """
 
     tensors: dict[str, torch.Tensor]
     rng: dict[str, Any]
+    optimizer: tuple[torch.optim.Optimizer, OptimizerSnapshot] | None
     given: list[tuple[Any, dict[str, Any]]]
     callbacks: list[tuple[ExportableState, dict[str, Any]]]
 
@@ -182,11 +185,13 @@ class Backup:
         """Copy it, before the first attempt."""
         tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
         engine = internals.engine
-        stateful = [*engine.given_optimizers, trainer.train_dataset, engine.precision.scaler]
+        optimizer, schedule = engine.given_optimizers
+        stateful = [schedule, trainer.train_dataset, engine.precision.scaler]
         given = [one for one in stateful if one is not None and callable(getattr(one, "load_state_dict", None))]
         return cls(
             tensors={name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},
             rng=capture_rng(),
+            optimizer=None if optimizer is None else (optimizer, _copy_state(optimizer)),
             given=[(one, copy.deepcopy(one.state_dict())) for one in given],
             callbacks=[(one, copy.deepcopy(one.state())) for one in internals.events.stateful()],
         )
@@ -198,6 +203,9 @@ class Backup:
             for name, value in self.tensors.items():
                 present[name].copy_(value)
         internals.engine.outside.put_back()
+        if self.optimizer is not None:
+            optimizer, snapshot = self.optimizer
+            restore_optimizer(optimizer, _numbered(optimizer), snapshot)
         # Copies: a third attempt needs the same states again.
         for one, state in self.given:
             one.load_state_dict(copy.deepcopy(state))
@@ -206,6 +214,15 @@ class Backup:
                 setattr(callback, name, value)
         internals.events.use_control(TrainerControl())
         restore_rng(self.rng)
+
+
+def _copy_state(optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
+    return copy.deepcopy(snapshot_optimizer(optimizer, _numbered(optimizer)))
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [(str(number), param) for number, param in enumerate(params)]
 
 
 def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.toys import Classifier, StatefulStream, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
@@ -126,10 +128,13 @@ class Counting(TrainerCallback):
         self.started.append(state.global_step)
 
 
-def test_what_the_user_gave_is_put_back_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), Several, Lookahead, Outside]
+)
+def test_what_the_user_gave_is_put_back_as_it_was(make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path) -> None:
     """An optimizer of one's own, a stream with a state, a model_init: none keeps a trace of the failed attempt."""
     model = hungry(2, since=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model.parameters())
     stream, note = StatefulStream(ROWS), Counting()
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 4}
     found = trainer(
@@ -149,7 +154,7 @@ def test_what_the_user_gave_is_put_back_as_it_was(tmp_path: Path) -> None:
         tmp_path / "b",
         StatefulStream(ROWS),
         model=small_model,
-        optimizers=(torch.optim.SGD(small_model.parameters(), lr=0.1, momentum=0.9), None),
+        optimizers=(make(small_model.parameters()), None),
         **{**given, "per_device_train_batch_size": 2},
     )
     small.train()
