@@ -33,6 +33,7 @@ REFUSED: list[tuple[Given, str, str]] = [
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "0"),
     ({"warmup_steps": -1}, "warmup_steps", "-1"),
     ({"warmup_steps": 2.5}, "warmup_steps", "2.5"),
+    ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps", "0"),
     ({"optim": "apollo_adamw_layerwise"}, "optim", "apollo_adamw_layerwise"),
     ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
     ({"adam_beta1": 1.0}, "adam_beta1", "1.0"),
