@@ -19,7 +19,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, StorageError, TrainflowError, first_line
 from trainer_lib.path_options import absolute_path, is_path
-from trainer_lib.recipes.table_files import SOURCES, Reader, Table, read_table
+from trainer_lib.recipes.table_files import SOURCES, Reader, Table, Values, read_table
 from trainer_lib.storage import Store
 
 ENDINGS = {
@@ -165,7 +165,7 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     """
     files = _find(addresses, ENDINGS, field)
     parts = [file.address.split("/") for file in files]
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Values] = {
         IMAGE: [file.path for file in files],
         LABEL: [each[-2] if len(each) > 1 else None for each in parts],
         SPLIT: [each[-3] if len(each) > 2 else None for each in parts],

@@ -69,7 +69,7 @@ def cut_rows(
     split: Mapping[str, Any],
     rows: int,
     *,
-    labels: Sequence[Any] | None = None,
+    labels: np.ndarray | Sequence[Any] | None = None,
     keys: Sequence[str] = (),
     place: Callable[[int], str] = "row {}".format,
 ) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ def cut_rows(
     elif split["by"] == "group":
         found = _by_group(keys, shares, draw)
     else:
-        classes = [0] * rows if split["by"] == "random" or labels is None else list(labels)
+        classes = np.zeros(rows, np.int8) if split["by"] == "random" or labels is None else np.asarray(labels)
         found = _by_class(classes, shares, draw)
     for name, chosen in found.items():
         if not len(chosen):
@@ -106,11 +106,11 @@ def cut_rows(
     return {name: np.sort(found[name]) for name in (*order, *(each for each in found if each not in order))}
 
 
-def _by_class(classes: list[Any], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
+def _by_class(classes: np.ndarray, shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """Every class is shuffled and cut by itself."""
-    members: dict[Any, list[int]] = {}
-    for row, label in enumerate(classes):
-        members.setdefault(label, []).append(row)
+    names, codes = np.unique(classes, return_inverse=True)
+    ends = np.cumsum(np.bincount(codes))[:-1]
+    members = dict(zip(names.tolist(), np.split(np.argsort(codes, kind="stable"), ends), strict=True))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("train", *shares)}
     for label in sorted(members):
         chosen, start = draw.permutation(members[label]), 0

@@ -18,8 +18,10 @@ from trainer_lib.data.row_files import read_id, read_rows
 from trainer_lib.data.row_sources import FORMATS, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.conll_files import SENTENCES, read_sentences
+from trainer_lib.recipes.spooled_values import Spool, SpooledValues
 from trainer_lib.suggestions import suggestion
 
+Values = list[Any] | SpooledValues
 Reader = Callable[[Any, str], Any]
 
 SOURCES = "prepare.sources"
@@ -39,7 +41,7 @@ class Table:
         unread: column that is left out because it has lists, objects or bytes -> the first place with such a value.
     """
 
-    def __init__(self, places: list[str], columns: dict[str, list[Any]]) -> None:
+    def __init__(self, places: Values, columns: dict[str, Values]) -> None:
         self.places, self.columns = places, columns
         self.notes: list[str] = []
         self.unread: dict[str, str] = {}
@@ -61,13 +63,16 @@ class Table:
         for name in self.unread:
             self.columns.pop(name, None)
             other.columns.pop(name, None)
-        if self.places and other.columns.keys() != self.columns.keys():
+        if not self.places:
+            self.places, self.columns = other.places, other.columns
+            return
+        if other.columns.keys() != self.columns.keys():
             odd = sorted(other.columns.keys() ^ self.columns.keys())
             what = f"The files of the data differ in the column '{odd[0]}'."
             raise DataError(what, field=field, remedy="Give all files the same columns.")
-        self.places += other.places
+        self.places.extend(other.places)
         for column, values in other.columns.items():
-            self.columns.setdefault(column, []).extend(values)
+            self.columns[column].extend(values)
 
     def require(self, name: Any, *, field: str) -> str:
         """The name of a column.
@@ -89,25 +94,39 @@ class Table:
         Raises:
             DataError: most of its values are numbers and some are not; the error names the first of those.
         """
-        values = [value for value in self.columns[name] if value is not None]
-        others = sum(number_of(value) is None for value in values)
-        if not values or not others or 2 * others > len(values):
+        values = sum(value is not None for value in self.columns[name])
+        others = sum(value is not None and number_of(value) is None for value in self.columns[name])
+        if not values or not others or 2 * others > values:
             return bool(values) and not others
         first = next(row for row, each in enumerate(self.columns[name]) if each is not None and number_of(each) is None)
         raise DataError(
             f"{self.places[first]}, column '{name}': '{str(self.columns[name][first])[:40]}' is not a number, and "
-            f"{len(values) - others} of the {len(values)} values of this column are.",
+            f"{values - others} of the {values} values of this column are.",
             field=SOURCES,
             remedy=f"Correct the value, leave it empty, or declare texts: prepare.options.categorical=[{name}].",
         )
 
     def numbers(self, name: str) -> np.ndarray:
         """The values of a column of numbers, float64 ``[rows]``; NaN where there is none."""
-        return np.array([math.nan if value is None else number_of(value) for value in self.columns[name]], np.float64)
+        return np.fromiter(map(as_number, self.columns[name]), np.float64, len(self))
+
+    def each_text(self, name: str) -> Iterator[str]:
+        """The values of a column as texts, one after the other; empty where there is none."""
+        return map(as_text, self.columns[name])
 
     def texts(self, name: str) -> list[str]:
         """The values of a column as texts ``[rows]``; empty where there is none. A whole number has no point."""
-        return ["" if value is None else text_of(value) for value in self.columns[name]]
+        return list(self.each_text(name))
+
+    def codes(self, name: str) -> tuple[np.ndarray, list[str]]:
+        """The texts of a column, sorted, and the number of that of each row, int32 ``[rows]``."""
+        number: dict[str, int] = {}
+        found = (number.setdefault(text, len(number)) for text in self.each_text(name))
+        codes = np.fromiter(found, np.int32, len(self))
+        names = sorted(number)
+        order = np.empty(len(names), np.int32)
+        order[[number[text] for text in names]] = np.arange(len(names))
+        return order[codes], names
 
     def refuse_gaps(self, name: str, remedy: str) -> None:
         """Raise DataError when a value is missing in a column."""
@@ -121,7 +140,7 @@ class Table:
 
     def refuse_free_text(self, name: str) -> None:
         """Raise DataError for a column of texts that are nearly all different."""
-        different = len(set(self.columns[name]))
+        different = len(np.unique(np.fromiter(map(hash, self.columns[name]), np.int64, len(self))))
         if different > max(_FEW, len(self) / 2):
             raise DataError(
                 f"The column '{name}' has {different} different texts in {len(self)} rows, such as "
@@ -129,6 +148,17 @@ class Table:
                 field=SOURCES,
                 remedy=f"Leave it out: prepare.options.ignore=[{name}].",
             )
+
+
+def as_text(value: Any) -> str:
+    """A value of a table as a text; empty where there is none."""
+    return "" if value is None else text_of(value)
+
+
+def as_number(value: Any) -> float:
+    """A value of a column of numbers; NaN where there is none."""
+    number = None if value is None else number_of(value)
+    return math.nan if number is None else number
 
 
 def text_of(value: Any) -> str:
@@ -182,7 +212,9 @@ def read_table(
         for place, values in _read_files(addresses, lists, table.notes):
             row = _renamed(values, rename, place)
             if not table.places:
-                table.columns = {name: [] for name in row}
+                spool = Spool()
+                table.columns = {name: SpooledValues(spool, len(row)) for name in row}
+                table.places = SpooledValues(spool, 1)
             _require_same_columns(table.columns, row, place)
             table.places.append(place)
             for name, value in row.items():

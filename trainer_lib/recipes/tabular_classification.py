@@ -47,7 +47,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     classes = table.classes()
     out.info.update(table.info(), classes=classes)
     number = {name: index for index, name in enumerate(classes)}
-    return table.rows([number[text] for text in table.table.texts(table.label)])
+    return table.rows([number[text] for text in table.table.each_text(table.label)])
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -12,7 +13,16 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.data_info import PrepareOutput
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import Reader, Table, id_of, is_index, number_of, read_table
+from trainer_lib.recipes.table_files import (
+    Reader,
+    Table,
+    as_number,
+    as_text,
+    id_of,
+    is_index,
+    number_of,
+    read_table,
+)
 from trainer_lib.recipes.table_form import note_form
 
 FIELD = "prepare.options"
@@ -149,7 +159,7 @@ class TabularRows:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
             keys = self.table.texts(column)
-        labels = self.table.texts(self.label) if classes else None
+        labels = self.table.codes(self.label)[0] if classes else None
         return cut_rows(way, len(self.table), labels=labels, keys=keys, place=self.table.places.__getitem__)
 
     def _features(self) -> list[str]:
@@ -176,8 +186,7 @@ class TabularRows:
         train = self.splits["train"]
         if name in self.options["categorical"] or not self.table.is_number(name):
             self.table.refuse_free_text(name)
-            texts = self.table.texts(name)
-            self.texts[name] = sorted({texts[row] for row in train.tolist()})
+            self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(train))))
             return
         if self.options["missing"] == "refuse":
             self.table.refuse_gaps(
@@ -196,16 +205,26 @@ class TabularRows:
     ) -> dict[str, Iterator[dict[str, Any]]]:
         """For every split its rows: the features, `labels` ``[rows]``, `more` columns ``[rows]``, and `row_id`."""
         ids = self._ids()
-        columns: dict[str, Sequence[Any]] = {name: self.table.numbers(name).tolist() for name in self.numbers}
-        columns |= {name: self.table.texts(name) for name in self.texts}
-        columns |= more or {}
-        return {
-            split: (
-                {"row_id": ids[row], **{name: values[row] for name, values in columns.items()}, "labels": labels[row]}
-                for row in chosen.tolist()
-            )
-            for split, chosen in self.splits.items()
-        }
+        read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number) | dict.fromkeys(
+            self.texts, as_text
+        )
+
+        def cut(chosen: np.ndarray) -> Iterator[dict[str, Any]]:
+            mask = self._mask(chosen)
+            columns: dict[str, Iterator[Any]] = {name: compress(values, mask) for name, values in (more or {}).items()}
+            for name in [each for each in read if each not in columns]:
+                columns[name] = map(read[name], compress(self.table.columns[name], mask))
+            names = ("row_id", *columns, "labels")
+            for values in zip(compress(ids, mask), *columns.values(), compress(labels, mask), strict=True):
+                yield dict(zip(names, values, strict=True))
+
+        return {split: cut(chosen) for split, chosen in self.splits.items()}
+
+    def _mask(self, rows: np.ndarray) -> bytes:
+        """A byte for each row of the table, which says whether it is among these."""
+        mask = np.zeros(len(self.table), np.bool_)
+        mask[rows] = True
+        return mask.tobytes()
 
     def _ids(self) -> Sequence[int | str]:
         name = self.options["id"]
@@ -213,12 +232,12 @@ class TabularRows:
             return range(len(self.table))
         self.table.require(name, field=f"{FIELD}.id")
         self.table.refuse_gaps(name, "Give every row an id.")
-        ids = list(self.table.columns[name])
-        if any(isinstance(each, str) for each in ids):
-            ids = [str(each) for each in ids]
-        if len(set(ids)) != len(ids):
+        ids = self.table.columns[name]
+        kinds = set(map(type, ids))
+        digests = map(hash, self.table.each_text(name)) if str in kinds else ids
+        if len(np.unique(np.fromiter(digests, np.int64, len(ids)))) != len(ids):
             raise DataError("Two rows have one id.", field=f"{FIELD}.id", value=name, remedy="Make the ids unique.")
-        return ids
+        return self.table.texts(name) if len(kinds) > 1 else ids
 
     def classes(self) -> list[str]:
         """The classes in the training rows, numbers in their order.
@@ -228,25 +247,25 @@ class TabularRows:
                 lacks a class.
         """
         self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
-        texts = np.array(self.table.texts(self.label))
-        known = sorted(set(texts[self.splits["train"]].tolist()), key=_in_order)
+        codes, names = self.table.codes(self.label)
+        in_train = np.unique(codes[self.splits["train"]])
+        known = sorted((names[code] for code in in_train), key=_in_order)
         if len(known) < 2:
             what = f"All training rows have the label '{known[0]}', so there is nothing to learn."
             raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows of two classes or more.")
         for split, chosen in self.splits.items():
-            for row in chosen.tolist():
-                if texts[row] not in known:
-                    raise DataError(
-                        f"{self.table.places[row]}: the label '{texts[row]}' in the split '{split}' is in no row of "
-                        "train.",
-                        field=f"{FIELD}.split",
-                        remedy="Give more rows of it, remove the row, or split by stratified.",
-                    )
-            absent = sorted(set(known) - set(texts[chosen].tolist()), key=_in_order)
+            if len(new := chosen[~np.isin(codes[chosen], in_train)]):
+                raise DataError(
+                    f"{self.table.places[new[0]]}: the label '{names[codes[new[0]]]}' in the split '{split}' is in no "
+                    "row of train.",
+                    field=f"{FIELD}.split",
+                    remedy="Give more rows of it, remove the row, or split by stratified.",
+                )
+            absent = sorted(set(known) - {names[code] for code in np.unique(codes[chosen])}, key=_in_order)
             if absent and not self.options["absent_classes"]:
                 raise DataError(
                     f"The split '{split}' has no row of the class '{absent[0]}', of which there are "
-                    f"{int((texts == absent[0]).sum())} in all.",
+                    f"{int((codes == names.index(absent[0])).sum())} in all.",
                     field=f"{FIELD}.split",
                     remedy="Split by stratified, give more rows, or set prepare.options.absent_classes=true.",
                 )

@@ -118,7 +118,7 @@ class TaggedRows(TabularRows):
 
     def columns(self) -> tuple[list[list[str]], list[list[str]]]:
         """The words and the tags of each row."""
-        return self.table.columns[self.options["words"]], self.table.columns[self.label]
+        return list(self.table.columns[self.options["words"]]), list(self.table.columns[self.label])
 
     @override
     def classes(self) -> list[str]:

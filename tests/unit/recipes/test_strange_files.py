@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import tracemalloc
+from collections import deque
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -22,6 +25,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_files import find_images
+from trainer_lib.recipes.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.recipes.text_documents import DocumentSplits, read_documents
 from trainer_lib.storage import Store
@@ -320,3 +324,44 @@ def test_a_separator_of_lines_fits_either_ending(tmp_path: Path, separator: str,
     path = written(tmp_path, (ending * 2).join(f"Paragraph {number}{ending}goes on." for number in range(20)), "a.txt")
     documents = list(read_documents([str(path)], rename={}, separator=separator, field="prepare.sources"))
     assert [document.text for document in documents] == [f"Paragraph {n}{ending}goes on." for n in range(20)]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_values_come_back_from_the_disk_as_they_were() -> None:
+    given = ["", "é\n", None, True, 2**70, -1, 0.1, float("inf"), ("a", 1), [1], *map(str, range(5000))]
+    spool = Spool()
+    values, other = SpooledValues(spool, 1 << 20), SpooledValues(Spool(), 1 << 20)
+    for value in given:
+        values.append(value)
+    other.extend(given)
+    values.extend(other)
+    assert spool.write(b"") > 1000, "most of them are not in memory"
+    assert list(values) == [values[place] for place in range(len(values))] == given * 2
+    assert values[7:5012:9] == (given * 2)[7:5012:9]
+    assert type(values[8]) is tuple
+
+
+def test_the_memory_of_prepare_does_not_grow_with_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+
+    def peak(rows: int) -> int:
+        with path.open("w") as file:
+            file.write("id,a,b,label\n")
+            file.writelines(f"{row:08}-AB,{row / 7:.4f},{row / 9:.4f},{'xy'[row % 2]}\n" for row in range(rows))
+        gc.collect()
+        tracemalloc.start()
+        out = PrepareOutput(Store.open(tmp_path / "out"), [str(path)])
+        recipe = load(recipe_file("tabular-classification"), tmp_path)
+        for stored in recipe.prepare({"label": "label", "id": "id"}, out).values():
+            deque(stored, 0)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_lib.recipes.spooled_values.SPOOL_BYTES", 1 << 18)
+        small, large = peak(4_000), peak(24_000)
+    # 20,000 more rows of 34 bytes: some 60 bytes each stay, for the numbers of rows, classes and ids.
+    assert large - small < 20_000 * 100
