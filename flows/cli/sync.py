@@ -20,7 +20,7 @@ from trainer_lib.errors import StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import shorten
-from trainer_lib.trackers.waiting import Waiting, count_waiting, drop_waiting
+from trainer_lib.trackers.waiting import Waiting, count_waiting
 
 _SAY_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.2  # while another process delivers
@@ -33,7 +33,7 @@ def sync(
         str | None, typer.Option(metavar="URL", help="A storage root, or the output_dir of a Trainer, instead.")
     ] = None,
     drop: Annotated[
-        bool, typer.Option("--drop", help="Remove what waits, for a server that will never answer (a wrong address).")
+        bool, typer.Option("--drop", help="Remove what waits for another server than this one: a wrong address.")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -43,18 +43,19 @@ def sync(
     quiet_environment()
     config, place = find_storage(spec, overrides or [], storage, command="sync")
     out = terminal.console(stderr=True, quiet=quiet)
-    found = {root: waiting for root in spool_dirs(place) if (waiting := count_waiting(root)) is not None}
+    found: dict[Path, Waiting | None] = {
+        root: waiting for root in spool_dirs(place) if (waiting := count_waiting(root)) is not None
+    }
     with stoppable(out.print, remedy="The same command delivers the rest."):
         for root in found:
             if drop:
-                _drop(root)
-            else:
+                Delivery(root, tracking_uri(config, place)).drop_foreign()
+                found[root] = count_waiting(root)
+            if found[root] is not None:
                 _deliver(root, tracking_uri(config, place), out)
-    waited = [str(waiting) for waiting in found.values()]
+    waited = [str(waiting) for waiting in found.values() if waiting is not None]
     if as_json:
-        print_json({"ok": True, "exit_code": 0, "dropped" if drop else "delivered": waited})
-    elif drop and waited:
-        terminal.console(quiet=quiet).print(f"Dropped: {', '.join(waited)}.")
+        print_json({"ok": True, "exit_code": 0, "delivered": waited})
     else:
         terminal.console(quiet=quiet).print(
             f"MLflow has everything: {', '.join(waited)} delivered." if waited else "Nothing waits."
@@ -90,16 +91,11 @@ def _deliver(root: Path, uri: str, out: Console) -> None:
         f"{waiting} still waits for MLflow in {root}: {reason}",
         field="tracking",
         value=_servers(waiting, uri),
-        remedy="Run the same command again when the server answers, or drop what waits: trainflow sync --drop.",
+        remedy="Run the same command again when the server answers. Was its address wrong? Correct tracking.uri, and "
+        "remove what waits for the other one: trainflow sync --drop.",
     )
 
 
 def _servers(waiting: Waiting | None, uri: str) -> str:
     """The servers that a spool waits for, which may be others than that of the spec by now."""
     return mask(", ".join(waiting.servers) if waiting is not None and waiting.servers else uri)
-
-
-def _drop(root: Path) -> None:
-    if not drop_waiting(root):
-        what = "Another process delivers what waits."
-        raise StorageError(what, field="tracking", value=str(root), remedy="Wait until it has ended.")

@@ -86,6 +86,13 @@ class Delivery:
             flows = [session for session in Session.stored(self.root) if _is_flow(session)]
             return self._deliver([*(each for each in Session.stored(self.root) if not _is_flow(each)), *flows])
 
+    def drop_foreign(self) -> None:
+        """Remove what is over and waits for another server than this one, as that of a wrong address."""
+        with sole_delivery(self.root) as ours:
+            for session in Session.stored(self.root) if ours else ():
+                if session.over and not self._is_own(_run_of(session)[0]):
+                    session.remove()
+
     def _deliver(self, sessions: Sequence[Session]) -> bool:
         if not sessions:
             self.is_loaded.set()
@@ -108,7 +115,7 @@ class Delivery:
                 # Nor with our credentials to an address that a file names.
                 what = f"{group[0].path} is for {server}, not for the server of this command."
                 remedy = "Name that one by tracking.uri, or set MLFLOW_TRACKING_URI, and run trainflow sync."
-                self.obstacle = f"{what} {remedy} Or remove the folder."
+                self.obstacle = f"{what} {remedy} Or drop it: trainflow sync --drop."
                 self._warn(self.obstacle)
                 is_whole = False
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer_lib.trackers.spool import Session, sole_delivery
+from trainer_lib.trackers.spool import Session
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,3 @@ def count_waiting(root: Path) -> Waiting | None:
     runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
     servers = {str(session.head.get("tracking_uri")) for session in sessions}
     return Waiting(root, len(runs), points, files, tuple(sorted(servers))) if sessions else None
-
-
-def drop_waiting(root: Path) -> bool:
-    """Remove the sessions that are over, for servers that never answer; False while another process delivers them."""
-    with sole_delivery(root) as is_ours:
-        for session in Session.stored(root) if is_ours else ():
-            if session.over:
-                session.remove()
-        return is_ours
