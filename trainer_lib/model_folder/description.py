@@ -121,7 +121,9 @@ def read_description(data: bytes, where: str) -> ModelDescription:
     try:
         record = parse_json(data, dict)
     except ValueError as error:
-        raise DamagedError(f"The description of the model cannot be read: {error}.", field=where) from error
+        raise DamagedError(
+            f"The description of the model is not JSON that trainflow writes: {error}.", field=where
+        ) from error
     if record.get("format") != FORMAT:
         raise ConfigError(
             f"The description has format {record.get('format')!r}, and this version reads format {FORMAT}.",
