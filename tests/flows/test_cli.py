@@ -259,6 +259,15 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(finished: Finished, tmp_pa
     assert "Traceback" not in command.output
 
 
+def test_what_mlflow_never_gets_is_said_at_the_end_of_the_run(tmp_path: Path) -> None:
+    spec = toy.project(tmp_path / "project")
+    (tmp_path / "project" / "store").mkdir()
+    (tmp_path / "project" / "store" / "spool").touch()  # no folder can be made there
+    done = trainflow("run", spec, *SHORT[:-1], "tracking.enabled=true")
+    assert done.code == 0, done.err
+    assert "MLflow waits for what this run logged, which could not be kept in" in " ".join(done.out.split())
+
+
 def plant(folder: Path, mark: Path) -> None:
     """Leave modules and settings that would run code of a stranger, which leaves a mark."""
     for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
