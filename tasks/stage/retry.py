@@ -100,7 +100,7 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
         return Decision(False, "this machine is about to be taken away: the same command continues")
     if not isinstance(error, TrainflowError) or not error.retryable:
         is_stopped = isinstance(error, Interrupted) or not isinstance(error, Exception)
-        return Decision(False, "stopped: the same command continues" if is_stopped else "a retry cannot help")
+        return Decision(False, "the same command continues" if is_stopped else "a retry cannot help")
     if isinstance(error, Preempted):
         return Decision(True, "preempted: tried again, free of charge")
     if isinstance(error, OutOfMemoryError):

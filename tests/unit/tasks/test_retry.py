@@ -54,7 +54,7 @@ def test_what_is_not_typed_is_never_retried(error: BaseException) -> None:
 def test_who_stops_a_stage_reads_that_the_same_command_continues() -> None:
     for error in (KeyboardInterrupt(), errors.Interrupted("Ctrl-C")):
         decision = decide(error, retries=3, past=Past(used=0), can_halve=True)
-        assert decision == Decision(False, "stopped: the same command continues")
+        assert decision == Decision(False, "the same command continues")
 
 
 def test_the_budget_ends(tmp_path: Path) -> None:
