@@ -27,6 +27,11 @@ Reader = Callable[[Any, str], Any]
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
+_NOTHING = ("N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null")
+_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,]+)\s*([$€£¥%]?)")
+_POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
+_COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
+_EITHER = re.compile(r"\d{1,3},\d{3}")
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
 
@@ -277,7 +282,7 @@ def plain_value(value: Any, name: str, place: str) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return None if isinstance(value, float) and math.isnan(value) else value
     if isinstance(value, str):
-        return value.strip() or None
+        return None if value.strip() in _NOTHING else value.strip() or None
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, date | datetime):
@@ -303,6 +308,28 @@ def number_of(value: Any) -> float | None:
     """The finite number that a value stands for; None for a text that stands for none."""
     try:
         number = float(value)
-    except (ValueError, OverflowError):
+    except ValueError:
+        number = _read_amount(str(value))
+    except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def _read_amount(text: str) -> float:
+    """Money, per cent, and numbers with marks between thousands or a decimal comma; NaN for any other text.
+
+    A text such as 1,234, which is one thousand to some and a little more than one to others, is not a number.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        return math.nan
+    digits = match[2]
+    if _POINT.fullmatch(digits):
+        digits = digits.replace(",", "")
+    elif _COMMA.fullmatch(digits) and not _EITHER.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    try:
+        number = float(f"{match[1]}{digits}")
+    except ValueError:
+        return math.nan
+    return number / 100 if match[3] == "%" else number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -39,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "absent_classes": False,
 }
 _RESERVED = ("labels", "row_id")
+_PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
 
 
@@ -187,6 +189,7 @@ class TabularRows:
         if name in self.options["categorical"] or not self.table.is_number(name):
             self.table.refuse_free_text(name)
             self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(train))))
+            self._warn_of_cases(name)
             return
         if self.options["missing"] == "refuse":
             self.table.refuse_gaps(
@@ -194,11 +197,24 @@ class TabularRows:
                 f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
                 "prepare.options.missing=mean and prepare.allow_nan=true.",
             )
+        first = next((value for value in self.table.columns[name] if value is not None), None)
+        if isinstance(first, str) and not _PLAIN_NUMBER.fullmatch(first):
+            self._warnings.append(f"The column '{name}' is read as numbers: '{first}' is {as_number(first):g}.")
         values = self.table.numbers(name)[train]
         known = values[np.isfinite(values)]
         spread = float(known.std()) if len(known) else 0.0
         # A constant column says nothing; dividing by its spread would make its noise large.
         self.numbers[name] = [float(known.mean()) if len(known) else 0.0, spread if spread > 0 else 1.0]
+
+    def _warn_of_cases(self, name: str) -> None:
+        alike: dict[str, str] = {}
+        for text in self.texts[name]:
+            if (other := alike.setdefault(text.casefold(), text)) != text:
+                what = (
+                    f"The column '{name}' has '{other}' and '{text}', which differ in case only and count as two texts."
+                )
+                self._warnings.append(what)
+                return
 
     def rows(
         self, labels: Sequence[Any], more: Mapping[str, Sequence[Any]] | None = None

@@ -26,6 +26,7 @@ from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_files import find_images
 from trainer_lib.recipes.spooled_values import Spool, SpooledValues
+from trainer_lib.recipes.table_files import number_of
 from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.recipes.text_documents import DocumentSplits, read_documents
 from trainer_lib.storage import Store
@@ -316,6 +317,40 @@ def test_files_that_are_refused_are_named_with_their_row(tmp_path: Path, name: s
         prepared("text-classification", written(tmp_path, content, name), text="text", label="label")
     assert words in caught.value.message
     assert caught.value.exit_code == 11
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("$1,037.00", 1037.0),
+        ("-€ 1.037,50", -1037.5),
+        ("1000,50", 1000.5),
+        ("1.234.567 €", 1234567.0),
+        ("12,345,678", 12345678.0),
+        ("5 %", 0.05),
+        (" 7.5", 7.5),
+        ("1,234", None),
+        ("31.12.2024", None),
+        ("A5", None),
+        ("$", None),
+    ],
+)
+def test_money_per_cent_and_decimal_commas_are_numbers(text: str, number: float | None) -> None:
+    assert number_of(text) == number
+
+
+def test_gaps_written_as_words_and_texts_that_differ_in_case_are_noticed(tmp_path: Path) -> None:
+    cities, gaps = ("Paris", "paris", "N/A"), ("$1,000.50", "n/a")
+    rows = [f'{cities[row % 3]},"{gaps[row % 2]}",{row % 9} %,{"ab"[row % 2]}' for row in range(60)]
+    path = written(tmp_path, "\n".join(["city,price,share,label", *rows]))
+    with pytest.raises(DataError, match="column 'price': there is no value, as in 30 of 60 rows"):
+        prepared("tabular-classification", path, label="label")
+    found, out = prepared("tabular-classification", path, label="label", missing="mean")
+    assert out.info["texts"] == {"city": ["", "Paris", "paris"]}
+    assert {row["price"] for row in found["train"] if row["price"] == row["price"]} == {1000.5}
+    assert max(row["share"] for row in found["train"]) == 0.08
+    words = "'Paris' and 'paris', which differ in case", "'$1,000.50' is 1000.5", "'0 %' is 0"
+    assert all(any(text in warning for warning in out.warnings) for text in words)
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
