@@ -2,8 +2,9 @@
 
 A process that is killed reports nothing, so its runs stay Running in Prefect. Each flow run therefore carries labels
 that name its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
-process is certainly gone and sets them, and their task runs, to Crashed. A run of another machine is left alone here:
-only its heartbeat on the storage can tell (`flows.heartbeat`).
+process is certainly gone and sets them, and their task runs, to Crashed. It also ends task runs that are open although
+their flow run has ended: task states travel as events, and a server that is killed may lose some. A run of another
+machine is left alone here: only its heartbeat on the storage can tell (`flows.heartbeat`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
@@ -24,6 +26,7 @@ from trainer_lib.secrets import mask
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.filters import TaskRunFilter
     from prefect.client.schemas.objects import FlowRun
 
 FLOW, SWEEP_FLOW = "pipeline", "sweep"
@@ -39,6 +42,8 @@ _PAUSE_S = 10.0
 _CLOSE_S = 10.0
 _PAGE = 200
 _OPEN = ["PENDING", "RUNNING", "CANCELLING"]
+_OPEN_TASK = [*_OPEN, "SCHEDULED", "PAUSED"]
+_ENDED = ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]
 _log = logging.getLogger(__name__)
 
 Left = Literal["unknown", "starting"]
@@ -46,19 +51,19 @@ Left = Literal["unknown", "starting"]
 
 @dataclass(frozen=True)
 class DeadRun:
-    """A flow run whose process has ended without a word.
+    """A flow run whose process has ended without a word, or before the server knew the end of each task.
 
     Attributes:
         flow_run_id, name: the Prefect run.
         holder: the process that it belonged to.
-        cancelling: its cancellation was asked for.
+        state: the type of its state.
         seen: identifies the state in which it was seen; another one means that it goes on.
     """
 
     flow_run_id: UUID
     name: str
     holder: Holder
-    cancelling: bool
+    state: str
     seen: tuple[Any, ...]
 
 
@@ -238,14 +243,18 @@ def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | 
 
 
 def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
-    """Set a flow run and its task runs that have not ended to Crashed, or to Cancelled."""
-    from prefect.states import Cancelled, Crashed
+    """Set a flow run and its open task runs to Crashed, or to Cancelled; tasks of one that has ended as it did."""
+    from prefect.client.schemas.objects import State, StateType
 
-    make, why = Cancelled if run.cancelling else Crashed, f"Its process ended without a word ({run.holder})."
+    kind, why = run.state, f"The server did not learn how this task ended; its flow run is {run.state.lower()}."
+    if not (has_ended := run.state in _ENDED):
+        kind = "CANCELLED" if run.state == "CANCELLING" else "CRASHED"
+        why = f"Its process ended without a word ({run.holder})."
     # The tasks first: a sweep that is killed in between finds the flow run again.
     for task_run_id in _open_task_runs(client, run.flow_run_id):
-        client.set_task_run_state(task_run_id, make(message=why), force=True)
-    client.set_flow_run_state(run.flow_run_id, make(message=why), force=True)
+        client.set_task_run_state(task_run_id, State(type=StateType(kind), message=why), force=True)
+    if not has_ended:
+        client.set_flow_run_state(run.flow_run_id, State(type=StateType(kind), message=why), force=True)
 
 
 def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
@@ -274,27 +283,36 @@ def _is_starting_again(run: FlowRun) -> bool:
 
 
 def _dead(run: FlowRun, holder: Holder) -> DeadRun:
-    cancelling = run.state is not None and run.state.is_cancelling()
-    return DeadRun(run.id, run.name, holder, cancelling, (run.state_id, run.run_count))
+    state = "" if run.state is None else run.state.type.value
+    return DeadRun(run.id, run.name, holder, state, (run.state_id, run.run_count))
 
 
 def _open_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    """Flow runs that have not ended, and those that have, with a task that has not."""
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 
     flow = FlowFilter.model_validate({"name": {"any_": [FLOW, SWEEP_FLOW]}})
-    unfinished = FlowRunFilter.model_validate({"state": {"type": {"any_": _OPEN}}})
-    offset = 0
-    while page := client.read_flow_runs(flow_filter=flow, flow_run_filter=unfinished, limit=_PAGE, offset=offset):
-        yield from page
-        offset += len(page)
+    for states, tasks in ((_OPEN, None), (_ENDED, _unfinished_tasks())):
+        runs = FlowRunFilter.model_validate({"state": {"type": {"any_": states}}})
+        read = partial(client.read_flow_runs, flow_filter=flow, flow_run_filter=runs, task_run_filter=tasks)
+        offset = 0
+        while page := read(limit=_PAGE, offset=offset):
+            yield from page
+            offset += len(page)
 
 
 def _open_task_runs(client: SyncPrefectClient, flow_run_id: UUID) -> list[UUID]:
     from prefect.client.schemas.filters import FlowRunFilter
 
     flow_run = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
-    runs = client.read_task_runs(flow_run_filter=flow_run, limit=_PAGE)
-    return [run.id for run in runs if run.state is None or not run.state.is_final()]
+    runs = client.read_task_runs(flow_run_filter=flow_run, task_run_filter=_unfinished_tasks(), limit=_PAGE)
+    return [run.id for run in runs]
+
+
+def _unfinished_tasks() -> TaskRunFilter:
+    from prefect.client.schemas.filters import TaskRunFilter
+
+    return TaskRunFilter.model_validate({"state": {"type": {"any_": _OPEN_TASK}}})
 
 
 def _holder_of(run: FlowRun) -> Holder | None:

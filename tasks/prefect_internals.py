@@ -6,6 +6,7 @@ that range is installed, or when one of these names changes its shape. Importing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import logging
@@ -15,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 R = TypeVar("R")
+
+_AGAIN_S = 0.05  # between two looks at whether the server has all events
 
 _once: tuple[Any, Any] | None = None
 """Settings, and the same without retries."""
@@ -116,7 +119,7 @@ def send_queued(timeout_s: float) -> None:
     Task states travel as events, so an event that is not sent is a task that the server never sees.
 
     Args:
-        timeout_s: seconds to wait for each of the two queues.
+        timeout_s: seconds to wait for the server to confirm the events, and then for each of the two queues.
     """
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
@@ -125,8 +128,34 @@ def send_queued(timeout_s: float) -> None:
     logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
     # In a thread of its own: beside a running event loop, as in a notebook, both would return a coroutine and not wait.
     with ThreadPoolExecutor(1, "trainflow-send") as thread:
+        thread.submit(_confirm_events, timeout_s).result()
         for worker in (EventsWorker, APILogWorker):
             thread.submit(worker.drain_all, timeout=timeout_s).result()
+
+
+def _confirm_events(timeout_s: float) -> None:
+    """Have the server confirm all events; what a stopped or killed one had not read is sent to its successor."""
+    from prefect.events.worker import EventsWorker
+
+    workers: Any = EventsWorker  # which shares the instances of every kind of queue
+    for worker in list(workers._instances.values()):
+        if isinstance(worker, EventsWorker) and worker._loop is not None:
+            waiting = asyncio.wait_for(_confirm(worker), timeout_s)
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(waiting, worker._loop).result()
+
+
+async def _confirm(worker: Any) -> None:
+    while worker._queue.unfinished_tasks:
+        await asyncio.sleep(_AGAIN_S)
+    # A send succeeds as soon as the kernel has the event: only an answer shows that the server has it.
+    while getattr(worker._client, "_unconfirmed_events", None):
+        try:
+            await worker._client._force_checkpoint()
+        except Exception:  # the connection is closed, or there is none
+            with contextlib.suppress(Exception):
+                await worker._client._reconnect()  # sends again what is not confirmed
+            await asyncio.sleep(_AGAIN_S)
 
 
 def api_log_handlers() -> list[logging.Handler]:

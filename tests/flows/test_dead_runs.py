@@ -159,6 +159,33 @@ def test_a_run_of_another_machine_or_of_no_known_process_is_not_judged() -> None
     )
 
 
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.parametrize(
+    ("holder", "end", "left"),
+    [(GONE, "COMPLETED", "COMPLETED"), (GONE, "FAILED", "FAILED"), (HERE, "CANCELLED", "RUNNING")],
+)
+def test_a_task_whose_end_was_lost_ends_as_its_flow_run_did_once_its_process_is_gone(
+    holder: Holder, end: str, left: str
+) -> None:
+    from prefect import task
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.objects import State, StateType
+    from prefect.states import Running
+
+    @task(name="train")
+    def stage() -> None: ...
+
+    run_id = flow_run(holder, State(type=StateType(end)))
+    with get_client(sync_client=True) as client:
+        train = client.create_task_run(stage, run_id, dynamic_key="0", state=Running())
+        ended = read(run_id).state
+        swept = {run.flow_run_id for run in prefect_runs.sweep_dead_runs()}
+        assert client.read_task_run(train.id).state_type == left
+        assert swept == (set() if left == "RUNNING" else {run_id})
+        assert read(run_id).state == ended, "the flow run stays as it is"
+        client.set_task_run_state(train.id, State(type=StateType.COMPLETED), force=True)
+
+
 def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
     """A run of a flow `pipeline` that carries the labels of a process and went through states."""
     from prefect import flow

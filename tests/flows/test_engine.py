@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from flows.server.api import prefect_api, quiet_environment
+from tests.support.prefect_server import wait_for
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 
 # A command that runs a flow of three tasks inside prefect_api, then stays until its standard input ends.
@@ -193,6 +194,46 @@ def test_a_killed_server_is_started_again_where_it_was_and_learns_all_that_happe
     wait_for_no_server()
 
 
+# A flow of one task; the task and the flow each end with a line of standard input.
+ONE_TASK = """
+import sys
+from flows.server.api import prefect_api, quiet_environment
+quiet_environment()
+with prefect_api() as url:
+    from prefect import flow, task
+    def say():
+        print(url, flush=True)
+        sys.stdin.readline()
+    one = task(say, name="one")
+    @flow(name="probe-" + sys.argv[1])
+    def probe():
+        one()
+        say()
+    probe()
+print("left", flush=True)
+"""
+
+
+def test_the_end_of_a_task_that_a_stopped_server_never_read_is_sent_to_its_successor(
+    start: Callable[..., Command],
+) -> None:
+    command = start("stopped", program=ONE_TASK)
+    command.url()
+    [server] = servers()
+    wait_for("the task's begin", lambda: task_states("probe-stopped") == ["RUNNING"])
+    server.suspend()
+    assert command.process.stdin is not None
+    command.process.stdin.write("the task ends\n")
+    command.process.stdin.flush()
+    command.url()
+    time.sleep(0.5)  # by now the kernel has the event
+    server.kill()
+    server.wait()
+    assert command.finish()[0] == "left\n"
+    assert task_states("probe-stopped") == ["COMPLETED"]
+    wait_for_no_server()
+
+
 def _answers(url: str) -> bool:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
         return bool(answer.status == 200)
@@ -240,7 +281,7 @@ def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> Non
         prefect_api(),
     ):
         pytest.fail("entered")
-    assert "did not start" in failed.value.message
+    assert failed.value.message == "The database of the embedded Prefect server is damaged."
     assert failed.value.value is not None
     assert "not a database" in Path(failed.value.value).read_text()
 
