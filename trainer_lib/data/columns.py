@@ -13,7 +13,9 @@ No value loses precision: a list of Python floats is float64. Every error names 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, NoReturn
 
 import numpy as np
@@ -99,17 +101,20 @@ class Schema:
         """
         lowest = first_row if first_id is None else first_id
         for index, row in enumerate(rows):
-            unknown = set(row) - set(self.columns) if isinstance(row, Mapping) else None
-            if unknown is None or unknown:
-                what = f"not in the first row: {', '.join(sorted(map(str, unknown)))}" if unknown else "not a mapping"
-                raise _refuse(self._split, first_row + index, None, what)
+            if not isinstance(row, Mapping):
+                raise _refuse(self._split, first_row + index, None, "not a mapping")
+            if not row.keys() <= self.columns.keys():
+                unknown = ", ".join(sorted(map(str, row.keys() - self.columns.keys())))
+                raise _refuse(self._split, first_row + index, None, f"not in the first row: {unknown}")
         own_ids = any(ROW_ID in row for row in rows)
         arrays = []
         for name, column in self.columns.items():
             if name == ROW_ID and not own_ids:
                 arrays.append(pa.array(np.arange(lowest, lowest + len(rows), dtype=np.int64)))
                 continue
-            values = [_read_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
+            values = [row.get(name, _MISSING) for row in rows]
+            if any(map(is_, values, repeat(_MISSING))):
+                values = [_read_value(row, name, self._split, first_row + index) for index, row in enumerate(rows)]
             arrays.append(self._build_array(name, column, values, first_row, allow_nan=allow_nan))
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
@@ -122,12 +127,13 @@ class Schema:
                     self._refuse_type(first_row + index, name, column, type(value).__name__)
             return pa.array(values, type=self.arrow.field(name).type)
         dtype = np.dtype(column.dtype)
-        items = [
-            self._convert_item(value, name, column, dtype, first_row + index) for index, value in enumerate(values)
-        ]
-        flat = np.concatenate([item.reshape(-1) for item in items]) if items else np.empty(0, dtype)
+        # Numbers of Python's become an array at once, others one by one: each is checked.
+        items: Iterable[Any] = (flat := np.asarray(values if set(map(type, values)) in ({int}, {float}) else 0))
+        if column.kind != "scalar" or not flat.ndim or flat.dtype != dtype:
+            items = [self._convert_item(value, name, column, dtype, first_row + i) for i, value in enumerate(values)]
+            flat = np.concatenate([item.reshape(-1) for item in items]) if items else np.empty(0, dtype)
         if dtype.kind == "f" and not allow_nan:
-            self._refuse_non_finite(flat, [item.size for item in items], name, first_row)
+            self._refuse_non_finite(flat, items, name, first_row)
         if dtype.kind == "b" and column.kind != "scalar":
             flat = flat.view(np.uint8)
         if column.kind == "scalar":
@@ -153,12 +159,12 @@ class Schema:
     def _refuse_type(self, row: int, name: str, column: Column, what: str) -> NoReturn:
         raise _refuse(self._split, row, name, f"{what} does not fit {column}, which the first rows gave")
 
-    def _refuse_non_finite(self, flat: np.ndarray, sizes: list[int], name: str, first_row: int) -> None:
+    def _refuse_non_finite(self, flat: np.ndarray, items: Iterable[Any], name: str, first_row: int) -> None:
         finite = np.isfinite(flat)
         if finite.all():
             return
         place = int(np.argmin(finite))
-        row = first_row + int(np.searchsorted(np.cumsum(sizes), place, side="right"))
+        row = first_row + int(np.searchsorted(np.cumsum([item.size for item in items]), place, side="right"))
         what = "NaN" if np.isnan(flat[place]) else "an infinite value"
         raise DataError(
             f"There is {what} in split '{self._split}', row {row}, column '{name}'.",

@@ -148,9 +148,7 @@ class ImageRows(TabularRows):
             form: what images are brought into.
             counts: what becomes the statistics of the training images while these are read.
         """
-        classes = self.classes()
-        number = {name: index for index, name in enumerate(classes)}
-        labels = [number[text] for text in self.table.texts(self.label)]
+        labels = self.class_numbers(self.classes())
         ids, reader = self._ids(), ImageReader(form, "the folder of the table")
         paths, addresses = self.table.texts(self.options["image"] or IMAGE), self.table.columns[ADDRESS]
 

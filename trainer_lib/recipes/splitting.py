@@ -69,7 +69,7 @@ def cut_rows(
     split: Mapping[str, Any],
     rows: int,
     *,
-    labels: np.ndarray | Sequence[Any] | None = None,
+    labels: np.ndarray | None = None,
     keys: Sequence[str] = (),
     place: Callable[[int], str] = "row {}".format,
 ) -> dict[str, np.ndarray]:
@@ -78,7 +78,7 @@ def cut_rows(
     Args:
         split: what `read_split` returned.
         rows: how many there are.
-        labels: the class of each row, for equal shares.
+        labels: the number of each row's class, from 0 on, for equal shares.
         keys: the text of the split's column in each row.
         place: where a row is from, for errors.
 
@@ -96,7 +96,7 @@ def cut_rows(
     elif split["by"] == "group":
         found = _by_group(keys, shares, draw)
     else:
-        classes = np.zeros(rows, np.int8) if split["by"] == "random" or labels is None else np.asarray(labels)
+        classes = np.zeros(rows, np.int8) if split["by"] == "random" or labels is None else labels
         found = _by_class(classes, shares, draw)
     for name, chosen in found.items():
         if not len(chosen):
@@ -108,12 +108,11 @@ def cut_rows(
 
 def _by_class(classes: np.ndarray, shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """Every class is shuffled and cut by itself."""
-    names, codes = np.unique(classes, return_inverse=True)
-    ends = np.cumsum(np.bincount(codes))[:-1]
-    members = dict(zip(names.tolist(), np.split(np.argsort(codes, kind="stable"), ends), strict=True))
+    order = np.argsort(classes, kind="stable").astype(np.min_scalar_type(-len(classes)))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in ("train", *shares)}
-    for label in sorted(members):
-        chosen, start = draw.permutation(members[label]), 0
+    for chosen in np.split(order, np.cumsum(np.bincount(classes))[:-1]):
+        draw.shuffle(chosen)
+        start = 0
         for name, share in shares.items():
             stop = start + round(len(chosen) * share)
             parts[name].append(chosen[start:stop])

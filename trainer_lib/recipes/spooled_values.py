@@ -109,9 +109,7 @@ class SpooledValues(Sequence[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            yield from chunk.load()
-        yield from self._newest
+        return itertools.chain(itertools.chain.from_iterable(map(_Chunk.load, self._chunks)), self._newest)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...

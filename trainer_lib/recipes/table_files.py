@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
+from itertools import islice, repeat
+from operator import is_
 from typing import Any, Self
 
 import numpy as np
@@ -27,11 +29,12 @@ Reader = Callable[[Any, str], Any]
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
-_NOTHING = ("N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null")
+_NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 _AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,]+)\s*([$€£¥%]?)")
 _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
 _COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
 _EITHER = re.compile(r"\d{1,3},\d{3}")
+_AT_ONCE = 10_000  # values that become numbers together
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
 
@@ -93,16 +96,16 @@ class Table:
         remedy = suggestion(str(name), [*self.columns, *self.unread])
         raise DataError("The data has no such column.", field=field, value=name, remedy=remedy)
 
-    def is_number(self, name: str) -> bool:
-        """Whether a column holds numbers.
+    def find_numbers(self, name: str) -> np.ndarray | None:
+        """Return the `numbers` of a column that holds numbers; None for another.
 
         Raises:
             DataError: most of its values are numbers and some are not; the error names the first of those.
         """
-        values = sum(value is not None for value in self.columns[name])
-        others = sum(value is not None and number_of(value) is None for value in self.columns[name])
+        numbers, values = self.numbers(name), self.count(name)
+        others = values - np.count_nonzero(np.isfinite(numbers))
         if not values or not others or 2 * others > values:
-            return bool(values) and not others
+            return numbers if values and not others else None
         first = next(row for row, each in enumerate(self.columns[name]) if each is not None and number_of(each) is None)
         raise DataError(
             f"{self.places[first]}, column '{name}': '{str(self.columns[name][first])[:40]}' is not a number, and "
@@ -111,9 +114,21 @@ class Table:
             remedy=f"Correct the value, leave it empty, or declare texts: prepare.options.categorical=[{name}].",
         )
 
+    def count(self, name: str) -> int:
+        """Count the values that a column has."""
+        return len(self) - sum(map(is_, self.columns[name], repeat(None)))
+
     def numbers(self, name: str) -> np.ndarray:
         """The values of a column of numbers, float64 ``[rows]``; NaN where there is none."""
-        return np.fromiter(map(as_number, self.columns[name]), np.float64, len(self))
+        numbers, values = np.empty(len(self)), iter(self.columns[name])
+        for start in range(0, len(self), _AT_ONCE):
+            some = list(islice(values, _AT_ONCE))
+            try:
+                numbers[start : start + len(some)] = list(map(float, some))
+            except (TypeError, ValueError, OverflowError):
+                numbers[start : start + len(some)] = list(map(as_number, some))
+        numbers[~np.isfinite(numbers)] = math.nan
+        return numbers
 
     def each_text(self, name: str) -> Iterator[str]:
         """The values of a column as texts, one after the other; empty where there is none."""
@@ -124,28 +139,29 @@ class Table:
         return list(self.each_text(name))
 
     def codes(self, name: str) -> tuple[np.ndarray, list[str]]:
-        """The texts of a column, sorted, and the number of that of each row, int32 ``[rows]``."""
+        """The texts of a column, sorted, and the number of that of each row, of the smallest integers ``[rows]``."""
         number: dict[str, int] = {}
         found = (number.setdefault(text, len(number)) for text in self.each_text(name))
         codes = np.fromiter(found, np.int32, len(self))
         names = sorted(number)
-        order = np.empty(len(names), np.int32)
+        order = np.empty(len(names), np.min_scalar_type(len(names)))
         order[[number[text] for text in names]] = np.arange(len(names))
         return order[codes], names
 
     def refuse_gaps(self, name: str, remedy: str) -> None:
         """Raise DataError when a value is missing in a column."""
-        rows = [row for row, value in enumerate(self.columns[name]) if value is None or value != value]
-        if rows:
+        gaps = (row for row, value in enumerate(self.columns[name]) if value is None or value != value)
+        if (first := next(gaps, None)) is not None:
+            count = 1 + sum(1 for _ in gaps)
             raise DataError(
-                f"{self.places[rows[0]]}, column '{name}': there is no value, as in {len(rows)} of {len(self)} rows.",
+                f"{self.places[first]}, column '{name}': there is no value, as in {count} of {len(self)} rows.",
                 field=SOURCES,
                 remedy=remedy,
             )
 
     def refuse_free_text(self, name: str) -> None:
         """Raise DataError for a column of texts that are nearly all different."""
-        different = len(np.unique(np.fromiter(map(hash, self.columns[name]), np.int64, len(self))))
+        different = count_different(np.fromiter(map(hash, self.columns[name]), np.int64, len(self)))
         if different > max(_FEW, len(self) / 2):
             raise DataError(
                 f"The column '{name}' has {different} different texts in {len(self)} rows, such as "
@@ -153,6 +169,12 @@ class Table:
                 field=SOURCES,
                 remedy=f"Leave it out: prepare.options.ignore=[{name}].",
             )
+
+
+def count_different(values: np.ndarray) -> int:
+    """Count the different values ``[rows]``, in their own memory: sorts them."""
+    values.sort()
+    return int(np.count_nonzero(values[1:] != values[:-1])) + (len(values) > 0)
 
 
 def as_text(value: Any) -> str:
@@ -279,10 +301,11 @@ def _value(value: Any, name: str, place: str, readers: Mapping[str, Reader], unr
 
 def plain_value(value: Any, name: str, place: str) -> Any:
     """A number, a text, or None for what a file writes as nothing."""
+    if isinstance(value, str):
+        text = value.strip()
+        return None if text in _NOTHING else text
     if value is None or isinstance(value, bool | int | float):
         return None if isinstance(value, float) and math.isnan(value) else value
-    if isinstance(value, str):
-        return None if value.strip() in _NOTHING else value.strip() or None
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, date | datetime):

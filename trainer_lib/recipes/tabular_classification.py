@@ -46,8 +46,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     table = TabularRows(options, out, classes=True)
     classes = table.classes()
     out.info.update(table.info(), classes=classes)
-    number = {name: index for index, name in enumerate(classes)}
-    return table.rows([number[text] for text in table.table.each_text(table.label)])
+    return table.rows(table.class_numbers(classes))
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:

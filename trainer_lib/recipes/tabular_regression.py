@@ -44,10 +44,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     """
     table = TabularRows(options, out, classes=False)
     labels = table.label_numbers()
-    train = labels[table.splits["train"]]
-    spread = float(train.std())
-    out.info.update(table.info(), label_scale=[float(train.mean()), spread if spread > 0 else 1.0])
-    return table.rows(labels.tolist())
+    out.info.update(table.info(), label_scale=table.scale(labels))
+    return table.rows(labels.data)
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -19,9 +20,9 @@ from trainer_lib.recipes.table_files import (
     Table,
     as_number,
     as_text,
+    count_different,
     id_of,
     is_index,
-    number_of,
     read_table,
 )
 from trainer_lib.recipes.table_form import note_form
@@ -120,12 +121,11 @@ class TabularRows:
 
     def _refuse_amounts(self, field: str) -> None:
         """Raise DataError where the label holds numbers that are no classes: nearly all differ, or have fractions."""
-        numbers = [number_of(value) for value in self.table.columns[self.label] if value is not None]
-        different = set(numbers)
-        has_fractions = any(number is not None and number % 1 for number in different)
-        most = _FEW_CLASSES if has_fractions else max(_FEW_CLASSES, len(numbers) / 2)
-        if None not in different and len(different) > most:
-            what = f"The label '{self.label}' has {len(different):,} different numbers in {len(numbers):,} rows"
+        numbers, values = self.table.numbers(self.label), self.table.count(self.label)
+        numbers = numbers[np.isfinite(numbers)]
+        most = _FEW_CLASSES if (numbers % 1).any() else max(_FEW_CLASSES, values / 2)
+        if len(numbers) == values and (different := count_different(numbers)) > most:
+            what = f"The label '{self.label}' has {different:,} different numbers in {values:,} rows"
             remedy = "Use the recipe tabular-regression, or give each row one of a few classes."
             raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
 
@@ -161,8 +161,12 @@ class TabularRows:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
             keys = self.table.texts(column)
-        labels = self.table.codes(self.label)[0] if classes else None
+        labels = self._codes[0] if classes else None
         return cut_rows(way, len(self.table), labels=labels, keys=keys, place=self.table.places.__getitem__)
+
+    @cached_property
+    def _codes(self) -> tuple[np.ndarray, list[str]]:
+        return self.table.codes(self.label)
 
     def _features(self) -> list[str]:
         """The columns to predict from. Raises DataError for a name that the table does not have."""
@@ -185,13 +189,13 @@ class TabularRows:
         return names
 
     def _describe(self, name: str) -> None:
-        train = self.splits["train"]
-        if name in self.options["categorical"] or not self.table.is_number(name):
+        values = None if name in self.options["categorical"] else self.table.find_numbers(name)
+        if values is None:
             self.table.refuse_free_text(name)
-            self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(train))))
+            self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(self.splits["train"]))))
             self._warn_of_cases(name)
             return
-        if self.options["missing"] == "refuse":
+        if self.options["missing"] == "refuse" and np.isnan(values).any():
             self.table.refuse_gaps(
                 name,
                 f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
@@ -200,11 +204,18 @@ class TabularRows:
         first = next((value for value in self.table.columns[name] if value is not None), None)
         if isinstance(first, str) and not _PLAIN_NUMBER.fullmatch(first):
             self._warnings.append(f"The column '{name}' is read as numbers: '{first}' is {as_number(first):g}.")
-        values = self.table.numbers(name)[train]
-        known = values[np.isfinite(values)]
-        spread = float(known.std()) if len(known) else 0.0
+        self.numbers[name] = self.scale(values)
+
+    def scale(self, values: np.ndarray) -> list[float]:
+        """The mean and the spread of the training rows among numbers ``[rows]``, without those that are missing."""
+        values = values[np.isfinite(values) & np.frombuffer(self._mask(self.splits["train"]), np.bool_)]
+        if not len(values):
+            return [0.0, 1.0]
+        mean = float(values.mean())
+        values -= mean
+        spread = float(np.sqrt(np.square(values, out=values).mean()))  # `std` needs the memory of another copy
         # A constant column says nothing; dividing by its spread would make its noise large.
-        self.numbers[name] = [float(known.mean()) if len(known) else 0.0, spread if spread > 0 else 1.0]
+        return [mean, spread if spread > 0 else 1.0]
 
     def _warn_of_cases(self, name: str) -> None:
         alike: dict[str, str] = {}
@@ -251,7 +262,7 @@ class TabularRows:
         ids = self.table.columns[name]
         kinds = set(map(type, ids))
         digests = map(hash, self.table.each_text(name)) if str in kinds else ids
-        if len(np.unique(np.fromiter(digests, np.int64, len(ids)))) != len(ids):
+        if count_different(np.fromiter(digests, np.int64, len(ids))) != len(ids):
             raise DataError("Two rows have one id.", field=f"{FIELD}.id", value=name, remedy="Make the ids unique.")
         return self.table.texts(name) if len(kinds) > 1 else ids
 
@@ -263,37 +274,46 @@ class TabularRows:
                 lacks a class.
         """
         self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
-        codes, names = self.table.codes(self.label)
-        in_train = np.unique(codes[self.splits["train"]])
-        known = sorted((names[code] for code in in_train), key=_in_order)
+        codes, names = self._codes
+        counts = {split: np.bincount(codes[chosen], minlength=len(names)) for split, chosen in self.splits.items()}
+        known = sorted((names[code] for code in np.flatnonzero(counts["train"])), key=_in_order)
         if len(known) < 2:
             what = f"All training rows have the label '{known[0]}', so there is nothing to learn."
             raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows of two classes or more.")
         for split, chosen in self.splits.items():
-            if len(new := chosen[~np.isin(codes[chosen], in_train)]):
+            if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
+                first = chosen[np.isin(codes[chosen], new)][0]
                 raise DataError(
-                    f"{self.table.places[new[0]]}: the label '{names[codes[new[0]]]}' in the split '{split}' is in no "
+                    f"{self.table.places[first]}: the label '{names[codes[first]]}' in the split '{split}' is in no "
                     "row of train.",
                     field=f"{FIELD}.split",
                     remedy="Give more rows of it, remove the row, or split by stratified.",
                 )
-            absent = sorted(set(known) - {names[code] for code in np.unique(codes[chosen])}, key=_in_order)
+            absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
             if absent and not self.options["absent_classes"]:
                 raise DataError(
                     f"The split '{split}' has no row of the class '{absent[0]}', of which there are "
-                    f"{int((codes == names.index(absent[0])).sum())} in all.",
+                    f"{sum(count[names.index(absent[0])] for count in counts.values())} in all.",
                     field=f"{FIELD}.split",
                     remedy="Split by stratified, give more rows, or set prepare.options.absent_classes=true.",
                 )
         return known
 
+    def class_numbers(self, classes: Sequence[str]) -> Sequence[int]:
+        """The number of each row's class among these, ``[rows]``."""
+        codes, names = self._codes
+        number = {name: index for index, name in enumerate(classes)}
+        numbers = np.array([number[name] for name in names], np.min_scalar_type(len(names)))
+        return memoryview(numbers[codes])
+
     def label_numbers(self) -> np.ndarray:
         """The label of each row, float64 ``[rows]``. Raises DataError for one that is missing or not a number."""
         self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
-        if not self.table.is_number(self.label):
-            what = f"The label '{self.label}' holds texts, such as '{self.table.texts(self.label)[0]}'."
+        numbers = self.table.find_numbers(self.label)
+        if numbers is None:
+            what = f"The label '{self.label}' holds texts, such as '{next(self.table.each_text(self.label))}'."
             raise DataError(what, field=f"{FIELD}.label", remedy="Use the recipe tabular-classification.")
-        return self.table.numbers(self.label)
+        return numbers
 
     def info(self) -> dict[str, Any]:
         """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""

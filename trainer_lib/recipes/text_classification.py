@@ -137,8 +137,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     )
     count_cut_texts(out, tokenizer, *columns.values(), longest=chosen["max_length"])
     table.texts.update({name: [] for name in names})  # `rows` gives these columns
-    number = {name: index for index, name in enumerate(classes)}
-    return table.rows([number[text] for text in table.table.each_text(table.label)])
+    return table.rows(table.class_numbers(classes))
 
 
 def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:

@@ -67,7 +67,7 @@ class SeriesTable:
         self._time = table.require(options["time"], field=f"{FIELD}.time")
         table.refuse_gaps(self._time, "Give every row its time, or remove the row.")
         for name in columns:
-            if not table.is_number(name) and any(value is not None for value in table.columns[name]):
+            if table.count(name) and table.find_numbers(name) is None:
                 what = f"The column '{name}' holds texts, such as '{table.texts(name)[0]}'."
                 raise DataError(what, field=SOURCES, remedy="Give it numbers, or leave it out.")
             if options["missing"] == "refuse":
