@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -234,6 +235,7 @@ def test_a_spec_larger_than_prefects_parameters_runs_and_is_deployed(folder: Pat
     assert set(newest_flow_run().parameters["spec"]) == {"name", "storage", "spec_file", "sha256"}
     spec = spec_of(folder, large)
     deployment = _deployment(spec, "large", None).apply()
+    assert isinstance(deployment, UUID)
     with get_client(sync_client=True) as client:
         parameters = client.read_deployment(deployment).parameters
         client.delete_deployment(deployment)

@@ -68,7 +68,7 @@ def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
         values = iter([0.9, 0.7, 0.5, 0.4])
         given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
         given |= {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "max_steps": 6}
-        metrics = {"eval_dataset": ROWS, "compute_metrics": lambda p: {"accuracy": next(values)}}
+        metrics: dict[str, Any] = {"eval_dataset": ROWS, "compute_metrics": lambda p: {"accuracy": next(values)}}
         return trainer(tmp_path, ROWS, callbacks=[heads, *callbacks], **given, **metrics)
 
     heads = note_heads()
