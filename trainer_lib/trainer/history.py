@@ -42,6 +42,7 @@ class StepHistory:
         self._counted = 0
         self._in_a_row = 0
         self._without_in_a_row = 0
+        self._empty_in_a_row = 0  # appended steps without targets, those that are not collected included
         self.nonfinite_steps = self.steps_without_targets = self.batches_without_targets = 0
         self.example = ""
 
@@ -57,6 +58,7 @@ class StepHistory:
         self._losses.append(loss)
         self._norms.append(norm)
         self._targets.append((has_targets, empty_batches))
+        self._empty_in_a_row = 0 if has_targets else self._empty_in_a_row + 1
 
     def sum_since_log(self) -> torch.Tensor:
         """The sum of the finite losses since the last log ``[]``, for an override that logs by itself."""
@@ -81,8 +83,7 @@ class StepHistory:
     @property
     def full(self) -> bool:
         """Whether there are enough steps to collect them without a log, or so many without targets in a row."""
-        newest = self._targets[-self._limit :]
-        return len(self._losses) >= _LIMIT or (len(newest) == self._limit and not any(some for some, _ in newest))
+        return len(self._losses) >= _LIMIT or self._empty_in_a_row >= self._limit
 
     def collect(self, step: int) -> None:
         """Bring all numbers to the host. Collective.
@@ -104,7 +105,7 @@ class StepHistory:
         else:
             for loss, norm, (has_targets, _) in zip(*values, self._targets, strict=True):
                 self._note(loss, norm, has_targets)
-        self._losses, self._norms, self._targets = [], [], []
+        self._losses, self._norms, self._targets, self._empty_in_a_row = [], [], [], 0
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row, "

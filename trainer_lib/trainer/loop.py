@@ -177,6 +177,7 @@ class TrainingLoop:
         samples, weights.num_items = trainer.get_batch_samples(batches, count, *place)
         if len(weights.items) != len(samples):  # an override counted in its own way
             weights.count(samples, self._internals.forward.target_items)
+        weights.note_targets()
         # The last step of an epoch may have fewer micro-batches, and overridden steps divide by this number.
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
         if run.skip_until > trainer.state.global_step:

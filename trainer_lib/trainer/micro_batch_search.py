@@ -62,22 +62,22 @@ def call_within_memory(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 class MicroBatchSearch:
-    """Owns the micro-batch that memory allows, and restarts training with half of it when memory runs out."""
+    """Owns the micro-batch that memory allows, and restarts training with half of it when memory runs out.
+
+    Attributes:
+        is_on: whether a step of the present training is tried again when memory runs out. Several processes exchange
+            more for it: only if asked.
+    """
 
     def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._allowed: int | None = None
+        self.is_on = False
 
     def forget(self) -> None:
         """Start again with the micro-batch of the arguments: they have changed."""
         self._allowed = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a step that runs out of memory is tried again. Several processes exchange more for it: if asked."""
-        args = self._trainer.args
-        return args.auto_find_batch_size or (follows_global_batch(args) and self._internals.world.comm.world_size == 1)
 
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
@@ -96,7 +96,9 @@ class MicroBatchSearch:
         Raises:
             OutOfMemoryError: memory does not suffice for a micro-batch of one sample.
         """
-        trainer = self._trainer
+        trainer, args = self._trainer, self._trainer.args
+        alone = self._internals.world.comm.world_size == 1
+        self.is_on = args.auto_find_batch_size or (follows_global_batch(args) and alone)
         if not self.is_on:
             return attempt(url)
         backup = Backup.of(trainer, self._internals)

@@ -192,6 +192,8 @@ class StepWeights:
         micro_steps: micro-batches of the step.
         computing: a micro-batch is under way.
         all_batches: micro-batches with items over all ranks; None when it was not counted.
+        has_targets: whether the step has target items on any rank, as far as every rank knows it; True if they do not.
+        empty_batches: micro-batches of this rank with samples and without targets.
     """
 
     def __init__(self, *, data_parallel_size: int, over_ranks: bool, by_targets: bool = True) -> None:
@@ -206,6 +208,8 @@ class StepWeights:
         self.micro_steps = 1
         self.computing = False
         self.all_batches: int | None = None
+        self.has_targets = True
+        self.empty_batches = 0
 
     def open_epoch(self, batches: MicroBatches) -> MicroBatches:
         """Take the micro-batches of an epoch, to know which of them are dummies."""
@@ -228,6 +232,14 @@ class StepWeights:
                 1 if each == 0 and samples != 0 else each for each, samples in zip(items, self.samples, strict=True)
             ]
         return sum(items)
+
+    def note_targets(self) -> None:
+        """Set `has_targets` and `empty_batches` of the step, whose items are counted."""
+        self.has_targets = not (self._counts_all and type(self.num_items) is int and self.num_items == 0)
+        self.empty_batches = 0
+        if not all(self.items):
+            counts = zip(self.items, self.samples, strict=False)
+            self.empty_batches = sum(items == 0 and samples != 0 for items, samples in counts)
 
     def weight(self, scale: LossScale) -> float:
         """w(r, m) of the micro-batch under way."""
@@ -255,16 +267,6 @@ class StepWeights:
     def has_items(self) -> bool:
         """Whether the micro-batch under way has items of this rank, and is not a dummy batch."""
         return self.micro_step >= len(self.items) or self.items[self.micro_step] > 0
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether the step has target items on any rank, as far as every rank knows it; True if they do not."""
-        return not (self._counts_all and isinstance(self.num_items, int) and self.num_items == 0)
-
-    @property
-    def empty_batches(self) -> int:
-        """Micro-batches of this rank with samples and without targets."""
-        return sum(items == 0 and samples != 0 for items, samples in zip(self.items, self.samples, strict=False))
 
     def needs_substitute(self) -> bool:
         """Whether the micro-batch under way has no targets while the step has some, so its loss would be 0/0."""
