@@ -262,9 +262,9 @@ def halve_training_batch(
     from trainer_lib.arguments import TrainingArguments, total_batch_size
     from trainer_lib.arguments.global_batch import rows_at_a_time
 
-    parsed = TrainingArguments.from_dict(args, prefix="train.args")
-    if halvings == 0 and (not varies or parsed.global_batch_size):
+    if halvings == 0 and (not varies or args.get("global_batch_size")):
         return dict(args)
+    parsed = TrainingArguments.from_dict(args, prefix="train.args")
     micro_batch = rows_at_a_time(parsed, data_parallel_size=world_size)
     given_for = count_sharers(parsed, lambda: world_size)
     return {

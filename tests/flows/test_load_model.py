@@ -120,7 +120,7 @@ def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="format 2"):
         load_model(str(run))
     (run / FILE).write_text(text[:-20])
-    with pytest.raises(DamagedError, match="cannot be read"):
+    with pytest.raises(DamagedError, match="is not JSON"):
         load_model(str(run))
     (run / FILE).write_text(json.dumps({**json.loads(text), "recipe": "../../recipe.py"}))
     with pytest.raises(DamagedError, match="path"):

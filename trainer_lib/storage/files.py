@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 
+class FolderGoneError(OSError):
+    """A pinned folder was renamed or removed; not the ESTALE of a network folder, which may come back."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file as it was written: its path relative to the store, size in bytes, SHA-256 in hexadecimal digits."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from trainer_lib.errors import StorageError
 from trainer_lib.json_text import parse_json
-from trainer_lib.storage.files import FileInfo
+from trainer_lib.storage.files import FileInfo, FolderGoneError
 
 T = TypeVar("T")
 _PINNED = "TRAINFLOW_PINNED_FOLDERS"  # JSON: [path, device, inode] of each, for this process and those that it starts
@@ -332,7 +332,7 @@ def make_folders(path: Path, mode: int = 0o777) -> None:
         mode: of `path`, where it is new.
 
     Raises:
-        OSError: ESTALE where `path` lies in a pinned folder that was renamed or removed; whatever the system raises.
+        FolderGoneError: `path` lies in a pinned folder that was renamed or removed. OSError: as the system raises it.
     """
     missing = []
     folder = path
@@ -350,7 +350,7 @@ def make_folders(path: Path, mode: int = 0o777) -> None:
 def _require_pinned(path: Path) -> None:
     for root, *identity in _pins():
         if path.is_relative_to(root) and _identity(Path(root)) != identity:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), root)
+            raise FolderGoneError(errno.ESTALE, os.strerror(errno.ESTALE), root)
 
 
 def _write_new(path: Path, data: bytes, *, flags: int = os.O_EXCL) -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError, StoreUnreachableError
+from trainer_lib.storage.files import FolderGoneError
 from trainer_lib.storage.outages import describe_outage, vendor_code, vendor_message
 from trainer_lib.storage.urls import HUB
 
@@ -117,7 +118,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
         more = "" if number == errno.ENOSPC else f" ({reason})"
         size = "" if needed is None else f" The file needs at least {needed:,}."
         return StorageFullError(f"Could not {verb} it: {left}{more}.{size}", field=where, remedy=remedy)
-    if number == errno.ESTALE:
+    if isinstance(error, FolderGoneError):
         return gone(where)
     # For a new file it is the place that is missing, not the file.
     if isinstance(error, FileNotFoundError) and verb in ("write", "create"):
