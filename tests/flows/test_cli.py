@@ -101,7 +101,7 @@ def test_json_reports_bad_input_as_one_object(spec: Path) -> None:
 def test_a_failure_of_our_own_is_one_line_and_a_file(spec: Path, tmp_path: Path) -> None:
     program = (
         "import flows.cli.main as cli\n"
-        "def broken(*_): raise RuntimeError('the sky fell')\n"
+        "def broken(*_, **__): raise RuntimeError('the sky fell')\n"
         "cli.load_spec = broken\n"
         f"cli.main(['run', {str(spec)!r}, *EXTRA])\n"
     )

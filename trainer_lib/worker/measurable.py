@@ -88,7 +88,7 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
             raise
         except Exception as error:  # by the model or the recipe, which the training will show, or only at its beginning
             trial.failure = error
-        if trial.given:
+        if trial.given and work.request.metrics:
             require_named(work.request.metrics, trial.given[-1])
         if trial.failure is None:
             _require_names(work, trial.names)
