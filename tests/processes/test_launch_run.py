@@ -103,7 +103,8 @@ def test_a_killed_worker_is_named_with_its_signal(heard: Heard, tmp_path: Path) 
 
 
 def test_a_worker_told_to_stop_is_preempted(heard: Heard, tmp_path: Path) -> None:
-    recipe = "import os, time; print(os.getpid()); time.sleep(300)\n"
+    # Short sleeps: a signal between Python's last look and a long sleep would be handled after it.
+    recipe = "import os, time\nprint(os.getpid())\nwhile True:\n    time.sleep(0.05)\n"
     with pytest.raises(Preempted, match="Asked to stop"):
         heard.launch(request(tmp_path, recipe), on_line=lambda line: os.kill(int(line), signal.SIGTERM))
 
