@@ -136,8 +136,8 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict
 @pytest.mark.parametrize(
     ("file", "old", "new", "runs"),
     [
-        ("splitting.py", "draw.permutation(members[label])", "members[label]", {"prepare"}),
-        ("table_files.py", "value.strip() or None", "value or None", {"prepare"}),
+        ("splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
+        ("table_files.py", "text = value.strip()", "text = value", {"prepare"}),
         ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
         ("held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
         ("tabular_classification.py", '"dropout": 0.1', '"dropout": 0.2', {"train", "evaluate", "predict"}),
