@@ -181,7 +181,7 @@ def _tests(mutant: Mutant) -> list[str]:
 def _end_what_is_left() -> None:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) and process.pid != os.getpid():
+            if process.environ().get(MARK) == str(os.getpid()):
                 process.kill()
 
 
@@ -189,7 +189,7 @@ def _first_failure(tree: Path, tests: str) -> str | None:
     """Run tests until one fails. Return its name; the whole call is named when it ended or hung without one."""
     words = [word.replace("*", " ") for word in tests.split(" ")]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *words]
-    environment = {**os.environ, MARK: "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, MARK: str(os.getpid()), "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
