@@ -33,6 +33,7 @@ from trainer_lib.data.row_sources import is_hidden, is_pattern, list_matches
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.json_text import read_json
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
+from trainer_lib.storage.local import make_folders
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.suggestions import nearest
 
@@ -198,7 +199,7 @@ class _Memory:
         if self.path is None or not self.changed:
             return
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.path.parent)
             draft = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
             draft.write_text(json.dumps(self.entries), "utf-8")
             # In one step: pipelines that share a storage share this file.
