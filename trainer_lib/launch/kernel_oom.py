@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import time
 from pathlib import Path
@@ -10,10 +12,11 @@ SAMPLE_S = 2.0
 
 
 class OomWatch:
-    """Watches the ``oom_kill`` counters of our control groups (v1 and v2) and of the machine.
+    """Watches the ``oom_kill`` counter of our control group (v1 or v2), or of the machine where we have none.
 
-    The machine's counter also counts other users' processes, so only a rise in the last seconds before a death counts:
-    call `sample_counters` while the workers run; `has_risen` compares with a sample at least `SAMPLE_S` seconds old.
+    A group's counter is of its own processes. The machine's also counts those of other groups and users, so only a rise
+    in the last seconds before a death counts: call `sample_counters` while the workers run; `has_risen` compares with a
+    sample at least `SAMPLE_S` seconds old.
 
     Args:
         root: the folder that holds /proc and /sys (a test gives its own).
@@ -41,27 +44,24 @@ class OomWatch:
 
 
 def _counter_files(root: Path) -> list[Path]:
-    """Return memory.events (v2) and memory.oom_control (v1) of our groups and their parents, and the vmstat file."""
-    # Outside of containers the machine's counter is all there is.
-    found = [root / "proc/vmstat"]
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return found
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            found += _upwards(root / "sys/fs/cgroup", path, "memory.events")
-            found += _upwards(root / "sys/fs/cgroup/unified", path, "memory.events")
-        elif "memory" in controllers.split(","):
-            found += _upwards(root / "sys/fs/cgroup/memory", path, "memory.oom_control")
-    return found
+    """Return memory.events (v2) and memory.oom_control (v1) of our groups; without one, the machine's vmstat file."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                found += _nearest(root / "sys/fs/cgroup", path, "memory.events")
+                found += _nearest(root / "sys/fs/cgroup/unified", path, "memory.events")
+            elif "memory" in controllers.split(","):
+                found += _nearest(root / "sys/fs/cgroup/memory", path, "memory.oom_control")
+    return found or [root / "proc/vmstat"]
 
 
-def _upwards(mount: Path, path: str, name: str) -> list[Path]:
-    """Return the counter file of a group and of each group above it (in a container, the root is our own group)."""
+def _nearest(mount: Path, path: str, name: str) -> list[Path]:
+    """Return the counter file of a group, or of the nearest above it: in a container, the root is our own group."""
     group = mount / path.strip("/")
-    return [folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount)]
+    files = (folder / name for folder in (group, *group.parents) if folder.is_relative_to(mount))
+    return list(itertools.islice(filter(Path.exists, files), 1))
 
 
 def _count(path: Path) -> int:
