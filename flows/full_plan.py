@@ -116,7 +116,7 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
     try:
         found.estimate = estimate_training(config, plan.context, data)
         measured = None if plan.reasons["train"].hit else plan.stages.get("evaluate")
-        champion = plan.spec.register.metric if plan.spec.register.name else None
+        champion = plan.spec.register.compared_by
         if measured is not None and needs_rehearsal(measured.config, plan.context, champion):
             silent: Any = lambda event: None  # noqa: E731 - the run says it
             rehearse_evaluation(measured.config, config, plan.context, data, champion=champion, on_event=silent)

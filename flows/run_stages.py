@@ -202,7 +202,7 @@ class _StageRun:
         """
         plan, measured = self._plan, self._plan.stages.get("evaluate")
         data = self._manifests.get("prepare-data")
-        champion = plan.spec.register.metric if plan.spec.register.name else None
+        champion = plan.spec.register.compared_by
         if measured is None or data is None or not needs_rehearsal(measured.config, self._context, champion):
             return
         is_forced = "train" in self._context.force

@@ -267,6 +267,11 @@ class RegisterConfig(Settings):
     description: str = Field(default="", description="Text of the version.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the version.")
 
+    @property
+    def compared_by(self) -> str | None:
+        """The metric by which versions are compared; None where no model is registered, or none is compared."""
+        return self.metric if self.name else None
+
 
 class PredictConfig(StageSettings):
     """predict: model and a split to sharded Parquet files."""

@@ -139,10 +139,11 @@ def _confirm_events(timeout_s: float) -> None:
 
     workers: Any = EventsWorker  # which shares the instances of every kind of queue
     for worker in list(workers._instances.values()):
-        if isinstance(worker, EventsWorker) and worker._loop is not None:
+        # A queue whose thread has ended would never answer.
+        if isinstance(worker, EventsWorker) and worker._loop is not None and worker._loop.is_running():
             waiting = asyncio.wait_for(_confirm(worker), timeout_s)
             with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(waiting, worker._loop).result()
+                asyncio.run_coroutine_threadsafe(waiting, worker._loop).result(2 * timeout_s)
 
 
 async def _confirm(worker: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +10,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Bare, Debug, Json, print_json
-from flows.cli.presentation import shown
+from flows.cli.presentation import same_command, shown
 from flows.cli.run_choice import Place, StorageUrl, choose_place
 from flows.cli.signals import stoppable
 from flows.cli.tables import table
@@ -70,7 +68,7 @@ def collect_garbage(
     if as_json:
         _print(chosen.storage, garbage, removed, deleted=delete)
     elif not delete:
-        terminal.show(_found(garbage, bare=bare, again=_same_words()))
+        terminal.show(_found(garbage, bare=bare, again=same_command("--delete")))
     elif not bare:
         terminal.show(_rest(garbage, removed))
 
@@ -94,11 +92,6 @@ def _print(storage: str, garbage: Garbage, removed: Sequence[Item], *, deleted: 
 
 def _line(item: Item, verb: str) -> Text:
     return Text(f"{verb}  {item.kind}  {shown(item.store.url)}  {describe_bytes(item.bytes)}  {item.why}")
-
-
-def _same_words() -> str:
-    """This command with --delete: without its other words, it would remove something else."""
-    return shlex.join(["trainflow", *sys.argv[1:], "--delete"])
 
 
 def _found(garbage: Garbage, *, bare: bool, again: str) -> list[Text]:

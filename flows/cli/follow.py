@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +10,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from flows.cli.presentation import same_command
 from flows.cli.signals import stoppable
 from flows.cli.spec_choice import choose_spec_file
 from flows.server.api import quiet_environment
@@ -45,7 +44,7 @@ def follow(
     from tasks.stage.resolver import Resolver
 
     out = terminal.console(stderr=as_json, quiet=quiet)
-    again = shlex.join(["trainflow", *sys.argv[1:]])
+    again = same_command()
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
         with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,7 @@ from rich.text import Text
 
 from flows.cli import terminal
 from flows.cli.options import Debug, Json, Quiet, print_json
-from flows.cli.presentation import shown
+from flows.cli.presentation import same_command, shown
 from flows.cli.run_choice import use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
@@ -140,7 +138,7 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
     from tasks.new_rows import RowsJob, predict_new_rows
 
     out = terminal.console(stderr=as_json, quiet=quiet)
-    again = shlex.join(["trainflow", *sys.argv[1:]])
+    again = same_command()
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
         job = RowsJob.of(asked)
         configs = job.workers(workers, threads)

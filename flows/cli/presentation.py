@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -141,6 +142,11 @@ def where(result: PipelineResult) -> dict[str, str]:
     if result.mlflow_run_id:
         places["MLflow run"] = result.run_url or f"{result.mlflow_run_id} in {shown(result.tracking_uri or '')}"
     return {name: shown(place) for name, place in places.items() if place}
+
+
+def same_command(*more: str) -> str:
+    """Return the words with which this command was called, and more: without them it would do something else."""
+    return shlex.join(["trainflow", *sys.argv[1:], *more])
 
 
 def shown(place: str) -> str:

@@ -257,10 +257,8 @@ class _Keeper(threading.Thread):
                 if time.monotonic() - asked_s >= _HEALTH_S:
                     self._look()
                     asked_s = time.monotonic()
-            except (
-                OSError,
-                MemoryError,
-            ) as error:  # none is free just now; the next look may succeed
+            # No process, descriptor or memory is free just now; the next look may succeed.
+            except (OSError, MemoryError) as error:
                 _log.debug("The embedded server could not be looked after: %s", error)
 
     def close(self) -> None:
