@@ -13,6 +13,7 @@ after this wait.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import deque
@@ -20,9 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 _MAX_BYTES = 65_536  # larger tensors are not kept alive for this: a later small one follows every large one
 _PAUSE_S = 0.02
+_LATE_S = 0.05
 
 # A thread holds the tensors of one collective at a time, so those that it may hold are among the newest.
 _recent: deque[torch.Tensor] = deque(maxlen=64)
@@ -43,19 +46,28 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return remember(torch.from_numpy(array))
 
 
+def _group_stands() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def wait_until_released(timeout_s: float) -> bool:
     """Wait until no thread holds a remembered tensor, at most `timeout_s` seconds; return whether that is so."""
     if not _any_collective:
         return True
     # The collectives of other libraries are not known here: their threads get the interpreter's lock meanwhile.
     time.sleep(_PAUSE_S)
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
+    is_collected = False
     while _recent:
         # Two references: that of `_recent` and the argument. A thread that holds the tensor in C++ has a third.
         if sys.getrefcount(_recent[-1]) <= 2:
             _recent.pop()
-        elif time.monotonic() >= deadline:
+        elif time.monotonic() >= began + timeout_s:
             return False
+        elif not is_collected and time.monotonic() >= began + _LATE_S and _group_stands():
+            # The frames of an error that is over may hold it in a cycle. The group still stands, so none ends here.
+            is_collected = True
+            gc.collect()
         else:
             time.sleep(0.001)
     return True

@@ -202,16 +202,14 @@ def _child(
     def call() -> Any:
         import torch
 
-        from trainer_lib import distributed
-
         torch.set_num_threads(1)
-        try:
-            return fn(*args)
-        finally:
-            distributed.shutdown()
+        return fn(*args)
 
     try:
-        answer = _answer(call)
+        answer = _answer(call)  # the error and its frames, which may hold tensors of collectives, are gone
+        from trainer_lib import distributed
+
+        distributed.shutdown()
         connection.send(answer)
         if answer[0]:
             raise SystemExit(1)

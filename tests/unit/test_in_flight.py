@@ -63,3 +63,14 @@ def test_the_group_ends_after_the_threads_have_dropped_what_they_held(monkeypatc
     assert held_at_the_end == [0]
     assert not dist.is_initialized()
     dropped.join()
+
+
+def test_a_tensor_in_the_frames_of_an_error_that_is_over_does_not_delay_the_end() -> None:
+    distributed.form_alone(torch.device("cpu"))
+    cycle: list[object] = [in_flight.remember(torch.zeros(1))]
+    cycle.append(cycle)
+    del cycle
+    started = time.monotonic()
+    distributed.shutdown()
+    assert time.monotonic() - started < distributed._LEAVE_S
+    assert not in_flight._recent
