@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -23,8 +23,29 @@ TOLERANCE = 1e-5
 _UNEQUAL = ("runtime", "per_second", "preparation_time", "total_flos")
 #: After a resume, the reference reports the mean loss of the resumed part alone.
 RESUMED = "train_loss"
+EVALUATES: dict[str, Any] = {"eval_dataset": ROWS[:12], "eval_strategy": "steps", "eval_steps": 2}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 #: A pattern: it defines its classes on `make.lib` (transformers or trainer_lib) and returns a Trainer.
 Pattern = Callable[["Make"], Any]
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class Either(_Base):  # type: ignore[misc]
+    """Base of what a pattern overrides: the Trainer of either library follows in the order of resolution."""
+
+    seen: list[Any] = []  # noqa: RUF012
+    if TYPE_CHECKING:
+        compute_metrics: Any
+        control: Any
+        data_collator: Any
+        gather_function: Any
+        lr_scheduler: Any
+        optimizer: Any
+        _globalstep_last_logged: Any
 
 
 class Small(Classifier):
@@ -59,21 +80,49 @@ class Make:
         }
         return (cls or self.lib.TrainingArguments)(**given)
 
-    def __call__(self, cls: Any, *, model: nn.Module | None = None, args: Any = None, **given: Any) -> Any:
-        """A Trainer of this class, from keywords of its constructor and settings of its arguments."""
+    def callback(self, **events: Any) -> Any:
+        """A callback with these functions as its events; each takes (args, state, control, **kwargs)."""
+        methods = {name: staticmethod(function) for name, function in events.items()}
+        return type("Mine", (self.lib.TrainerCallback,), methods)()
+
+    def __call__(self, cls: Any = None, *, model: nn.Module | None = None, args: Any = None, **given: Any) -> Any:
+        """A Trainer of this class, from keywords of its constructor and settings of its arguments.
+
+        Args:
+            cls: a class of the library, or one on `Either` (the default is the library's Trainer).
+        """
+        cls = cls or self.lib.Trainer
+        if not issubclass(cls, self.lib.Trainer):
+            cls = type(cls.__name__, (cls, self.lib.Trainer), {})
         parts = {name: given.pop(name) for name in (*_PARTS, *getattr(cls, "takes", ())) if name in given}
         parts.setdefault("train_dataset", ROWS)
         torch.manual_seed(0)
         return cls(model or Small(), args or self.args(**given), **parts)
 
 
-class Table(dict[str, Pattern]):
+class Case(NamedTuple):
+    """A pattern, and what runs on the reference for a pattern of an age that it does not serve any more."""
+
+    pattern: Pattern
+    reference: Pattern | None = None
+
+
+class Table(dict[str, Case]):
     """Patterns by name."""
 
     def add(self, pattern: Pattern) -> Pattern:
         """Decorate a pattern."""
-        self[pattern.__name__] = pattern
+        self[pattern.__name__] = Case(pattern)
         return pattern
+
+    def of(self, reference: Pattern | None = None, **settings: Any) -> Callable[[Any], Any]:
+        """Decorate a class on `Either`, which is trained with these settings."""
+
+        def add(cls: Any) -> Any:
+            self[cls.__name__] = Case(lambda make: make(cls, **settings), reference)
+            return cls
+
+        return add
 
 
 _PARTS = (
@@ -113,16 +162,12 @@ def _in_a_hurry() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def assert_same(pattern: Pattern, folder: Path, reference: Pattern | None = None) -> None:
-    """Run a pattern on both libraries and compare: weights and numbers to 1e-5, names and order exactly.
-
-    Args:
-        reference: what runs on the reference, for a pattern of an age that it does not serve any more.
-    """
+def assert_same(case: Case, folder: Path) -> None:
+    """Run a pattern on both libraries and compare: weights and numbers to 1e-5, names and order exactly."""
     transformers = pytest.importorskip("transformers")
     with _in_a_hurry():
-        theirs = outcome(reference or pattern, transformers, folder / "theirs")
-        ours = outcome(pattern, trainer_lib, folder / "ours")
+        theirs = outcome(case.reference or case.pattern, transformers, folder / "theirs")
+        ours = outcome(case.pattern, trainer_lib, folder / "ours")
     compare(ours, theirs)
 
 
