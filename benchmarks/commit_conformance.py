@@ -1,4 +1,4 @@
-"""The commit protocol on every kind of store: each write of a save goes wrong in turn, or its process is killed there.
+"""The commit protocol on every kind of store: each write of a save goes wrong in turn, or its process ends there.
 
     python -m benchmarks.commit_conformance --size full --save
 
@@ -6,15 +6,14 @@ After each fault: the checkpoint before it is loaded and compared bit for bit, n
 same save works again and leaves nothing of the failed one. The first thing that does not hold ends the run.
 
 Reported per store and fault: `writes` of one save, saves that were `hit`, and after how many of those the new
-checkpoint was `committed` (nothing failed in the end, or the fault came after its commit). Kills are SIGKILL, before
-each system call that changes the disk and each write to a file, or before each request that changes the bucket.
+checkpoint was `committed` (nothing failed in the end, or the fault came after its commit). A writer dies before each
+system call that changes the disk and each write to a file.
 """
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -23,12 +22,12 @@ import torch
 from benchmarks._result import arguments, publish
 from benchmarks.s3_transfer import server_environment
 from tests.support import faulty as faults
-from tests.support.conformance import fault_each_request, fault_each_write, faulty, kill_each_write
+from tests.support.conformance import fault_each_request, fault_each_write, faulty
 from tests.support.s3 import PART, S3Server, start, stop
 from trainer_lib.storage import Store, s3
 
 SIZES = {"smallest": 15, "full": 1}  # of so many writes one is hit
-WRITE_FAULTS: tuple[faults.Kind, ...] = ("error", "full", "short", "silent", "after", "slow")
+WRITE_FAULTS: tuple[faults.Kind, ...] = ("error", "full", "short", "silent", "after", "slow", "die")
 REQUEST_FAULTS = ("refuse", "full", "denied", "lost", "slow")
 
 
@@ -39,15 +38,13 @@ def on_disk(every: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             plain = Store.open(folder)
             found[kind] = asdict(fault_each_write(faulty(plain), plain, kind, every=every))
-    with tempfile.TemporaryDirectory() as folder:
-        found["kill -9"] = asdict(kill_each_write(Store.open(Path(folder) / "root"), every=every))
     return found
 
 
 def in_memory(every: int) -> dict[str, Any]:
     """Run on fsspec's memory store behind the plan of faults; a dead writer does nothing there any more."""
     found: dict[str, Any] = {}
-    for kind in (*WRITE_FAULTS, "die"):
+    for kind in WRITE_FAULTS:
         faults.register()
         root = Store.open("faulty://bucket/conformance")
         found[kind] = asdict(fault_each_write(root, root, kind, every=every))
@@ -56,13 +53,12 @@ def in_memory(every: int) -> dict[str, Any]:
 
 
 def on_s3(server: S3Server, every: int) -> dict[str, Any]:
-    """Run on a real server on loopback, which spoils requests or kills the client."""
+    """Run on a real server on loopback, which spoils requests."""
     fsspec.filesystem("s3", endpoint_url=server.endpoint, use_listings_cache=False).mkdir("conformance")
     found: dict[str, Any] = {}
     for kind in REQUEST_FAULTS:
         root = Store.open(f"s3://conformance/{kind}")
         found[kind] = asdict(fault_each_request(root, server, kind, every=every))
-    found["kill -9"] = asdict(kill_each_write(Store.open("s3://conformance/kill"), server, every=every))
     return found
 
 

@@ -1,4 +1,4 @@
-"""S3: files in parts, several at a time; nothing of an upload that failed stays; reads are whole or an error."""
+"""S3 alone: files in parts, several at a time; nothing of an upload that failed stays; reads are whole or an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.s3 import PART, S3Server
-from trainer_lib.errors import StorageError, StorageFullError
+from trainer_lib.errors import ConfigError, StorageError, StorageFullError
 from trainer_lib.storage import Store, s3
 from trainer_lib.storage import ranges as ahead
 
@@ -73,18 +73,17 @@ def test_parts_go_out_and_come_in_several_at_a_time(s3_url: str, small_parts: No
     assert seen["most_in_flight"] > 1
 
 
-def test_parts_are_signed_for_who_asks_for_it(
-    s3_url: str, small_parts: None, s3_faults: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_a_small_file_is_a_single_request_and_parts_are_signed_for_who_asks_for_it(
+    s3_url: str, s3_faults: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store.open(s3_url)
+    store.write_bytes("x", bytes(PART))
+    assert words(s3_faults.seen()["writes"]) == ["PUT"]
+    s3_faults.plan()
+    monkeypatch.setattr(s3, "PART", PART)
     monkeypatch.setattr(store._backend.fs, "config_kwargs", {"s3": {"payload_signing_enabled": True}})  # type: ignore[attr-defined]
     store.write_bytes("x", bytes(2 * PART))
     assert words(s3_faults.seen()["writes"]) == ["POST uploads", *["PUT uploadId"] * 2, "POST uploadId"]
-
-
-def test_a_small_file_is_a_single_request(s3_url: str, s3_faults: S3Server) -> None:
-    Store.open(s3_url).write_bytes("x", bytes(PART))
-    assert words(s3_faults.seen()["writes"]) == ["PUT"]
 
 
 def test_at_most_so_many_parts_are_staged(
@@ -232,3 +231,36 @@ def test_the_stores_own_words_are_shown_without_the_clients(s3_url: str, s3_faul
         Store.open(s3_url).write_bytes("a", b"x")
     assert "An error occurred" not in full.value.message
     assert "XMinioStorageFull" in full.value.message
+
+
+def test_an_absent_bucket_is_named_and_an_emptied_one_stays(s3_bucket: str) -> None:
+    store = Store.open(f"s3://{s3_bucket}-absent/x")
+    assert store.list() == []
+    for write in (store.write_bytes, store.create):
+        with pytest.raises(StorageError, match="no such folder or bucket"):
+            write("a", b"1")
+    with pytest.raises(ConfigError, match="Cannot write there") as caught:
+        store.ensure_writable(field="storage")
+    assert caught.value.field == "storage"
+    bucket = Store.open(f"s3://{s3_bucket}")
+    bucket.write_bytes("a/b", b"1")
+    bucket.delete_tree()
+    bucket.write_bytes("c", b"1")
+    assert [info.path for info in bucket.list()] == ["c"]
+
+
+def test_missing_credentials_are_named_and_another_endpoint_is_taken(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    Store.open(s3_url).write_bytes("x", b"1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(StorageError) as caught:
+        Store.open(s3_url).read_bytes("x")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    assert "AWS_ACCESS_KEY_ID" in str(caught.value.remedy)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert Store.open(s3_url)._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[attr-defined]

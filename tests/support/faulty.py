@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from typing import Any, Literal
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-Kind = Literal["error", "full", "short", "silent", "after", "slow", "die", "kill"]
+Kind = Literal["error", "full", "short", "silent", "after", "slow", "die"]
 """error: EIO, nothing done. full: ENOSPC, half of the bytes written. short: half written, and said so. silent: half
 written, and nothing said. after: done, then EIO. slow: done after 20 ms. die: the process ends here; nothing works
-until the next plan. kill: the process really ends here, by SIGKILL."""
+until the next plan."""
 
 
 class Died(BaseException):
@@ -56,8 +55,6 @@ class Faults:
         self.count += 1
         self.log.append(what)
         kind = self._kind if self.count == self._at else None
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "die":
             self._dead = True
             raise Died

@@ -1,9 +1,12 @@
-"""A checkpoint is there whole or not at all, on every store, whatever fails while it is written."""
+"""A checkpoint is there whole or not at all, whatever fails while it is written, and whoever else writes it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +14,26 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.checkpoints import FILES, Net, no_damage, save, snapshot, trained
-from tests.support.faulty import Died, Faults, Kind
+from tests.support.checkpoints import Net, no_damage, save, snapshot, trained
+from tests.support.conformance import fault_each_write, faulty
+from tests.support.faulty import Faults, Kind
+from trainer_lib.checkpoint import writer
+from trainer_lib.checkpoint.added_files import add_files
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.snapshot import estimate_bytes
+from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import (
+    CodeError,
     ConfigError,
+    LeaseLostError,
+    StorageError,
     StorageFullError,
     TrainflowError,
 )
 from trainer_lib.locks.claim import WRITING
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
 # --------------------------------------------------------------------------------------------------- what others read
@@ -64,54 +73,22 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------------------------------- stores that fail
 
 
-def _writes(url: str, faults: Faults) -> int:
-    faults.plan(None)
-    save(Store.open(f"{url}/counting"))
-    return faults.count
+@pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "slow", "die"])
+def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(kind: Kind, faulty_url: str) -> None:
+    root = Store.open(faulty_url)
+    tally = fault_each_write(root, root, kind)
+    assert tally.hit == tally.writes > 30
 
 
-@pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "die"])
-def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(
-    kind: Kind, faulty_url: str, faults: Faults
+@pytest.mark.parametrize("kind", ["error", "full", "silent", "after", "die"])
+def test_a_save_that_fails_at_each_write_to_the_disk_leaves_the_one_before(
+    kind: Kind, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writes = _writes(faulty_url, faults)
-    assert writes > 3 * len(FILES)
-    root = Store.open(faulty_url)
-    first = save(root, 1)
-    second = snapshot(2)
-    for at in range(1, writes + 1):
-        faults.plan(at, kind)
-        told = None
-        try:
-            told = save_checkpoint(root, second, SingleProcess())
-        except (TrainflowError, Died) as error:
-            assert isinstance(error, StorageFullError) or kind != "full", error
-        faults.plan(None)
-        found = find_newest_intact(root, on_damage=lambda _: None)
-        assert found is not None
-        if told is not None:
-            assert found == told
-        else:
-            # Whole and committed although the writer does not know it, or absent: nothing between.
-            assert found == first or (found.step == 2 and verify_files(root.child(found.name), found.commit) == [])
-        if kind not in ("die", "after") and told is None:
-            left = {info.path for info in root.list() if info.path.startswith("checkpoint-2")}
-            assert left <= {f"checkpoint-2/{WRITING}"}  # the space is given back
-        root.delete_tree("checkpoint-2")
-    assert find_newest_intact(root, on_damage=no_damage) == first
-
-
-def test_after_a_death_at_each_write_the_same_save_works(faulty_url: str, faults: Faults) -> None:
-    writes = _writes(faulty_url, faults)
-    root = Store.open(faulty_url)
-    second = snapshot(2)
-    for at in range(1, writes + 1):
-        faults.plan(at, "die")
-        with pytest.raises(Died):
-            save_checkpoint(root, second, SingleProcess())
-        faults.plan(None)
-        info = save_checkpoint(root, second, SingleProcess())
-        assert [file.path for file in root.child(info.name).list()] == sorted([*FILES, COMMIT])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power cut here
+    plain = Store.open(tmp_path)
+    tally = fault_each_write(faulty(plain), plain, kind)
+    assert tally.hit == tally.writes > (45 if kind == "die" else 30)
+    assert tally.committed > 0 or kind != "die"
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +152,123 @@ def test_a_state_that_cannot_be_written_is_refused_whole(changes: dict[str, Any]
         save(root, 2, **changes)
     assert caught.value.field == where
     assert root.children() == []
+
+
+def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Store.open(tmp_path)
+    errors: list[TrainflowError] = []
+    write = writer._write_shared
+
+    def meanwhile(store: Store, given: Snapshot) -> Any:
+        monkeypatch.setattr(writer, "_write_shared", write)
+        with pytest.raises(StorageError, match="being written") as caught:
+            save(root, 2)
+        errors.append(caught.value)
+        return write(store, given)
+
+    monkeypatch.setattr(writer, "_write_shared", meanwhile)
+    info = save(root, 2)
+    assert len(errors) == 1
+    assert find_newest_intact(root, on_damage=no_damage) == info
+
+
+def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Store.open(tmp_path)
+    write = writer._write_shared
+    theirs = replace(Holder.this_process(), machine="elsewhere")
+
+    def replaced(store: Store, given: Snapshot) -> Any:
+        store.write_bytes(WRITING, theirs.to_bytes())
+        return write(store, given)
+
+    monkeypatch.setattr(writer, "_write_shared", replaced)
+    with pytest.raises(LeaseLostError, match="taken this checkpoint's folder over"):
+        save(root, 2)
+    assert list_checkpoints(root) == []
+    assert root.read_bytes(f"checkpoint-2/{WRITING}") == theirs.to_bytes()  # not ours to remove
+
+
+# --------------------------------------------------------------------------------------------------------- many ranks
+
+
+class Ranks:
+    """Rank 0 of a world whose other ranks answer from a script."""
+
+    rank = 0
+    local_rank = 0
+
+    def __init__(self, failing: TrainflowError | None = None, at: int = 0, shared: Store | None = None) -> None:
+        self.world_size = 2
+        self._shared = shared
+        self.local_world_size = 2
+        self._failing, self._at, self._agreed = failing, at, 0
+
+    def agree(self, error: TrainflowError | None) -> None:
+        self._agreed += 1
+        error = error or (self._failing if self._agreed == self._at else None)
+        if error is not None:
+            raise error
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        if self._shared is not None:
+            self._shared.write_bytes("checkpoint-2/rng/rank-00001.json", b"{}")
+        return [
+            obj,
+            [
+                [
+                    {
+                        "path": "rng/rank-00001.json",
+                        "size": 2,
+                        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
+                    }
+                ],
+                {},  # of a shard: it has none
+            ],
+        ]
+
+    def broadcast_json(self, obj: Any) -> Any:
+        return json.loads(json.dumps(obj))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_failure_of_another_rank_at_any_point_leaves_nothing(at: int, tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    comm: Any = Ranks(CodeError("rank 1 failed", rank=1), at, root)
+    with pytest.raises(CodeError, match="rank 1 failed"):
+        save_checkpoint(root, snapshot(2), comm)
+    assert root.children() == []
+
+
+def test_a_rank_whose_files_are_not_on_this_storage_prevents_the_commit(tmp_path: Path) -> None:
+    comm: Any = Ranks()
+    with pytest.raises(StorageError, match=r"rng/rank-00001\.json: missing") as caught:
+        save_checkpoint(Store.open(tmp_path), snapshot(2), comm)
+    assert "must share the storage" in str(caught.value.remedy)
+
+
+class WithAnotherMachine(SingleProcess):
+    """Rank 0 of two machines; the other machine has uploaded one file."""
+
+    world_size = 2
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self._other = {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        return [*(super().gather_json(obj) or []), [self._other]]
+
+
+def _write(folder: Path) -> None:
+    (folder / "notes.txt").write_bytes(b"one")
+
+
+@pytest.mark.parametrize(("path", "data"), [("notes.txt", b"one"), ("of-rank-1.txt", b"two")])
+def test_two_machines_add_equal_files_or_files_of_different_names(path: str, data: bytes) -> None:
+    added = add_files(Store.open("memory://added/equal"), WithAnotherMachine(path, data), _write)
+    assert added.keys() == {"notes.txt", path}
+
+
+def test_one_name_with_different_bytes_on_two_machines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="different bytes") as caught:
+        add_files(Store.open("memory://added/different"), WithAnotherMachine("notes.txt", b"two"), _write)
+    assert (caught.value.field, caught.value.value) == ("save_model", "notes.txt")

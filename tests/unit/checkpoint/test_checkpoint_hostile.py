@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,15 @@ import pytest
 import torch
 
 from tests.support.checkpoints import save
-from tests.support.hostile import bounded, safetensors, saved, with_file
+from tests.support.hostile import bounded, with_file
 from tests.support.training import trainer
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.commit import COMMIT, FileEntry, read_commit, write_commit
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
 from trainer_lib.storage import Store
-
-TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 def load(root: Path) -> None:
@@ -51,83 +47,14 @@ def root(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------ commit files
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("../outside", "'..'"),
-        ("a/../../outside", "'..'"),
-        ("/etc/passwd", "absolute"),
-        ("a\\b", "backslash"),
-        ("a\0b", "control character"),
-        ("a\x1b[2Jb", "control character"),
-        ("\ud800", "half a surrogate"),
-        ("x" * 300, "longer"),
-        ("/".join(["x" * 100] * 20), "longer"),
-        ("", "empty"),
-        (COMMIT, "itself"),
-    ],
-)
-def test_a_commit_that_lists_what_is_outside_is_refused(path: str, reason: str, root: Path) -> None:
-    commit = root / "checkpoint-2" / COMMIT
-    record = json.loads(commit.read_text())
-    record["files"].insert(0, {"path": path, "size": 1, "sha256": "0" * 64})
-    commit.write_text(json.dumps(record))
-    refused(root, reason, COMMIT)
-    told: list[str] = []
-    found = catalogue.find_newest_intact(Store.open(root), on_damage=told.append)
-    assert found is not None
-    assert found.step == 1
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"format": 2}, "which a newer trainflow wrote"),
-        ({"format": 0}, "does not state its format"),
-        ({"format": True}, "does not state its format"),
-        ({"format": 1e9}, "does not state its format"),
-        ({"kind": "stage"}, "altered"),
-        ({"kind": "pickle"}, "unknown kind"),
-        ({"extra": 1}, "unexpected or missing fields"),
-        ({"files": {}}, "has no list of files"),
-        ({"files": [{"path": "a"}]}, "malformed file entry"),
-        ({"files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, "malformed size"),
-        ({"meta": []}, "wrong type"),
-        ({"id": 5}, "wrong type"),
-    ],
-)
-def test_a_commit_of_another_form_is_refused(change: dict[str, Any], reason: str, root: Path) -> None:
-    commit = root / "checkpoint-2" / COMMIT
-    commit.write_text(json.dumps(json.loads(commit.read_text()) | change))
-    refused(root, reason, COMMIT)
-
-
 def test_a_commit_of_a_wrong_world_is_refused(root: Path) -> None:
-    for number, world in enumerate([0, -1, "many", 1e300, 10**30, None]):
-        save(Store.open(root / str(number)), 2)
-        folder = Store.open(root / str(number) / "checkpoint-2")
-        commit = read_commit(folder)
-        assert commit is not None
-        commit.meta["world_size"] = world
-        with_meta(folder, commit.meta)
-        refused(root / str(number), "world size", COMMIT)
-
-
-def with_meta(folder: Store, meta: dict[str, Any]) -> None:
+    folder = Store.open(root / "checkpoint-2")
     commit = read_commit(folder)
     assert commit is not None
-    folder.delete(COMMIT)
-    write_commit(folder, "checkpoint", commit.files, meta)
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "nul", "", "\0", '"\\ud800"', "1" * 10_000, '{"format": 1, "format": 1}']
-)
-def test_a_commit_of_any_other_text_is_refused(text: str, root: Path) -> None:
-    (root / "checkpoint-2" / COMMIT).write_text(text)
-    with bounded(50):
-        refused(root, "The commit file", COMMIT)
+    for world in (0, -1, "many", 1e300, 10**30, None):
+        folder.delete(COMMIT)
+        write_commit(folder, "checkpoint", commit.files, {**commit.meta, "world_size": world})
+        refused(root, "world size", COMMIT)
 
 
 # ------------------------------------------------------------------------------------------------------------- links
@@ -156,6 +83,13 @@ def test_a_pipe_or_an_endless_file_in_the_place_of_the_commit_holds_nobody_up(ro
         load(root)
 
 
+def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
+    with pytest.raises(DamagedError, match="does not list it"):
+        load(tmp_path)
+
+
 def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp_path: Path) -> None:
     outside = tmp_path / "other" / "checkpoint-9"
     save(Store.open(outside.parent), 9)
@@ -171,83 +105,18 @@ def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp
     assert (outside / COMMIT).exists()
 
 
-# -------------------------------------------------------------------------------------------------------- safetensors
-def many(count: int) -> bytes:
-    entries = (f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(count))
-    return ("{" + ",".join(entries) + "}").encode()
-
-
-HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
-    "no bytes": (lambda: b"", "impossible length"),
-    "a length beyond the file": (lambda: safetensors(b"{}", length=2**63), "impossible length"),
-    "a length of nothing": (lambda: safetensors(b"{}", length=0), "impossible length"),
-    "a negative length": (lambda: b"\xff" * 8 + b"{}", "impossible length"),
-    "a ZIP archive": (lambda: saved({"a": torch.ones(3)}), "impossible length"),
-    "overlapping": (lambda: safetensors({"a": TENSOR, "b": TENSOR}, b"\0" * 8), "contradicts itself"),
-    "a gap": (lambda: safetensors({"a": {**TENSOR, "data_offsets": [8, 16]}}, b"\0" * 16), "contradicts itself"),
-    "backwards": (lambda: safetensors({"a": {**TENSOR, "data_offsets": [8, 0]}}, b"\0" * 8), "contradicts itself"),
-    "beyond the end": (lambda: safetensors({"a": TENSOR}, b"\0" * 4), "promises 8 bytes, there are 4"),
-    "bytes left over": (lambda: safetensors({"a": TENSOR}, b"\0" * 12), "promises 8 bytes, there are 12"),
-    "a negative shape": (lambda: safetensors({"a": {**TENSOR, "shape": [-2]}}, b"\0" * 8), "malformed"),
-    "a huge shape": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61, 2**61]}}, b"\0" * 8), "malformed"),
-    "shapes beyond numbers": (lambda: safetensors({"a": {**TENSOR, "shape": [2**70]}}, b"\0" * 8), "malformed"),
-    "nothing of a huge shape": (
-        lambda: safetensors({"a": {**TENSOR, "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}),
-        "malformed",
-    ),
-    "a fraction": (lambda: safetensors({"a": {**TENSOR, "shape": [2.0]}}, b"\0" * 8), "malformed"),
-    "truth for a number": (lambda: safetensors({"a": {**TENSOR, "shape": [True]}}, b"\0" * 8), "malformed"),
-    "a million dimensions": (lambda: safetensors({"a": {**TENSOR, "shape": [2**61] * 10**6}}), "malformed"),
-    "an unknown type": (lambda: safetensors({"a": {**TENSOR, "dtype": "PICKLE"}}, b"\0" * 8), "malformed"),
-    "no type": (lambda: safetensors({"a": {"shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8), "malformed"),
-    "a type that is a list": (lambda: safetensors({"a": {**TENSOR, "dtype": []}}, b"\0" * 8), "malformed"),
-    "a name twice": (
-        lambda: safetensors(f'{{"a":{json.dumps(TENSOR)},"a":{json.dumps(TENSOR)}}}'.encode(), b"\0" * 8),
-        "malformed",
-    ),
-    "no object": (lambda: safetensors(b"[]"), "malformed"),
-    "nested too deeply": (lambda: safetensors(b'{"a":' + b"[" * 10**6), "malformed"),
-    "a million names": (lambda: safetensors(many(10**6)), "impossible length"),
-    "aliases that are not text": (lambda: safetensors({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
-    "aliases of nothing": (lambda: safetensors({"__metadata__": {"trainflow.aliases": '{"a":"b"}'}}), "tied tensors"),
-}
-
-
-@pytest.mark.parametrize("kind", HEADERS)
-def test_an_absurd_header_is_refused(kind: str, root: Path) -> None:
-    make, reason = HEADERS[kind]
-    with_file(Store.open(root / "checkpoint-2"), "model.safetensors", make())
-    with bounded(200):
-        refused(root, reason, "model.safetensors")
-
-
-def test_a_header_takes_no_more_memory_than_its_limit_allows(tmp_path: Path) -> None:
-    (tmp_path / "many").write_bytes(safetensors(many(100_000)))
-    with bounded(300):
-        assert len(read_safetensors(Store.open(tmp_path), "many")) == 100_000
-
-
 # --------------------------------------------------------------------------------------------------------------- JSON
 @pytest.mark.parametrize("name", ["trainer_state.json", "data.json", "optimizer.json", "scheduler.json", "scaler.json",
                                   "training_args.json", "rng/rank-00000.json"])  # fmt: skip
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[" * 200_000,
-        b'{"a":' * 200_000,
-        b"[" + b"[]," * 5_000_000 + b"1]",
-        b"\xff\xfe",
-        b"nope",
-        b"[]",
-        b"",
-        b"1" * 9000,
-    ],
-    ids=["deep lists", "deep objects", "many lists", "no text", "no JSON", "no object", "nothing", "a long number"],
-)
-def test_json_of_any_other_kind_is_refused(text: bytes, name: str, root: Path) -> None:
-    with_file(Store.open(root / "checkpoint-2"), name, text)
-    with bounded(150):
-        refused(root, "is damaged", name)
+def test_json_of_any_other_kind_or_shape_is_refused(name: str, root: Path) -> None:
+    texts = [b"[" * 200_000, b'{"a":' * 200_000, b"[" + b"[]," * 5_000_000 + b"1]", b"\xff\xfe", b"nope", b"[]", b""]
+    for text in (*texts, b"1" * 9000):
+        with_file(Store.open(root / "checkpoint-2"), name, text)
+        with bounded(150):
+            refused(root, "is damaged", name)
+    for value in ODD.get(name, []):
+        with_file(Store.open(root / "checkpoint-2"), name, json.dumps(value).encode())
+        refused(root, "damaged|malformed|refers to a tensor")
 
 
 def test_a_file_of_ten_terabytes_is_not_read(root: Path) -> None:
@@ -273,15 +142,6 @@ ODD: dict[str, list[Any]] = {
     "scheduler.json": [{"a": {"__tuple__": 5}}, {"a": {"__dict__": [[[], 1]]}}, {"a": {"__dict__": "ab"}}],
     "scaler.json": [{"scale": {"__tensor__": "x"}}],
 }
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_json_of_a_wrong_shape_is_refused(name: str, root: Path) -> None:
-    for value in ODD[name]:
-        with_file(Store.open(root / "checkpoint-2"), name, json.dumps(value).encode())
-        with pytest.raises(DamagedError) as caught:
-            load(root)
-        assert caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.hostile import bounded, saved
+from tests.support.hostile import safetensors as crafted
 from tests.support.tensor_zoo import NAME, assert_same, bits, save, zoo
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
@@ -136,56 +138,81 @@ def test_any_truncation_is_noticed_even_without_a_commit(memory_url: str) -> Non
         read_safetensors(store, NAME)
 
 
-def raw(header: Any, payload: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + payload
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def one(**changes: Any) -> dict[str, Any]:
-    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+def many(count: int) -> bytes:
+    entries = (f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(count))
+    return ("{" + ",".join(entries) + "}").encode()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"1234567",
-        struct.pack("<Q", 2**63) + b"{}",
-        struct.pack("<Q", 10**8) + b"{}",
-        struct.pack("<Q", 0),
-        raw(b"not json"),
-        raw(b"\xff\xff"),
-        raw(b"[" * 50_000),
-        raw([]),
-        raw({"__metadata__": []}),
-        raw({"__metadata__": {"trainflow.aliases": "[1]"}}),
-        raw({"__metadata__": {"trainflow.aliases": '{"x": "absent"}'}}),
-        raw({"__metadata__": {"trainflow.aliases": '{"x": 1}'}}),
-        raw({"a": 1}),
-        raw({"a": {}}),
-        raw(one(dtype="PICKLE"), bytes(8)),
-        raw(one(dtype=["F32"]), bytes(8)),
-        raw(one(shape="2"), bytes(8)),
-        raw(one(shape=[-2]), bytes(8)),
-        raw(one(shape=[2.0]), bytes(8)),
-        raw(one(shape=[True, 2]), bytes(8)),
-        raw(one(shape=[2**61, 2**61]), bytes(8)),
-        raw(one(shape=[3]), bytes(8)),
-        raw(one(data_offsets=[0, 2**40]), bytes(8)),
-        raw(one(data_offsets=[4, 12]), bytes(12)),
-        raw(one(data_offsets=[8, 0]), bytes(8)),
-        raw(one(data_offsets=[0]), bytes(8)),
-        raw(one(), bytes(7)),
-        raw(one(), bytes(9)),
-        raw({**one(), "b": one()["a"]}, bytes(8)),
-        raw({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, bytes(8)),
-    ],
-)
-def test_a_crafted_file_is_refused_without_taking_memory(data: bytes, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(data)
-    with pytest.raises(DamagedError) as caught:
+HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "no bytes": (lambda: b"", "impossible length"),
+    "a length beyond the file": (lambda: crafted(b"{}", length=2**63), "impossible length"),
+    "a length of nothing": (lambda: crafted(b"{}", length=0), "impossible length"),
+    "a negative length": (lambda: b"\xff" * 8 + b"{}", "impossible length"),
+    "a ZIP archive": (lambda: saved({"a": torch.ones(3)}), "impossible length"),
+    "overlapping": (lambda: crafted({"a": TENSOR, "b": TENSOR}, b"\0" * 8), "contradicts itself"),
+    "a gap": (lambda: crafted({"a": {**TENSOR, "data_offsets": [8, 16]}}, b"\0" * 16), "contradicts itself"),
+    "backwards": (lambda: crafted({"a": {**TENSOR, "data_offsets": [8, 0]}}, b"\0" * 8), "contradicts itself"),
+    "beyond the end": (lambda: crafted({"a": TENSOR}, b"\0" * 4), "promises 8 bytes, there are 4"),
+    "bytes left over": (lambda: crafted({"a": TENSOR}, b"\0" * 12), "promises 8 bytes, there are 12"),
+    "a negative shape": (lambda: crafted({"a": {**TENSOR, "shape": [-2]}}, b"\0" * 8), "malformed"),
+    "a huge shape": (lambda: crafted({"a": {**TENSOR, "shape": [2**61, 2**61]}}, b"\0" * 8), "malformed"),
+    "shapes beyond numbers": (lambda: crafted({"a": {**TENSOR, "shape": [2**70]}}, b"\0" * 8), "malformed"),
+    "nothing of a huge shape": (
+        lambda: crafted({"a": {**TENSOR, "shape": [0, 2**61, 2**61], "data_offsets": [0, 0]}}),
+        "malformed",
+    ),
+    "a fraction": (lambda: crafted({"a": {**TENSOR, "shape": [2.0]}}, b"\0" * 8), "malformed"),
+    "truth for a number": (lambda: crafted({"a": {**TENSOR, "shape": [True]}}, b"\0" * 8), "malformed"),
+    "a million dimensions": (lambda: crafted({"a": {**TENSOR, "shape": [2**61] * 10**6}}), "malformed"),
+    "an unknown type": (lambda: crafted({"a": {**TENSOR, "dtype": "PICKLE"}}, b"\0" * 8), "malformed"),
+    "no type": (lambda: crafted({"a": {"shape": [2], "data_offsets": [0, 8]}}, b"\0" * 8), "malformed"),
+    "a type that is a list": (lambda: crafted({"a": {**TENSOR, "dtype": []}}, b"\0" * 8), "malformed"),
+    "a name twice": (
+        lambda: crafted(f'{{"a":{json.dumps(TENSOR)},"a":{json.dumps(TENSOR)}}}'.encode(), b"\0" * 8),
+        "malformed",
+    ),
+    "no object": (lambda: crafted(b"[]"), "malformed"),
+    "nested too deeply": (lambda: crafted(b'{"a":' + b"[" * 10**6), "malformed"),
+    "a million names": (lambda: crafted(many(10**6)), "impossible length"),
+    "aliases that are not text": (lambda: crafted({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
+    "aliases of nothing": (lambda: crafted({"__metadata__": {"trainflow.aliases": '{"a":"b"}'}}), "tied tensors"),
+    "seven bytes": (lambda: b"1234567", "impossible length"),
+    "a header beyond the file": (lambda: crafted(b"{}", length=10**8), "impossible length"),
+    "a header that is no text": (lambda: crafted(b"\xff\xff"), "malformed"),
+    "a header that is no JSON": (lambda: crafted(b"not json"), "malformed"),
+    "metadata in a list": (lambda: crafted({"__metadata__": []}), "malformed"),
+    "aliases in a list": (lambda: crafted({"__metadata__": {"trainflow.aliases": "[1]"}}), "malformed"),
+    "an alias of a number": (lambda: crafted({"__metadata__": {"trainflow.aliases": '{"x": 1}'}}), "malformed"),
+    "an entry that is a number": (lambda: crafted({"a": 1}), "malformed"),
+    "an empty entry": (lambda: crafted({"a": {}}), "malformed"),
+    "a shape that is text": (lambda: crafted({"a": {**TENSOR, "shape": "2"}}, b"\0" * 8), "malformed"),
+    "a shape of other bytes": (lambda: crafted({"a": {**TENSOR, "shape": [3]}}, b"\0" * 8), "contradicts itself"),
+    "half an offset": (lambda: crafted({"a": {**TENSOR, "data_offsets": [0]}}, b"\0" * 8), "malformed"),
+    "a terabyte": (lambda: crafted({"a": {**TENSOR, "data_offsets": [0, 2**40]}}, b"\0" * 8), "contradicts itself"),
+    "a terabyte of numbers": (
+        lambda: crafted({"a": {**TENSOR, "shape": [2**40], "data_offsets": [0, 2**42]}}, b"\0" * 8),
+        "promises",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_crafted_file_is_refused_without_taking_memory(kind: str, tmp_path: Path) -> None:
+    make, reason = HEADERS[kind]
+    (tmp_path / NAME).write_bytes(make())
+    with bounded(200), pytest.raises(DamagedError, match=reason) as caught:
         read_safetensors(Store.open(tmp_path), NAME)
     assert caught.value.field == f"{tmp_path}/{NAME}"
+    assert caught.value.remedy
+
+
+def test_a_header_takes_no_more_memory_than_its_limit_allows(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(crafted(many(100_000)))
+    with bounded(300):
+        assert len(read_safetensors(Store.open(tmp_path), NAME)) == 100_000
 
 
 def test_an_absent_file_is_not_called_damaged(tmp_path: Path) -> None:
@@ -198,7 +225,7 @@ def test_an_absent_file_is_not_called_damaged(tmp_path: Path) -> None:
 @given(st.binary(max_size=60), st.binary(max_size=20))
 def test_random_bytes_never_crash_the_reader(header: bytes, payload: bytes) -> None:
     store = Store.open("memory://test-tensors-fuzz")
-    store.write_bytes(NAME, raw(header, payload))
+    store.write_bytes(NAME, crafted(header, payload))
     try:
         assert read_safetensors(store, NAME) == {}
     except DamagedError:

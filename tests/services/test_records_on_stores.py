@@ -1,0 +1,239 @@
+"""What flows keep on a store: names, details and logs of runs, garbage, new data, a follower's evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.runs import _compared_lines
+from flows.garbage import find_garbage
+from flows.past_runs import find_run, list_runs
+from flows.plan_record import write_half
+from flows.run_details import RunDetails, read_details
+from flows.run_logs import LogReader, follow_lines, keep_logs
+from flows.run_names import name_run
+from flows.server.new_data import Watch
+from flows.spec.spec import PipelineSpec
+from tasks.stage.progress import publish
+from tests.support.following import FollowedStage
+from tests.support.recorded import (
+    collect,
+    commit_stage,
+    committed,
+    folders,
+    nightly,
+    publish_run,
+    record_run,
+    train_spec,
+)
+from trainer_lib.checkpoint.catalogue import rotate_checkpoints
+from trainer_lib.commit import COMMIT
+from trainer_lib.storage import Store
+
+# Both ways of keeping files; what all stores promise is in test_stores.py.
+pytestmark = pytest.mark.parametrize("any_url", ["file", "s3"], indirect=True)
+
+
+def details(storage: str, text: str) -> RunDetails:
+    return read_details(storage, find_run(storage, text, field="RUN"))
+
+
+def test_names_differ_and_say_what_differs_from_the_first_run(any_url: str) -> None:
+    plain: dict[str, Any] = {"learning_rate": 0.003, "max_steps": 8}
+    names = [
+        name_run(train_spec(any_url, **plain), "a" * 16),
+        name_run(train_spec(any_url, **plain | {"learning_rate": 0.01}), "b" * 16),
+        name_run(train_spec(any_url, **plain | {"learning_rate": 0.01, "bf16": True}), "c" * 16),
+        name_run(train_spec(any_url, **plain), "d" * 16),
+    ]
+    assert names == ["toy-1", "toy-lr0.01-2", "toy-bf16-on-lr0.01-3", "toy-4"]
+
+
+def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
+    train = commit_stage(any_url, "train", "one", metrics={"train_loss": 0.5, "train_runtime": 3.0})
+    evaluate = commit_stage(any_url, "evaluate", "one", metrics={"test": {"test_accuracy": 0.9}})
+    folder = Store.open(any_url).child("runs", "a" * 16)
+    outcomes = {"train": {"status": "ran", "seconds": 4.0, "reason": "never run before", "key": train}}
+    stages = {"train": train, "evaluate": evaluate}
+    record_run(any_url, "a" * 16, day=1, stages=stages, outcomes=outcomes, planned=["train", "evaluate", "predict"])
+    folder.write_bytes("spec.yaml", b"name: toy\ntrain: {args: {seed: 1}}\n")
+    folder.write_bytes("arguments.json", b'{"train": {"seed": 1}}')
+    folder.write_bytes("report.html", b"<html>")
+    write_half(folder, "planned", {"stages": {"train": {"seconds": 3.0, "steps": 8}}})
+    write_half(folder, "actual", {"stages": {"train": {"seconds": 4.5, "steps": 8}}})
+    found = details(any_url, "toy-1")
+    assert [(each.stage, each.state) for each in found.stages] == [
+        ("train", "ran"),
+        ("evaluate", "committed"),
+        ("predict", "not reached"),
+    ]
+    assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
+    assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
+    assert found.places["report"].endswith("report.html")
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["arguments"] == {"train": {"seed": 1}}
+    assert [(each["quantity"], each["difference"]) for each in plain["compared"]] == [("seconds", 0.5), ("steps", 0.0)]
+    lines = [line.plain for line in _compared_lines(found)]
+    assert lines[-3:] == [
+        "stage  of what  planned   came  difference",
+        "train  time       3.0 s  4.5 s      +50.0%",
+        "train  steps          8      8       +0.0%",
+    ]
+
+
+def say(stage: str, text: str, kind: str = "line") -> None:
+    publish({"event": kind, "stage": stage, "message": text})
+
+
+def test_what_workers_write_is_kept_and_read_while_it_grows(any_url: str) -> None:
+    record_run(any_url, "a" * 16, day=1, status="RUNNING")
+    run = list_runs(any_url)[0]
+    reader = LogReader(any_url, run)
+    with keep_logs(Store.open(any_url).child("runs", run.id)):
+        say("train", "before its attempt began: not kept")
+        publish({"event": "stage", "stage": "train", "status": "started", "reason": "never run before", "attempt": 2})
+        say("train", "loading https://me:hunter-2@host/x")
+        say("train", "[rank 1] here as well")
+        say("train", "careful", "warning")
+        if Store.open(any_url).is_local:
+            assert [line.text for line in reader.read()][-1] == "careful"
+    lines = LogReader(any_url, run).read()
+    assert [(line.kind, line.rank, line.attempt) for line in lines] == [
+        ("stage", None, 2),
+        ("line", 0, 2),
+        ("line", 1, 2),
+        ("warning", None, 2),
+    ]
+    assert lines[0].text == "started: never run before"
+    assert "hunter" not in lines[1].text
+    assert lines[2].text == "here as well"
+    assert [line.text for line in LogReader(any_url, run, rank=1).read()] == ["here as well"]
+    assert LogReader(any_url, run, stages=["evaluate"]).read() == []
+    assert list(follow_lines(reader, lambda: True, every_s=0.0))[-1:] in ([], [lines[-1]])
+
+
+def test_without_a_number_every_run_stays_and_what_no_run_names_goes(any_url: str) -> None:
+    ids = nightly(any_url, 3)
+    kept = folders(any_url, *ids)
+    commit_stage(any_url, "train", "of no run")
+    found = find_garbage(any_url)
+    assert [(item.kind, item.folder[0], item.why) for item in found.items] == [
+        ("stage", "train", "no run refers to it")
+    ]
+    assert found.bytes > 1000
+    assert committed(any_url) > kept, "looking changes nothing"
+    _, gone = collect(any_url)
+    assert len(gone) == 1
+    assert committed(any_url) == kept
+    assert [run.id for run in list_runs(any_url)] == ids[::-1]
+    assert find_garbage(any_url).items == []
+
+
+def test_old_runs_go_with_what_only_they_refer_to(any_url: str) -> None:
+    ids = nightly(any_url, 5)
+    nightly(any_url, 1, pipeline="other")
+    kept = folders(any_url, *ids[3:]) | {each for each in committed(any_url) if each not in folders(any_url, *ids)}
+    found, _ = collect(any_url, keep=2)
+    assert [run.id for run in list_runs(any_url) if run.name == "toy"] == ids[:2:-1]
+    assert committed(any_url) == kept, "the data of the first day is that of the last"
+    assert {run.id for run in list_runs(any_url) if run.name == "other"} <= set(found.kept)
+    root = Store.open(any_url)
+    assert not [info.path for info in root.list() if any(each in info.path for each in ids[:3])]
+    if root.is_local:
+        assert len(list(root.local_path("stages/train").iterdir())) == 3, "no empty folder is left"
+
+
+def test_a_published_run_stays_as_long_as_its_publication_is_there(any_url: str) -> None:
+    ids = nightly(any_url, 3)
+    run = find_run(any_url, ids[0], field="RUN")
+    target = Store.open(any_url).child("hub", "toy")
+    publish_run(any_url, target, ids[0])
+    found, _ = collect(any_url, keep=1)
+    assert found.kept[ids[0]].startswith("published as ")
+    assert ("train", run.stages["train"][:16]) in committed(any_url)
+    # Also without the run's record, which a person has deleted.
+    Store.open(any_url).child("runs", ids[0]).delete_tree()
+    collect(any_url)
+    assert ("train", run.stages["train"][:16]) in committed(any_url)
+    target.child("revisions", "00001-abc").delete(COMMIT)
+    found, _ = collect(any_url)
+    assert ("train", run.stages["train"][:16]) not in committed(any_url)
+    assert target.list() == [] or {info.path.partition("/")[0] for info in target.list()} == {"lease"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what Prefect was asked to start, each once."""
+    found: list[str] = []
+
+    def start(watch: Watch, once: str) -> str:
+        found.append(once)
+        return "run"
+
+    monkeypatch.setattr(Watch, "_start", start)
+    return found
+
+
+def test_what_comes_changes_or_goes_under_a_url_starts_one_run_each(any_url: str, started: list[str]) -> None:
+    data = Store.open(any_url).child("data")
+    spec = PipelineSpec(name="toy", recipe="recipe.py", storage=f"{any_url}/store")
+
+    def watch() -> Watch:
+        return Watch(data.url, "pipeline/toy", spec, lambda _: None)
+
+    def has_started() -> bool:
+        """Look as often as a change needs to settle; afterwards nothing is new."""
+        first, second, third = (looking.look() for _ in range(3))
+        assert (first, third) == (False, False)
+        return second
+
+    data.write_bytes("day/1.csv", b"1")
+    looking = watch()
+    assert not has_started(), "what is there at first"
+    data.write_bytes("day/2.csv", b"1")
+    assert has_started()
+    data.write_bytes("day/2.csv", b"12")
+    assert has_started(), "another size"
+    knows_content = data.list()[0].tag is not None or data.is_local
+    data.write_bytes("day/2.csv", b"21")
+    if data.is_local:  # the clock of a disk may stand still for some milliseconds
+        os.utime(data.local_path("day/2.csv"), (1, 1))
+    assert has_started() is knows_content, "the same size"
+    data.delete("day/1.csv")
+    looking = watch()  # a restart
+    assert has_started()
+    looking = watch()
+    assert not has_started(), "the note has what was seen before"
+    assert len(set(started)) == len(started) == 3 + knows_content
+
+
+def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(
+    any_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = FollowedStage(tmp_path, monkeypatch, any_store)
+    project.save(1, 3)
+    follower = project.follower()
+    assert (follower.begin(), follower.work()) == ([], 2)
+    project.save(2, 4, 5)
+    assert follower.work() == 3
+    # Of equal ones the earlier is the best, and NaN never is.
+    assert project.evaluated == [(1, True), (3, True), (2, True), (4, False), (5, False)]
+    assert project.kept == ["checkpoint-2"]
+    assert rotate_checkpoints(project.root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+
+    again = project.follower()
+    known = again.begin()
+    assert again.work() == 0
+    assert [each.step for each in known] == [1, 2, 3, 4, 5]
+    assert math.isnan(known[-1].metrics["eval_loss"])
+    assert again.best is not None
+    assert again.best.step == 2
+    # Nothing is left of the leases, and the records are strict JSON.
+    assert not project.stage.child("follow", "claims").list()
+    for file in project.stage.child("follow").list():
+        json.loads(project.stage.read_bytes(f"follow/{file.path}"), parse_constant=pytest.fail)
