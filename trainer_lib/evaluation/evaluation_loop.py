@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,13 @@ from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested, objects
-from trainer_lib.evaluation.hooks import EvaluationHooks
 from trainer_lib.evaluation.metrics import compute_on_rank_zero, create_batch_metrics, parse_metrics
 from trainer_lib.evaluation.objects import ObjectSpool
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.outputs import EvalLoopOutput, EvalPrediction
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.evaluator import Evaluator
 
 
 def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
@@ -76,7 +78,7 @@ class EvaluationLoop:
 
     def __init__(
         self,
-        hooks: EvaluationHooks,
+        hooks: Evaluator,
         *,
         loss_only: bool,
         ignore_keys: list[str] | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from typing_extensions import override
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
 from trainer_lib.evaluation import nested
-from trainer_lib.evaluation.hooks import EvaluationHooks
 from trainer_lib.outputs import EvalPrediction
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.evaluator import Evaluator
 
 
 class BatchMetrics:
@@ -23,7 +25,7 @@ class BatchMetrics:
     With several ranks, an error of the user's code is kept until `finish`, where all ranks raise it.
     """
 
-    def __init__(self, hooks: EvaluationHooks) -> None:
+    def __init__(self, hooks: Evaluator) -> None:
         self._metric: Any = hooks.compute_metrics
         self._alone = hooks.comm.world_size == 1
         self._failure: Exception | None = None
@@ -101,7 +103,7 @@ def is_metric_object(metric: Any) -> bool:
     return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
 
-def create_batch_metrics(hooks: EvaluationHooks) -> BatchMetrics | None:
+def create_batch_metrics(hooks: Evaluator) -> BatchMetrics | None:
     """Metrics that take batch by batch; None when `compute_metrics` takes all predictions at once, or is None."""
     if is_metric_object(hooks.compute_metrics):
         return MetricObject(hooks)

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer_lib.data.loader import EvalLoader, has_length
+from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation import nested
-from trainer_lib.evaluation.hooks import EvaluationHooks
 
-
-class _RangeHooks(EvaluationHooks, Protocol):
-    """`EvaluationHooks` with a loader over a range of rows."""
-
-    def range_dataloader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
-        """A loader of rows [start, stop) for this process alone."""
-
-
-class _Collaborators(Protocol):
-    @property
-    def evaluator(self) -> _RangeHooks:
-        """What evaluates for the Trainer."""
-
-
-class _Evaluates(Protocol):
-    """A Trainer."""
-
-    @property
-    def _trainflow(self) -> _Collaborators: ...
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
 
 
 def stream_predictions(
-    trainer: _Evaluates, dataset: Any, *, start: int, stop: int
+    trainer: Trainer, dataset: Any, *, start: int, stop: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
     """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
 

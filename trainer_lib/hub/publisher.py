@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.arguments import HubStrategy, TrainingArguments
+from trainer_lib.arguments import HubStrategy
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, SHARD_INDEX, checkpoint_name, parse_step
 from trainer_lib.commit import COMMIT, read_commit
@@ -37,11 +37,12 @@ from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.hub.transport import SCHEME
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.secrets import mask
-from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
 
-if TYPE_CHECKING:  # imported at the first push to a repository: it loads the Hub's client
+if TYPE_CHECKING:
+    # Imported at the first push to a repository: it loads the Hub's client.
     from trainer_lib.hub.huggingface import HuggingFaceHub
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 README = "README.md"
@@ -63,30 +64,6 @@ _RESUMING = frozenset(
 )
 
 
-class PublishingTrainer(Protocol):
-    """The part of a Trainer that the Publisher reads and calls."""
-
-    args: TrainingArguments
-    state: TrainerState
-    hub_model_id: str | None
-
-    @property
-    def model(self) -> Any:
-        """The module whose `config` and `model_tags` describe it on the card."""
-
-    def is_world_process_zero(self) -> bool:
-        """Whether this process pushes."""
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the target and set `hub_model_id`."""
-
-    def create_model_card(self) -> None:
-        """Write README.md to output_dir."""
-
-    def push_to_hub(self, commit_message: str | None = ..., blocking: bool = ...) -> str | Future[str] | None:
-        """Export the model and publish it."""
-
-
 @dataclass(frozen=True)
 class CheckpointPush:
     """A committed checkpoint, ready to be pushed."""
@@ -105,7 +82,7 @@ class Publisher:
         comm: returns the ranks that train together.
     """
 
-    def __init__(self, trainer: PublishingTrainer, *, comm: Callable[[], Communicator]) -> None:
+    def __init__(self, trainer: Trainer, *, comm: Callable[[], Communicator]) -> None:
         self._trainer = trainer
         self._comm = comm
         self.queue = PushQueue()

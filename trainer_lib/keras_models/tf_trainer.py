@@ -26,7 +26,6 @@ from trainer_lib.keras_models.tf_writer import adopt_writer
 from trainer_lib.outputs import EvalLoopOutput
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.trainer_hooks import TrainerHooks
 
 choose_torch()  # here, because a script imports keras after this module
 
@@ -127,8 +126,8 @@ class TFTrainer(Trainer):
     # -- how it fits under a Trainer ----------------------------------------------------------------------------------
 
     @override
-    def _trainflow_hooks(self) -> TrainerHooks:
-        return cast(TrainerHooks, TFHooks(self))
+    def _trainflow_hooks(self) -> Trainer:
+        return cast(Trainer, TFHooks(self))
 
     @override
     def _trainflow_look_at_model(self) -> None:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.kept_process import variables_kept
-from trainer_lib.search.base import SearchBackend, SearchHooks, SearchSettings
+from trainer_lib.search.base import SearchBackend, SearchSettings
 from trainer_lib.search.optuna import OptunaSearch
 from trainer_lib.suggestions import suggestion
 
+if TYPE_CHECKING:
+    from trainer_lib.search.trials import TrialRunner
 _WHY_NOT = {
     "sigopt": "SigOpt has been discontinued.",
     "wandb": "A sweep of Weights & Biases needs its vendor's server, which proposes the values.",
 }
 
 
-def create_backend(name: Any, hooks: SearchHooks, settings: SearchSettings) -> SearchBackend:
+def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> SearchBackend:
     """The backend of that name; None = optuna. Raises ConfigError for any other name."""
     wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
     if wanted == "optuna":
-        return OptunaSearch(hooks, settings)
+        return OptunaSearch(runner, settings)
     if wanted == "ray":
-        search: SearchBackend = _ray().RaySearch(hooks, settings)
+        search: SearchBackend = _ray().RaySearch(runner, settings)
         return search
     remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
     raise ConfigError(

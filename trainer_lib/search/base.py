@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.json_text import parse_json
@@ -51,28 +50,6 @@ class TrialRun:
     resumed: bool
     judge: Callable[[Mapping[str, float], int | None], tuple[list[float], bool]]
     origin: str | None = None
-
-
-class SearchHooks(Protocol):
-    """What a backend needs of the Trainer."""
-
-    @property
-    def trainer(self) -> Any:
-        """The Trainer itself, for a backend that makes it again in another process."""
-
-    @property
-    def args(self) -> TrainingArguments:
-        """The arguments of the present training."""
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that train together."""
-
-    def run_trial(self, run: TrialRun) -> list[float]:
-        """Train once; return the objective's values. Raises TrialPruned. Collective."""
-
-    def check_names(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a name that a trial cannot set."""
 
 
 @dataclass

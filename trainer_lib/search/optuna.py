@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.errors import (
@@ -28,7 +28,6 @@ from trainer_lib.errors import (
 from trainer_lib.guard import start_time
 from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import (
-    SearchHooks,
     SearchSettings,
     SharedTrial,
     TrialPruned,
@@ -40,6 +39,8 @@ from trainer_lib.search.base import (
 )
 from trainer_lib.suggestions import suggestion
 
+if TYPE_CHECKING:
+    from trainer_lib.search.trials import TrialRunner
 _log = logging.getLogger(__name__)
 _STUDY = ("storage", "sampler", "pruner", "study_name", "load_if_exists")
 _RUNNING = ("timeout", "n_jobs", "gc_after_trial", "catch")
@@ -67,10 +68,10 @@ class OptunaSearch:
 
     name = "optuna"
 
-    def __init__(self, hooks: SearchHooks, settings: SearchSettings) -> None:
+    def __init__(self, runner: TrialRunner, settings: SearchSettings) -> None:
         self._optuna = _optuna()
-        self._hooks = hooks
-        self._comm = hooks.comm
+        self._runner = runner
+        self._comm = runner.comm
         self._settings = settings
         self._space = settings.hp_space = settings.hp_space or default_hp_space_optuna
         self._options = dict(settings.options)
@@ -181,7 +182,7 @@ class OptunaSearch:
     def _seeded_sampler(self) -> Any:
         """Optuna's default sampler with a seed: the arguments' seed plus the number of trials in the study."""
         # Counting the trials keeps a continued study from drawing the same values again.
-        samplers, seed = self._optuna.samplers, self._hooks.args.seed + len(self._study.trials)
+        samplers, seed = self._optuna.samplers, self._runner.args.seed + len(self._study.trials)
         several = len(self._settings.directions) > 1
         # Optuna's own defaults, which take no seed unless they are made here.
         return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
@@ -254,7 +255,7 @@ class OptunaSearch:
             given = SharedTrial(trial, self._comm, plan["number"], plan["params"])
         run = TrialRun(plan["name"], dict(plan["values"]), given, plan["resumed"], self._judge)
         try:
-            objective = self._hooks.run_trial(run)
+            objective = self._runner.run_trial(run)
         except Exception as error:
             if not self._is_expected(error):
                 raise

@@ -18,7 +18,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import tune
@@ -27,12 +27,14 @@ from trainer_lib.errors import ConfigError, TrainflowError, first_line, from_rec
 from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.kept_process import signals_kept, variables_kept
 from trainer_lib.outputs import BestRun
-from trainer_lib.search.base import SearchHooks, SearchSettings, json_values
+from trainer_lib.search.base import SearchSettings, json_values
 from trainer_lib.search.trainer_parts import absolute_output, put_together, sent_as_reference, take_apart
 from trainer_lib.search.trial_process import FAILURE, OBJECTIVE, TrialProcess, marked, report_failure
 from trainer_lib.search.tune_outcome import best_run
 from trainer_lib.suggestions import suggestion
 
+if TYPE_CHECKING:
+    from trainer_lib.search.trials import TrialRunner
 _log = logging.getLogger(__name__)
 _PASSED = ("callbacks", "name", "progress_reporter", "time_budget_s", "verbose")
 _OPTIONS = (
@@ -140,8 +142,8 @@ class RaySearch:
 
     name = "ray"
 
-    def __init__(self, hooks: SearchHooks, settings: SearchSettings) -> None:
-        self._hooks = hooks
+    def __init__(self, runner: TrialRunner, settings: SearchSettings) -> None:
+        self._runner = runner
         self._settings = settings
         self._options = dict(settings.options)
         settings.hp_space = settings.hp_space or default_space
@@ -156,7 +158,7 @@ class RaySearch:
             if name not in _OPTIONS:
                 remedy = _OURS.get(name) or suggestion(name, _OPTIONS)
                 raise ConfigError("This option does not exist.", field=name, remedy=remedy)
-        if self._hooks.comm.world_size > 1:
+        if self._runner.comm.world_size > 1:
             raise ConfigError(
                 "Ray starts the trials' processes itself.",
                 field="backend",
@@ -194,7 +196,7 @@ class RaySearch:
         if not isinstance(space, Mapping):
             json_values(space, _REMEDY)  # refuses it
         for name, value in space.items():
-            self._hooks.check_names({str(name): value if _is_json(value) else type(value).__name__})
+            self._runner.check_names({str(name): value if _is_json(value) else type(value).__name__})
             if not _is_space(value):
                 raise ConfigError(
                     "The value is neither a space of ray.tune nor JSON.",
@@ -205,7 +207,7 @@ class RaySearch:
         return dict(space)
 
     def _read_scheduler(self) -> Any:
-        given, args = self._options.get("scheduler"), self._hooks.args
+        given, args = self._options.get("scheduler"), self._runner.args
         scheduler = tune.schedulers.create_scheduler(given) if isinstance(given, str) else given
         if scheduler is None or type(scheduler) is tune.schedulers.FIFOScheduler:
             return scheduler
@@ -232,7 +234,7 @@ class RaySearch:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         asked = self._options.get("resources_per_trial")
         if asked is None:
-            gpus = any(each.get("GPU") for each in machines) and not self._hooks.args.use_cpu
+            gpus = any(each.get("GPU") for each in machines) and not self._runner.args.use_cpu
             asked = {"cpu": 1, "gpu": 1} if gpus else {"cpu": 1}
         read = tune.execution.placement_groups.resource_dict_to_pg_factory
         factory = read(asked) if isinstance(asked, dict) else asked
@@ -252,7 +254,7 @@ class RaySearch:
 
     def run(self) -> BestRun:
         """Run all trials; return the best."""
-        with _kept(), _cluster(), marked(self._hooks.args.output_dir) as marker:
+        with _kept(), _cluster(), marked(self._runner.args.output_dir) as marker:
             resources, stops = self._check_resources(), _Stops(self._options.get("stop"))
             sent = {"directions": self._settings.directions, "marker": marker, **self._send()}
             with warnings.catch_warnings(), _quiet(logging.getLogger(_ANALYSIS)):
@@ -277,12 +279,12 @@ class RaySearch:
         search = tune.search.create_searcher(search) if isinstance(search, str) else search
         limit = self._options.get("max_concurrent_trials")
         if search is None:
-            seed = self._hooks.args.seed
+            seed = self._runner.args.seed
             search = tune.search.BasicVariantGenerator(max_concurrent=limit or 0, random_state=seed)
             limit = None
         for field, each in (("scheduler", self._scheduler), ("search_alg", search)):
             _give_objective(field, each, mode)
-        output = absolute_output(self._hooks.args.output_dir)
+        output = absolute_output(self._runner.args.output_dir)
         return {
             "name": f"search-{uuid.uuid4().hex[:8]}",
             "storage_path": self._options.get("storage_path") or f"{output}/ray-tune",
@@ -296,7 +298,7 @@ class RaySearch:
 
     def _send(self) -> dict[str, Any]:
         """Hand the Trainer's parts to Ray, one by one: what cannot travel is named."""
-        trainer, functions = self._hooks.trainer, {"compute_objective": self._settings.compute_objective}
+        trainer, functions = self._runner.trainer, {"compute_objective": self._settings.compute_objective}
         with sent_as_reference(trainer):
             parts = {name: _sent(name, part) for name, part in take_apart(trainer).items()}
             functions["hp_name"] = self._settings.hp_name  # type: ignore[assignment]

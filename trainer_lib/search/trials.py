@@ -9,63 +9,26 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments, compat
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.distributed import Communicator
 from trainer_lib.errors import ConfigError
-from trainer_lib.outputs import BestRun, TrainOutput
+from trainer_lib.outputs import BestRun
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
 from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.vendors import ReporterCallback
 
+if TYPE_CHECKING:
+    from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trainer import Trainer
 # Read when the Trainer is built, or set by the search itself.
 _FIXED = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "use_cpu", "local_rank", "ddp_backend"),
     "ddp_timeout",
 )
-
-
-class SearchableTrainer(Protocol):
-    """The part of a Trainer that trials use."""
-
-    args: TrainingArguments
-    model_init: Callable[..., Any] | None
-    eval_dataset: Any
-    callback_handler: CallbackHandler
-    hp_space: Callable[[Any], Any] | None
-    hp_name: Callable[[Any], str] | None
-    compute_objective: Callable[[dict[str, float]], Any] | None
-    hp_search_backend: str | None
-    objective: list[float] | None
-    _trial: Any
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None) -> TrainOutput:
-        """Train once, with the present arguments."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of the present model."""
-
-    def _trainflow_set_up(self, args: TrainingArguments) -> None:
-        """Use these arguments, and rebuild everything that was built from other ones."""
-
-
-class TrainerParts(Protocol):
-    """What trials replace on a Trainer, through the owner of each part."""
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks that train together."""
-
-    def restored(self) -> AbstractContextManager[None]:
-        """Afterwards model, optimizer, schedule, state and control are what they were."""
-
-    def release_model(self) -> None:
-        """Free the model and the optimizer of a trial."""
 
 
 class TrialRunner:
@@ -78,7 +41,7 @@ class TrialRunner:
     """
 
     def __init__(
-        self, trainer: SearchableTrainer, parts: TrainerParts, *, takes_trial: Callable[[Callable[..., Any]], bool]
+        self, trainer: Trainer, parts: Internals, *, takes_trial: Callable[[Callable[..., Any]], bool]
     ) -> None:
         self._trainer = trainer
         self._parts = parts
@@ -98,7 +61,7 @@ class TrialRunner:
         return self._parts.comm
 
     @property
-    def trainer(self) -> SearchableTrainer:
+    def trainer(self) -> Trainer:
         """The Trainer itself."""
         return self._trainer
 

@@ -22,7 +22,7 @@ from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 # fp16 finds its loss scale by overflowing: 24 halvings lead from 2**16 to 2**-8, where the model is to blame.
@@ -57,7 +57,7 @@ def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tup
 
 
 def training_values(
-    trainer: TrainerHooks, source: TrainSource, args: TrainingArguments
+    trainer: Trainer, source: TrainSource, args: TrainingArguments
 ) -> tuple[int, int, int, float, int, int | None, int]:
     """What `Trainer.set_initial_training_values` documents."""
     max_steps, epochs = training_length(args, source.steps_per_epoch)
@@ -68,7 +68,7 @@ def training_values(
     return epochs, steps, samples, trained, step, source.micros_per_epoch, max_steps
 
 
-def _planned_length(trainer: TrainerHooks, source: TrainSource, loader: Any) -> tuple[int, int]:
+def _planned_length(trainer: Trainer, source: TrainSource, loader: Any) -> tuple[int, int]:
     """(optimizer steps, epochs) to do, as the Trainer's `set_initial_training_values` says.
 
     Raises:
@@ -87,7 +87,7 @@ def _planned_length(trainer: TrainerHooks, source: TrainSource, loader: Any) -> 
 
 
 def begin_run(
-    trainer: TrainerHooks, internals: Internals, url: str | None, trial: Any, ignore_keys: list[str] | None
+    trainer: Trainer, internals: Internals, url: str | None, trial: Any, ignore_keys: list[str] | None
 ) -> tuple[TrainingRun, Checkpoint | None]:
     """Prepare everything that trains; returns the run, and the checkpoint at `url` that it continues. Collective."""
     args, engine = trainer.args, internals.engine
@@ -136,7 +136,7 @@ def begin_run(
     return run, loaded
 
 
-def _step_in_words(trainer: TrainerHooks, internals: Internals, source: TrainSource) -> str:
+def _step_in_words(trainer: Trainer, internals: Internals, source: TrainSource) -> str:
     if isinstance(source, ForeignLoader):
         return f"{source.global_batch or '?'} samples a step"
     size = internals.world.comm.data_parallel.size
@@ -151,7 +151,7 @@ def _step_history(internals: Internals, args: TrainingArguments) -> StepHistory:
 
 
 def _count_micro_batches(
-    trainer: TrainerHooks, internals: Internals, source: TrainSource, max_steps: int
+    trainer: Trainer, internals: Internals, source: TrainSource, max_steps: int
 ) -> tuple[int, int]:
     """Micro-batches of a full step and of an epoch, as one process counts them: logs are equal on any number."""
     if internals.world.comm.data_parallel.size == 1 or source.epoch_samples is None or source.steps_per_epoch is None:
@@ -172,7 +172,7 @@ def _step_weights(internals: Internals, args: TrainingArguments) -> StepWeights:
     )
 
 
-def _begin_state(trainer: TrainerHooks, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
+def _begin_state(trainer: Trainer, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
     """Make the Trainer's state: a new one, or the checkpoint's, with all else that the checkpoint restores."""
     state = internals.restore.load_state(run, loaded) if loaded is not None else TrainerState()
     internals.events.use_state(state)
@@ -194,7 +194,7 @@ def _open_checkpoint(internals: Internals, url: str | None) -> Checkpoint | None
     return loaded
 
 
-def begin_callbacks(trainer: TrainerHooks, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
+def begin_callbacks(trainer: Trainer, internals: Internals, run: TrainingRun, loaded: Checkpoint | None) -> None:
     """Fire `on_train_begin`, and evaluate before the first step if asked for. Collective.
 
     After a resume, `control` holds what the stopped run still had to do.

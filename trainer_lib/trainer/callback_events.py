@@ -14,13 +14,13 @@ from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.vendors import VendorCallback, reporters
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 
 class Events:
     """Owner of `callback_handler`, `state` and `control`."""
 
-    def __init__(self, trainer: TrainerHooks) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 
     def create(self, given: Sequence[TrainerCallback | type[TrainerCallback]], *, rank: int) -> None:

@@ -36,7 +36,7 @@ from trainer_lib.trainer.signatures import takes
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 _STATE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
@@ -50,7 +50,7 @@ class Checkpoints:
         occupied: the checkpoints in the folder that are not this training's.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._saver: BackgroundSaver | None = None

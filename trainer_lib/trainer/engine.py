@@ -23,7 +23,7 @@ from trainer_lib.trainer.outside import OutsideParameters
 if TYPE_CHECKING:
     from trainer_lib.trainer.callback_events import Events
     from trainer_lib.trainer.run import TrainingRun
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
     from trainer_lib.trainer.world import World
 
 _STEPPED_BEFORE = "Detected call of `lr_scheduler.step"
@@ -99,7 +99,7 @@ class Engine:
     strategy: Strategy
     precision: Precision
 
-    def __init__(self, trainer: TrainerHooks, events: Events) -> None:
+    def __init__(self, trainer: Trainer, events: Events) -> None:
         self._trainer = trainer
         self._events = events
         self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)

@@ -27,13 +27,13 @@ from trainer_lib.trainer.seed_states import keep_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 
 class Evaluator:
-    """Evaluates through the Trainer's methods; it is what `EvaluationLoop` knows of the Trainer (`EvaluationHooks`)."""
+    """Evaluates through the Trainer's methods; it is what `EvaluationLoop` knows of the Trainer."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._is_keeping_mode = False

@@ -17,7 +17,7 @@ from trainer_lib.trainer.weighting import CountedItems, LossScale, plain_items
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 
 class Forward:
@@ -29,7 +29,7 @@ class Forward:
         past: with `past_index`, what the model remembers of the last batch, without its graph.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self.rule = LossRule()

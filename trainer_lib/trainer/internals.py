@@ -1,8 +1,11 @@
 """`Internals`: the collaborators of one Trainer, which keeps them under the one reserved name `_trainflow`.
 
+A collaborator calls a documented method of the Trainer and never its own version of it: an override in a subclass runs.
+The Trainer's default body of such a method calls the collaborator back.
+
 ::
 
-    Trainer ── overridable methods ──▶ Internals ──▶ collaborator ──▶ the Trainer's methods, through TrainerHooks
+    Trainer ── overridable methods ──▶ Internals ──▶ collaborator ──▶ the Trainer's methods
 
 World         this process among the others          Loaders            from datasets to loaders
 Signatures    what overrides take                    Forward            one batch through the model
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.distributed import Communicator
 from trainer_lib.hub.publisher import Publisher
@@ -43,8 +46,10 @@ from trainer_lib.trainer.signatures import Signatures, takes_trial
 from trainer_lib.trainer.snapshots import Snapshots
 from trainer_lib.trainer.stop import StopRequest
 from trainer_lib.trainer.trained_model import TrainedModel
-from trainer_lib.trainer.trainer_hooks import TrainerHooks
 from trainer_lib.trainer.world import World
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.trainer import Trainer
 
 
 class Internals:
@@ -62,7 +67,7 @@ class Internals:
     signatures: Signatures
     facts: ModelFacts
 
-    def __init__(self, trainer: TrainerHooks) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.run: TrainingRun | None = None
         self.stop: StopRequest | None = None

@@ -29,7 +29,7 @@ from trainer_lib.trainer.signatures import takes_positionals
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _STRETCH = 50  # global batches that are sorted by length together
 
@@ -52,7 +52,7 @@ class Loaders:
     It is the writer of the Trainer's `_signature_columns`, unless a subclass sets them.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._kept: dict[str, Any] = {}

@@ -32,7 +32,7 @@ from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 _STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
@@ -41,7 +41,7 @@ _STOPPED = (Preempted, KeyboardInterrupt, TrialPruned)  # ended early, by intent
 class TrainingLoop:
     """Puts run, engine, checkpoints and the Trainer's methods in order; owner of the run and of `is_in_train`."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         trainer.is_in_train = False

@@ -23,7 +23,7 @@ from trainer_lib.trainer.overrides import is_set, own_classes
 from trainer_lib.trainer.weighting import LossScale
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 _STEPS = frozenset({"current_gradient_accumulation_steps", "gradient_accumulation_steps"})
@@ -47,7 +47,7 @@ class LossRule:
     model_takes_items: bool = False
 
     @classmethod
-    def of(cls, trainer: TrainerHooks, *, computes_own: bool) -> LossRule:
+    def of(cls, trainer: Trainer, *, computes_own: bool) -> LossRule:
         """Find the rule of a Trainer; `computes_own`: a subclass overrides `compute_loss`.
 
         Raises:

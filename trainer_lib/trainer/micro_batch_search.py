@@ -36,7 +36,7 @@ from trainer_lib.state import ExportableState, TrainerControl
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class MicroBatchSearch:
             more for it: only if asked.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._allowed: int | None = None
@@ -183,7 +183,7 @@ class Backup:
     callbacks: list[tuple[ExportableState, dict[str, Any]]]
 
     @classmethod
-    def of(cls, trainer: TrainerHooks, internals: Internals) -> Backup:
+    def of(cls, trainer: Trainer, internals: Internals) -> Backup:
         """Copy it, before the first attempt."""
         tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
         engine = internals.engine
@@ -198,7 +198,7 @@ class Backup:
             callbacks=[(one, copy.deepcopy(one.state())) for one in internals.events.stateful()],
         )
 
-    def restore(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def restore(self, trainer: Trainer, internals: Internals) -> None:
         """Put everything back, for another attempt."""
         present = _named_tensors(trainer.model) if self.tensors else {}
         with torch.no_grad():

@@ -19,7 +19,7 @@ from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
 
 if TYPE_CHECKING:
     from trainer_lib.strategies.base import Strategy
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _PREFIX = "outside/"  # of their tensors in a checkpoint
 
@@ -31,7 +31,7 @@ class OutsideParameters:
         named: they, by a name that begins with the Trainer's attribute; empty before a training.
     """
 
-    def __init__(self, trainer: TrainerHooks) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.named: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, torch.Tensor] = {}

@@ -37,7 +37,7 @@ from trainer_lib.trainer.seeding import set_seed
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.run import TrainingRun
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 _FIELD = "resume_from_checkpoint"
@@ -46,7 +46,7 @@ _FIELD = "resume_from_checkpoint"
 class Restore:
     """Finds, protects, reads and restores checkpoints."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._held = contextlib.ExitStack()

@@ -31,7 +31,7 @@ from trainer_lib.trainer.spikes import Spike, SpikeFound
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Rollbacks:
         began_at: URL of the checkpoint that the newest attempt continues; None at the start.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._pending: list[Spike] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -41,7 +41,7 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
     return first.default is first.empty or first.name == "trial"
 
 
-def _is_ours(trainer: TrainerHooks, name: str) -> bool:
+def _is_ours(trainer: Trainer, name: str) -> bool:
     return str(getattr(_function(trainer, name), "__module__", "")).startswith("trainer_lib.")
 
 
@@ -78,7 +78,7 @@ class Signatures:
     report_takes_rate: bool
 
     @classmethod
-    def of(cls, trainer: TrainerHooks, defaults: Mapping[str, Any]) -> Signatures:
+    def of(cls, trainer: Trainer, defaults: Mapping[str, Any]) -> Signatures:
         """Read the signatures of a Trainer; `defaults`: the library's own functions by name."""
         func = trainer.compute_loss_func
         func = getattr(func, "forward", func)  # a module's `__call__` takes anything

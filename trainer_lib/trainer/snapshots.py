@@ -28,7 +28,7 @@ from trainer_lib.trainer.seed_states import capture_seeds
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.run import TrainingRun
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 WEIGHTS = "model.safetensors"
@@ -37,7 +37,7 @@ WEIGHTS = "model.safetensors"
 class Snapshots:
     """Collects the state of a training, and the files of its model."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._frozen: tuple[nn.Module, str | None] | None = None

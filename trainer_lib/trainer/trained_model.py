@@ -21,7 +21,7 @@ from trainer_lib.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class TrainedModel:
     """Owner of the Trainer's `model`, and of what is read off it: labels, smoothing, placement."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._caches: list[tuple[Any, Any]] = []

@@ -34,7 +34,6 @@ from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 from trainer_lib.trainer.steps import StepMethods
-from trainer_lib.trainer.trainer_hooks import TrainerHooks
 from trainer_lib.trainer.world import World
 
 
@@ -143,7 +142,7 @@ class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, 
             internals.accelerator.set_up()
         self._memory_tracker = MemoryTracker(enabled=not args.skip_memory_metrics, device=world.device)
 
-    def _trainflow_hooks(self) -> TrainerHooks:
+    def _trainflow_hooks(self) -> Trainer:
         """The Trainer as its collaborators see it."""
         return self
 

@@ -21,7 +21,7 @@ from trainer_lib.trainer.loaders import sorts_by_length
 from trainer_lib.trainer.signatures import takes
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 # Arguments that this version does not serve: accepting one and ignoring it would mislead.
 _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
@@ -127,7 +127,7 @@ def choose_processing_class(given: Any, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def check_trainer(trainer: TrainerHooks, data_parallel_size: int) -> None:
+def check_trainer(trainer: Trainer, data_parallel_size: int) -> None:
     """Raise ConfigError or DataError where the arguments contradict what else the Trainer was given."""
     args = trainer.args
     _check_training_data(args, trainer.train_dataset, sorts=sorts_by_length(args))
@@ -158,7 +158,7 @@ def check_trainer(trainer: TrainerHooks, data_parallel_size: int) -> None:
     _check_effects(trainer, data_parallel_size)
 
 
-def _check_effects(trainer: TrainerHooks, data_parallel_size: int) -> None:
+def _check_effects(trainer: Trainer, data_parallel_size: int) -> None:
     """Arguments that what else was given leaves without an effect."""
     args = trainer.args
     if trainer.compute_loss_func is not None and args.label_smoothing_factor > 0:
@@ -183,7 +183,7 @@ def _check_effects(trainer: TrainerHooks, data_parallel_size: int) -> None:
         )
 
 
-def _own(trainer: TrainerHooks, method: str) -> bool:
+def _own(trainer: Trainer, method: str) -> bool:
     return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
 
 
@@ -209,7 +209,7 @@ def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) 
         )
 
 
-def _check_best_metric(trainer: TrainerHooks) -> None:
+def _check_best_metric(trainer: Trainer) -> None:
     """With several evaluation sets, the metric must name exactly one of them."""
     args, sets = trainer.args, trainer.eval_dataset
     watched = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST

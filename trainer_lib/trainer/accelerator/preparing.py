@@ -28,7 +28,7 @@ from trainer_lib.trainer.accelerator import shared_state
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _SHARDING = ("fsdp", "deepspeed")
@@ -38,7 +38,7 @@ _ORIGINAL_FORWARD = "_original_forward"  # accelerate's name
 class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
     """Prepares objects to train with, through the Trainer's engine."""
 
-    _trainer: TrainerHooks
+    _trainer: Trainer
     _internals: Internals
 
     @override

@@ -13,7 +13,7 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _ACCELERATE = "accelerate"
 _Loader = TypeVar("_Loader", EvalLoader, IterableLoader)
@@ -39,7 +39,7 @@ class AcceleratorSlot:
         in_dummy_batch: an evaluation computes a dummy batch, which this rank has instead of samples.
     """
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._made: TrainerAccelerator | None = None

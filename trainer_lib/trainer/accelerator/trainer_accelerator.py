@@ -27,7 +27,7 @@ from trainer_lib.trainer.accelerator.preparing import PreparingAccelerator
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trainer_hooks import TrainerHooks
+    from trainer_lib.trainer.trainer import Trainer
 
 _CHECKPOINT = "Set control.should_save in a callback, or call trainer.save_model."
 _STATE = "Keep the state in a callback that is an ExportableState: checkpoints hold it."
@@ -51,7 +51,7 @@ REFUSED: Mapping[str, str] = {
 class TrainerAccelerator(PreparingAccelerator):
     """The Trainer's accelerator."""
 
-    def __init__(self, trainer: TrainerHooks, internals: Internals) -> None:
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         # Without `super().__init__()`, which would find out ranks, device and precision by itself.
         self._trainer, self._internals = trainer, internals
         args, batching = trainer.args, internals.world.batching
