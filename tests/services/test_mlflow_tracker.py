@@ -1,4 +1,4 @@
-"""The MLflow tracker against a real store: exactly once under kill -9, dead stores, resumes."""
+"""The MLflow tracker against a real store: exactly once under kill -9, dead stores, resumes; how databases are made."""
 
 from __future__ import annotations
 
@@ -7,22 +7,29 @@ import logging
 import math
 import os
 import signal
-import subprocess
+import sqlite3
 import sys
-import textwrap
 import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy.event
 
+from flows.plan import Plan
+from flows.results import PipelineResult
+from flows.run_record import RunRecord
+from flows.spec.spec import load_spec
 from tests.support.mlflow_store import client, fresh_store, points, runs
-from tests.support.repository import ROOT
+from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.trackers import mlflow_client, shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
-from trainer_lib.trackers.spool import own_spool
+from trainer_lib.trackers.spool import Session, own_spool
 
 
 @pytest.fixture
@@ -32,25 +39,34 @@ def uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return uri
 
 
-def _track(out: Path, steps: range, *, resume_step: int = 0, status: str = "FINISHED", value: float = 1.0) -> None:
+def _started(out: Path, params: dict[str, Any] | None = None, resume_step: int = 0) -> MLflowTracker:
     tracker = MLflowTracker(str(out))
-    tracker.start(run_name="curve", params={"lr": 0.1}, resume_step=resume_step)
+    tracker.start(run_name="curve", params={"lr": 0.1} if params is None else params, resume_step=resume_step)
+    return tracker
+
+
+def _track(out: Path, steps: range, *, resume_step: int = 0, status: str = "FINISHED") -> None:
+    tracker = _started(out, resume_step=resume_step)
     for step in steps:
-        tracker.log({"loss": value * step}, step)
+        tracker.log({"loss": float(step)}, step)
     tracker.close(status)
 
 
-def _killed(code: str, *argv: str, **environment: str) -> None:
-    """Run `code` in a process of its own, which must end by SIGKILL."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *argv],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        timeout=60,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def _killed(work: Callable[[], None]) -> None:
+    """Do the work in a process of its own, which must end by SIGKILL."""
+    mlflow_client.load()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def _curve(steps: range) -> list[tuple[int, float]]:
+    return [(step, float(step)) for step in steps]
 
 
 def _left(out: Path) -> list[str]:
@@ -94,8 +110,7 @@ def test_tags_that_are_no_json_object_cost_a_warning(
 
 
 def test_failed_is_failed_and_a_log_after_the_end_joins_the_run(uri: str, tmp_path: Path) -> None:
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name=None, params={}, resume_step=0)
+    tracker = _started(tmp_path / "out", {})
     tracker.log({"loss": 1.0}, 1)
     tracker.close("FAILED")
     tracker.log({"loss": 2.0}, 1)  # the same step, another value: new, not a repetition
@@ -110,7 +125,7 @@ def test_another_training_is_another_run_and_a_resumed_one_is_not(uri: str, tmp_
     _track(tmp_path / "out", range(6, 21), resume_step=5)
     [run] = runs(uri)
     assert run.info.status == "FINISHED"
-    assert points(uri, run.info.run_id, "loss") == [(step, float(step)) for step in range(1, 21)]
+    assert points(uri, run.info.run_id, "loss") == _curve(range(1, 21))
     _track(tmp_path / "out", range(1, 3))
     assert len(runs(uri)) == 2
 
@@ -121,8 +136,7 @@ def test_a_parameter_changed_on_resume_becomes_an_artifact(
     monkeypatch.chdir(tmp_path)  # MLflow keeps the artifacts of a database it is not told more about here
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
     _track(tmp_path / "out", range(1, 3), status="FAILED")
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name=None, params={"lr": 0.2, "new": 1}, resume_step=2)
+    tracker = _started(tmp_path / "out", {"lr": 0.2, "new": 1}, 2)
     tracker.close()
     [run] = runs(uri)
     assert run.data.params == {"lr": "0.1", "new": "1"}
@@ -131,8 +145,7 @@ def test_a_parameter_changed_on_resume_becomes_an_artifact(
 
 
 def test_a_value_told_twice_in_a_step_is_one_point(uri: str, tmp_path: Path) -> None:
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name=None, params={}, resume_step=0)
+    tracker = _started(tmp_path / "out", {})
     for step in (1, 2):
         tracker.log({"loss": 0.5, "epoch": 1.0}, step)
         tracker.log({"eval_loss": 0.5, "epoch": 1.0}, step)
@@ -166,7 +179,7 @@ def test_after_a_resume_what_the_server_has_is_not_written_again(
     monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
     _track(tmp_path / "here", range(1, 11))
     _track(tmp_path / "another machine", range(5, 16), resume_step=4)
-    assert points(uri, run_id, "loss") == [(step, float(step)) for step in range(1, 16)]
+    assert points(uri, run_id, "loss") == _curve(range(1, 16))
 
 
 def test_a_run_that_was_deleted_is_said_once_and_training_goes_on(
@@ -183,8 +196,7 @@ def test_a_run_that_was_deleted_is_said_once_and_training_goes_on(
 def test_a_metric_the_server_refuses_is_left_out_and_the_others_arrive(
     uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name=None, params={}, resume_step=0)
+    tracker = _started(tmp_path / "out", {})
     tracker.log({"loss": 1.0, "a//b": 2.0}, 1)
     tracker.close()
     [run] = runs(uri)
@@ -194,39 +206,33 @@ def test_a_metric_the_server_refuses_is_left_out_and_the_others_arrive(
 
 # -- death ------------------------------------------------------------------------------------------------------------
 
-KILLED_WHILE_SHIPPING = """
-    import os, signal, sys
-    from trainer_lib.trackers import mlflow, mlflow_client, shipper
-    from trainer_lib.trackers.spool import Session
-    noted = 0
-    def save_state(self, save=Session.save_state):
-        global noted
-        if self.state.offset and not self.state.is_uncertain:  # sent, and not yet noted
-            noted += 1
-            if noted == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-        save(self)
-    Session.save_state = save_state
-    mlflow_client.BATCH = 100
-    shipper.POLL_S = 0.01
 
-    tracker = mlflow.MLflowTracker(sys.argv[1])
-    tracker.start(run_name="curve", params={"lr": 0.1}, resume_step=0)
-    for step in range(1, 1001):
-        tracker.log({"loss": float(step), "lr": 0.1}, step)
-    tracker.close()
-"""
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_killed_between_sending_and_noting_nothing_is_lost_or_twice(uri: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    _killed(KILLED_WHILE_SHIPPING, str(out))
+    out, noted, save = tmp_path / "out", iter(range(3)), Session.save_state
+
+    def save_state(session: Session) -> None:
+        if session.state.offset and not session.state.is_uncertain and next(noted) == 2:  # sent, and not yet noted
+            _kill()
+        save(session)
+
+    def work() -> None:
+        Session.save_state = save_state  # type: ignore[method-assign,assignment]
+        mlflow_client.BATCH, shipper.POLL_S = 100, 0.01
+        tracker = _started(out)
+        for step in range(1, 1001):
+            tracker.log({"loss": float(step), "lr": 0.1}, step)
+        tracker.close()
+
+    _killed(work)
     [run] = runs(uri)
-    sent = len(points(uri, run.info.run_id, "loss"))
-    assert 0 < sent < 1000
+    assert 0 < len(points(uri, run.info.run_id, "loss")) < 1000
     _track(out, range(901, 1101), resume_step=900)  # resumed: sends what was left, then what is new
     [run] = runs(uri)
-    assert points(uri, run.info.run_id, "loss") == [(step, float(step)) for step in range(1, 1101)]
+    assert points(uri, run.info.run_id, "loss") == _curve(range(1, 1101))
     assert len(points(uri, run.info.run_id, "lr")) == 1000
     assert run.info.status == "FINISHED"
     assert _left(out) == []
@@ -234,44 +240,61 @@ def test_killed_between_sending_and_noting_nothing_is_lost_or_twice(uri: str, tm
 
 def test_a_killed_training_that_is_not_resumed_ends_as_failed(uri: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code = """
-        import os, signal, sys, time
-        from trainer_lib.trackers import mlflow, shipper
+
+    def work() -> None:
         shipper.POLL_S = 0.01
-        tracker = mlflow.MLflowTracker(sys.argv[1])
-        tracker.start(run_name="curve", params={}, resume_step=0)
+        tracker: Any = _started(out, {})
         tracker.log({"loss": 1.0}, 1)
         state = tracker._session.path / "state.json"
-        while not state.exists() or not __import__("json").loads(state.read_text())["offset"]:
+        while not state.exists() or not json.loads(state.read_text())["offset"]:
             time.sleep(0.01)
         tracker.log({"loss": 2.0}, 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    _killed(code, str(out))
+        _kill()
+
+    _killed(work)
     assert runs(uri)[0].info.status == "RUNNING"
     _track(out, range(1, 3))  # from scratch: another run
     dead, fresh = runs(uri)
     assert (dead.info.status, fresh.info.status) == ("FAILED", "FINISHED")
-    assert points(uri, dead.info.run_id, "loss") == [(1, 1.0), (2, 2.0)]
+    assert points(uri, dead.info.run_id, "loss") == _curve(range(1, 3))
 
 
 def test_killed_before_the_server_was_ever_reached_the_run_is_made_later_and_once(uri: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code = """
-        import os, signal, sys
-        from trainer_lib.trackers import mlflow, mlflow_client, shipper
-        mlflow_client.connect = lambda uri: (_ for _ in ()).throw(ConnectionError("down"))
-        tracker = mlflow.MLflowTracker(sys.argv[1])
-        tracker.start(run_name="curve", params={"lr": 0.1}, resume_step=0)
+    def down(tracking_uri: str) -> Any:
+        raise ConnectionError("down")
+
+    def work() -> None:
+        mlflow_client.connect = down
+        tracker = _started(tmp_path / "out")
         for step in range(1, 11):
             tracker.log({"loss": float(step)}, step)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    _killed(code, str(out))
+        _kill()
+
+    _killed(work)
     assert runs(uri) == []
-    _track(out, range(9, 13), resume_step=8)
+    _track(tmp_path / "out", range(9, 13), resume_step=8)
     [run] = runs(uri)
-    assert points(uri, run.info.run_id, "loss") == [(step, float(step)) for step in range(1, 13)]
+    assert points(uri, run.info.run_id, "loss") == _curve(range(1, 13))
+
+
+def test_a_run_is_recorded_as_finished_only_once_its_end_waits_for_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is never taken up again: a process that died in between would leave it open in MLflow."""
+    spec = load_spec(project(tmp_path / "project"), ("tracking.enabled=true", f"storage={tmp_path / 'store'}"))
+    uri = fresh_store(tmp_path / "store")
+    save = RunRecord._save
+
+    def dying(record: RunRecord, content: dict[str, Any]) -> None:
+        save(record, content)
+        if content["status"] == "FINISHED" and record.tracked is not None and record.tracked._session is not None:
+            record.tracked._session.close()  # nothing more is written, and every process may deliver it
+            record.tracked._session = None
+
+    monkeypatch.setattr(RunRecord, "_save", dying)
+    with RunRecord(Plan.of(spec), PipelineResult(spec.name, "", spec.storage)):
+        pass
+    assert [run.info.status for run in runs(uri)] == ["FINISHED"]
 
 
 # -- a store that is down ---------------------------------------------------------------------------------------------
@@ -292,7 +315,7 @@ def test_a_dead_store_costs_a_warning_and_loses_nothing(
     uri = fresh_store(tmp_path / "store")
     _track(tmp_path / "out", range(6, 16), resume_step=5)
     [run] = runs(uri)
-    assert points(uri, run.info.run_id, "loss") == [(step, float(step)) for step in range(1, 16)]
+    assert points(uri, run.info.run_id, "loss") == _curve(range(1, 16))
     assert _left(tmp_path / "out") == []
 
 
@@ -312,8 +335,7 @@ def test_a_store_that_comes_back_during_training_gets_everything(
         real(*args)
 
     monkeypatch.setattr(mlflow_client, "send_points", send)
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name=None, params={}, resume_step=0)
+    tracker = _started(tmp_path / "out", {})
     tracker.log({"loss": 1.0}, 1)
     assert failures.wait(30)
     tracker.log({"loss": 2.0}, 2)
@@ -340,3 +362,61 @@ def test_mlflow_by_name_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.params["learning_rate"] == "0.01"
     assert "train_loss" in run.data.metrics
+
+
+# -- how a database is made -------------------------------------------------------------------------------------------
+
+
+def _run(database: Path, *statements: str) -> list[Any]:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        return [connection.execute(statement).fetchall() for statement in statements][-1]
+
+
+def _connect_killed_before(number: int, kind: str, database: Path) -> None:
+    """Connect in a process that kills itself before its nth SQL statement, or its nth step on the disk."""
+    left = iter(range(number - 1, -1, -1))
+
+    def count(*_: object) -> None:
+        if next(left) == 0:
+            _kill()
+
+    def work() -> None:
+        if kind == "statement":
+            sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", count)
+        else:
+            sys.addaudithook(lambda event, _: count() if event == kind else None)
+        mlflow_client.connect(f"sqlite:///{database}")
+
+    _killed(work)
+    assert not database.exists(), (kind, number)
+
+
+def test_a_database_whose_birth_was_killed_at_any_step_is_used_by_the_next_process_and_copied_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first = tmp_path / "storage" / "mlflow.db"
+    # Left as it was, the second could never be used again. The rename is of the tables that are kept.
+    for kind, number in (("statement", 60), ("statement", 800), ("os.rename", 1)):
+        _connect_killed_before(number, kind, first)
+    mlflow_client.connect(f"sqlite:///{first}")
+    assert mlflow_client.DATABASES.template().exists()
+    schema = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+    filled = "SELECT * FROM alembic_version UNION SELECT name FROM workspaces UNION SELECT name FROM experiments"
+    for kind in ("os.link", "os.rename"):  # now as a copy
+        copied = tmp_path / kind / "mlflow.db"
+        _connect_killed_before(1, kind, copied)
+        connected = client(f"sqlite:///{copied}")
+        assert (_run(copied, schema), _run(copied, filled)) == (_run(first, schema), _run(first, filled))
+        assert connected.create_run(connected.create_experiment("one")).info.run_id
+    assert client(f"sqlite:///{first}").create_experiment("first")
+
+
+def test_tables_that_were_kept_half_made_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    template = mlflow_client.DATABASES.template()
+    half = ("CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('451aebb31d03')")
+    _run(template, *half)
+    template.chmod(0o600)
+    assert client(f"sqlite:///{tmp_path / 'a' / 'mlflow.db'}").create_experiment("first")
+    assert len(_run(template, "SELECT name FROM sqlite_master")) > 50
