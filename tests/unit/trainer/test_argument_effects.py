@@ -146,19 +146,24 @@ class Recomputing(Classifier):
         self.told = gradient_checkpointing_kwargs
 
 
+SETTINGS = {"use_reentrant": True, "preserve_rng_state": False}
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("given", "told"),
     [
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": SETTINGS}, SETTINGS),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": SETTINGS}, SETTINGS),
+        ({"gradient_checkpointing": True}, {"use_reentrant": False}),
+        ({}, None),
     ],
 )
-def test_both_names_of_recomputation_hand_their_settings_to_the_model(given: dict[str, Any], tmp_path: Path) -> None:
+def test_both_names_of_recomputation_hand_their_settings_to_the_model(
+    given: dict[str, Any], told: Any, tmp_path: Path
+) -> None:
     model = Recomputing()
     trainer(tmp_path, ROWS, model=model, max_steps=1, **given).train()
-    assert model.told == {"use_reentrant": True}
-    trainer(tmp_path, ROWS, model=(quiet := Recomputing()), max_steps=1).train()
-    assert quiet.told is None
+    assert model.told == told
 
 
 def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import trainer
@@ -66,11 +65,10 @@ def assert_equal(one: list[dict[str, float]], other: list[dict[str, float]]) -> 
     "given",
     [
         {},
-        {"gradient_accumulation_steps": 3},
         {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 2},
         {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
     ],
-    ids=["plain", "accumulation", "clipping", "smoothing"],
+    ids=["plain", "clipping", "smoothing"],
 )
 def test_a_language_model_trains_as_with_transformers(given: dict[str, Any], tmp_path: Path) -> None:
     rows = lm_rows(40)
@@ -80,8 +78,8 @@ def test_a_language_model_trains_as_with_transformers(given: dict[str, Any], tmp
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}, {"label_smoothing_factor": 0.1}],
-    ids=["plain", "clipping", "smoothing"],
+    [{"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}, {"label_smoothing_factor": 0.1}],
+    ids=["clipping", "smoothing"],
 )
 def test_a_classifier_trains_as_with_transformers(given: dict[str, Any], tmp_path: Path) -> None:
     rows = text_rows(40)
@@ -102,12 +100,3 @@ def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_tol
     whole = ours(tmp_path / "one", rows, bert(**QUIET), **settings(per_device_train_batch_size=4))
     assert_equal(ours(tmp_path / "two", rows, bert(**QUIET), **given), whole)
     assert peer(tmp_path / "peer", rows, bert(**QUIET), **given)[0]["loss"] == pytest.approx(2 * whole[0]["loss"])
-
-
-def test_weights_are_the_peers_after_training(tmp_path: Path) -> None:
-    rows, given = lm_rows(40), settings(gradient_accumulation_steps=2)
-    one, other = llama(), llama()
-    peer(tmp_path / "peer", rows, one, **given)
-    ours(tmp_path / "ours", rows, other, **given)
-    for name, value in one.state_dict().items():
-        assert torch.allclose(value, other.state_dict()[name], rtol=1e-5, atol=1e-7), name

@@ -11,7 +11,6 @@ from tests.support.toys import classification_rows
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, ExportableState, TrainerCallback
 from trainer_lib.callbacks.base import EVENTS
-from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(16)
 
@@ -167,23 +166,6 @@ def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> Non
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 5
     assert resumed.state.best_metric == 0.6 and resumed.state.best_model_checkpoint.endswith("checkpoint-2")
-
-
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"eval_strategy": "no"}, 'eval_strategy = no: EarlyStoppingCallback needs .*Give "steps"'),
-        ({"metric_for_best_model": None}, 'metric_for_best_model = none: EarlyStoppingCallback needs a metric.*"loss"'),
-    ],
-)
-def test_early_stopping_without_anything_to_watch_is_refused_before_the_first_step(
-    given: dict[str, Any], match: str, tmp_path: Path
-) -> None:
-    settings = {**given, "load_best_model_at_end": False, "save_strategy": "no"}
-    one = watched(tmp_path, callbacks=[EarlyStoppingCallback()], **settings)
-    with pytest.raises(ConfigError, match=match):
-        one.train()
-    assert one.state.global_step == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- logging

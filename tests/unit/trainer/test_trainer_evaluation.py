@@ -114,58 +114,6 @@ def test_logits_may_be_reduced_before_they_are_kept(tmp_path: Path) -> None:
     assert one.predict(ROWS).predictions.shape == (11,)
 
 
-class Streaming:
-    """A metric that accumulates, as torchmetrics-style objects do."""
-
-    def __init__(self) -> None:
-        self.right = self.total = 0
-        self.calls: list[bool] = []
-
-    def __call__(self, p: Any, compute_result: bool = False) -> dict[str, float]:
-        assert isinstance(p.predictions, torch.Tensor)
-        self.calls.append(compute_result)
-        self.right += int((p.predictions.argmax(-1) == p.label_ids).sum())
-        self.total += len(p.label_ids)
-        return {"accuracy": self.right / self.total} if compute_result else {}
-
-
-def test_metrics_may_stream_batch_by_batch(tmp_path: Path) -> None:
-    streaming = Streaming()
-    given: dict[str, Any] = {"eval_dataset": ROWS, "per_device_eval_batch_size": 4}
-    found = trainer(tmp_path, None, compute_metrics=streaming, batch_eval_metrics=True, **given).evaluate()
-    assert streaming.calls == [False, False, True]
-    assert streaming.total == 11
-    whole = trainer(tmp_path, None, compute_metrics=accuracy, **given).evaluate()
-    assert found["eval_accuracy"] == whole["eval_accuracy"]
-
-
-def test_inputs_and_losses_are_included_when_asked_for(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def metrics(p: Any) -> dict[str, float]:
-        seen.append(p)
-        return {}
-
-    trainer(
-        tmp_path, None, eval_dataset=ROWS, compute_metrics=metrics, include_for_metrics=["inputs", "loss"]
-    ).evaluate()
-    assert seen[0].inputs.shape == (11, 6)
-    assert seen[0].losses.shape == (11,)
-    assert len(list(seen[0])) == 4
-
-
-def test_batches_may_be_kept_apart(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"eval_do_concat_batches": False, "per_device_eval_batch_size": 4}
-    found = trainer(tmp_path, None, compute_metrics=lambda p: {}, **given).predict(ROWS)
-    assert [len(batch) for batch in found.predictions] == [4, 4, 3]
-
-
-def test_only_the_loss_is_kept_when_that_is_all_that_is_wanted(tmp_path: Path) -> None:
-    found = trainer(tmp_path, None, prediction_loss_only=True).predict(ROWS)
-    assert found.predictions is None
-    assert found.metrics is not None and "test_loss" in found.metrics
-
-
 def test_several_sets_are_evaluated_by_name(tmp_path: Path) -> None:
     one = trainer(tmp_path, None, eval_dataset={"easy": ROWS[:5], "hard": ROWS[5:]}, compute_metrics=accuracy)
     assert {"eval_easy_loss", "eval_hard_accuracy"} <= one.evaluate().keys()
@@ -210,25 +158,6 @@ def test_a_loader_without_batches_leaves_the_measuring_to_the_subclass(tmp_path:
     assert all("eval_loss" not in entry for entry in one.state.log_history)
 
 
-def test_the_whole_model_may_be_cast_for_evaluation_and_is_put_back(tmp_path: Path) -> None:
-    seen: list[torch.dtype] = []
-
-    class Noting(Classifier):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            seen.append(self.head.weight.dtype)
-            return super().forward(x.to(self.head.weight.dtype), labels)
-
-    one = trainer(tmp_path, ROWS, model=Noting(), eval_dataset=ROWS, bf16_full_eval=True, max_steps=1)
-    before = {name: value.clone() for name, value in one.model.state_dict().items()}
-    one.evaluate()
-    assert set(seen) == {torch.bfloat16}
-    for name, value in one.model.state_dict().items():
-        assert torch.equal(value, before[name])
-    seen.clear()
-    one.train()
-    assert set(seen) == {torch.float32}
-
-
 def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
     """Not even in its random numbers: metrics that draw (a bootstrap) are common."""
 
@@ -236,14 +165,16 @@ def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
         return {"x": float(np.random.rand() + torch.rand(()).item())}
 
     weights = []
-    settings: list[dict[str, Any]] = [{}, {"eval_strategy": "steps", "eval_steps": 1}]
-    for index, given in enumerate(settings):
-        one = trainer(
-            tmp_path / str(index), ROWS, eval_dataset=ROWS, compute_metrics=bootstrap, num_train_epochs=2, **given
-        )
+    settings: dict[str, dict[str, Any]] = {"never": {}, "before": {}, "at steps": {"eval_strategy": "steps"}}
+    given: dict[str, Any] = {"eval_dataset": ROWS, "compute_metrics": bootstrap, "num_train_epochs": 2, "eval_steps": 1}
+    for when, more in settings.items():
+        one = trainer(tmp_path / when, ROWS, **given, **more)
+        if when == "before":
+            one.compute_metrics = None  # it draws from the generators of this process, which no training protects yet
+            assert one.evaluate()["eval_loss"] > 0
         one.train()
         weights.append(one.model.state_dict()["head.weight"])
-    assert torch.equal(*weights)
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
 def test_rows_are_streamed_in_ranges_without_keeping_them(tmp_path: Path) -> None:

@@ -226,20 +226,6 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert one.num_tokens(one.get_train_dataloader()) == 70
 
 
-def test_memory_is_reported_when_asked_for(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, eval_dataset=ROWS, skip_memory_metrics=False, max_steps=1)
-    metrics = one.train().metrics
-    assert {"init_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta", "before_init_mem_cpu"} <= metrics.keys()
-    assert "eval_mem_cpu_alloc_delta" in one.evaluate()
-
-
-def test_trackers_are_told_and_closed(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, report_to="jsonl", max_steps=2, **EVERY_STEP)
-    one.train()
-    written = "".join(path.read_text() for path in tmp_path.rglob("*.jsonl"))
-    assert '"loss"' in written and "train_loss" in written
-
-
 def test_columns_the_model_does_not_take_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "note": "text", "extra": 1} for row in ROWS]
     with caplog.at_level(logging.INFO, logger="trainer_lib"):
@@ -300,13 +286,3 @@ def test_seeds(tmp_path: Path) -> None:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
-def test_compiled_models_train(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, torch_compile=True, torch_compile_backend="eager", max_steps=2, save_strategy="steps")
-    one.train()
-    plain = trainer(tmp_path / "b", ROWS, max_steps=2)
-    plain.train()
-    for name, value in plain.model.state_dict().items():
-        assert torch.allclose(value, one.model.state_dict()[name], atol=1e-6)
-    assert (tmp_path / "checkpoint-2").is_dir()

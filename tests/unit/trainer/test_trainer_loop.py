@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
+from tests.support.toys import Augmented, Classifier, Stream, classification_rows
 from tests.support.training import Note, logged, trainer
-from trainer_lib import Trainer, TrainerCallback
-from trainer_lib.callbacks.base import EVENTS
+from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(10)
@@ -79,74 +78,7 @@ def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) ->
     assert other.read != again.read
 
 
-def test_samples_of_similar_length_are_trained_on_together(tmp_path: Path) -> None:
-    rows = [{"x": row["x"], "labels": row["labels"], "length": (7 * i) % 10} for i, row in enumerate(ROWS)]
-    data = Augmented(rows)
-    data.column_names = ["x", "labels", "length"]  # type: ignore[attr-defined]
-
-    class Listed(Augmented):
-        column_names = ("x", "labels", "length")
-
-        def __getitem__(self, index: Any) -> Any:
-            if isinstance(index, str):
-                return [row[index] for row in self.rows]
-            return super().__getitem__(index)
-
-    listed = Listed(rows)
-    trainer(tmp_path, listed, num_train_epochs=1, train_sampling_strategy="group_by_length").train()
-    lengths = [rows[index]["length"] for index in listed.read]
-    assert lengths == sorted(lengths, reverse=True)
-    with pytest.raises(ConfigError, match="neither a column 'length' nor one 'input_ids'"):
-        trainer(tmp_path, ROWS, train_sampling_strategy="group_by_length").train()
-
-
 # --------------------------------------------------------------------------------------------------------- the story
-class Recorder(TrainerCallback):
-    """Notes every event with the step it came at."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-        for event in EVENTS:
-            setattr(self, event, self._noting(event))
-
-    def _noting(self, event: str) -> Any:
-        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.events.append((event.removeprefix("on_"), state.global_step))
-
-        return note
-
-
-def test_events_come_in_the_order_the_callback_module_draws(tmp_path: Path) -> None:
-    recorder = Recorder()
-    given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    trainer(
-        tmp_path,
-        ROWS[:8],
-        eval_dataset=ROWS[:2],
-        callbacks=[recorder],
-        gradient_accumulation_steps=2,
-        num_train_epochs=1,
-        **EVERY_STEP,
-        **given,
-    ).train()
-    assert recorder.events == [
-        ("init_end", 0),
-        ("train_begin", 0),
-        ("epoch_begin", 0),
-        ("step_begin", 0),
-        ("substep_end", 0),
-        ("pre_optimizer_step", 0),
-        ("optimizer_step", 0),
-        ("step_end", 1),
-        ("log", 1),
-        ("prediction_step", 1),
-        ("log", 1),
-        ("evaluate", 1),
-        ("save", 1),
-        ("epoch_end", 1),
-        ("log", 1),
-        ("train_end", 1),
-    ]
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
@@ -184,22 +116,6 @@ def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
     one.train()
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
-
-
-def test_noise_on_embeddings_while_training_only(tmp_path: Path) -> None:
-    rows = token_rows(8)
-    losses = {}
-    for alpha in (None, 5.0):
-        torch.manual_seed(0)
-        one = trainer(
-            tmp_path, rows, model=TokenModel(), eval_dataset=rows, neftune_noise_alpha=alpha, max_steps=1, **EVERY_STEP
-        )
-        before = one.evaluate()["eval_loss"]
-        one.train()
-        losses[alpha] = (before, one.state.log_history[0]["loss"])
-        assert not one.model.embedding._forward_hooks  # type: ignore[union-attr]
-    assert losses[None][0] == losses[5.0][0]
-    assert losses[None][1] != losses[5.0][1]
 
 
 # ------------------------------------------------------------------------------------------------------ the optimizer

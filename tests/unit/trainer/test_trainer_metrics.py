@@ -270,14 +270,6 @@ def test_several_sets_are_each_named_and_one_of_them_decides(tmp_path: Path) -> 
     assert {"eval_dev_accuracy", "eval_held_accuracy"} <= {name for entry in one.state.log_history for name in entry}
 
 
-def test_a_set_can_be_evaluated_by_name(tmp_path: Path) -> None:
-    one = trainer(
-        tmp_path, None, eval_dataset={"dev": ROWS[:4], "held": ROWS}, compute_metrics=lambda p: {"n": len(p.label_ids)}
-    )
-    assert one.evaluate("held")["eval_n"] == 22
-    assert one.evaluate()["eval_dev_n"] == 4
-
-
 # ------------------------------------------------------------------------------------------------------------- numbers
 @pytest.mark.parametrize("value", [np.array(0.5), np.float32(0.5), torch.tensor(0.5), 0.5])
 def test_numbers_of_every_kind_are_metrics(value: Any, tmp_path: Path) -> None:

@@ -65,19 +65,6 @@ def test_rows_that_pad_to_unequal_lengths_have_the_exact_loss() -> None:
     assert_close(gradients(rows, micro=3, **given), gradients(rows, micro=16, **given), **SINGLE)
 
 
-@pytest.mark.parametrize("uses", [True, False])
-def test_a_loss_function_over_a_transformers_model_has_the_exact_loss(uses: bool) -> None:
-    def func(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        if not uses:
-            return nn.functional.cross_entropy(logits, targets)
-        loss: torch.Tensor = nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
-        return loss
-
-    whole = gradients(TOKENS, micro=12, batch=12, model=llama)
-    assert_close(gradients(TOKENS, micro=5, batch=12, model=llama, compute_loss_func=func), whole, **SINGLE)
-
-
 class PassesOn(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
