@@ -1,18 +1,18 @@
-"""Which edit of a recipe counts for which stage: keys follow functions, not files."""
+"""Which edit of a project counts for which stage: keys follow functions, wherever the project finds its modules."""
 
 from __future__ import annotations
 
-import tempfile
+import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from tasks.stage import stage_code
+from tasks.stage import project_files, stage_code
+from tasks.stage.closure import closure
+from tasks.stage.code_changes import describe_code
+from tasks.stage.keys import differences
 from tasks.stage.reach import Code, Reach
 from tasks.stage.resolver import Resolver
-from tests.support.recipe_edits import Counts, check
 
 BASE = """
 import logging
@@ -69,12 +69,21 @@ def score(p):
     return len(NAMES)
 """
 HELPER = "FACTOR = 2\n\ndef scale(x):\n    return x * FACTOR\n\ndef spread(x):\n    return x\n"
+ALL = {"prepare", "train", "evaluate", "predict"}
+MODELS = ALL - {"prepare"}
+METRICS = "def compute_metrics"  # a place of the recipe that is easily named
+SCORE = ("return len(NAMES)", "return 3")
+COLLATED = "return np.array(rows)"
 
 
-def reach(folder: Path, recipe: str = BASE, helper: str = HELPER) -> dict[str, Reach]:
-    (folder / "recipe.py").write_text(recipe)
-    (folder / "helper.py").write_text(helper)
-    code = Resolver().code(folder / "recipe.py", None, folder)
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def reach(recipe: Path, root: Path) -> dict[str, Reach]:
+    code: Code = Resolver().code(recipe, None, root)
     return {
         "prepare": code.reach(stage_code.PREPARE),
         "train": stage_code.reach_of_train(code, evaluations_choose=False),
@@ -83,16 +92,73 @@ def reach(folder: Path, recipe: str = BASE, helper: str = HELPER) -> dict[str, R
     }
 
 
-def changed(folder: Path, old: str, new: str, *, base: str = BASE, helper: str = HELPER) -> set[str]:
-    """The stages that an edit runs again."""
-    assert old in base or old in helper
-    before = reach(folder, base, helper)
-    after = reach(folder, base.replace(old, new), helper.replace(old, new))
+def differ(before: dict[str, Reach], after: dict[str, Reach]) -> set[str]:
     return {stage for stage in before if before[stage].digests != after[stage].digests}
 
 
-ALL = {"prepare", "train", "evaluate", "predict"}
-MODELS = ALL - {"prepare"}
+def rerun(folder: Path, files: dict[str, str], old: str, new: str, recipe: str = "recipe.py") -> set[str]:
+    """The stages that run again once a text of the project's files is replaced."""
+    assert any(old in text for text in files.values())
+    write(folder, files)
+    before = reach(folder / recipe, folder)
+    write(folder, {name: text.replace(old, new) for name, text in files.items()})
+    return differ(before, reach(folder / recipe, folder))
+
+
+def changed(folder: Path, old: str, new: str, base: str = BASE) -> set[str]:
+    return rerun(folder, {"recipe.py": base, "helper.py": HELPER}, old, new)
+
+
+# -- statements of a recipe -------------------------------------------------------------------------------------------
+ANYTHING = [
+    "NAMES['c'] = 3",
+    "NAMES.update(c=3)",
+    "Net.width = 5",
+    "exec('WIDTH = 9')",
+    "np.random.seed(3)",
+    "from helper import *",
+    "if WIDTH > 3:\n    WIDTH = 5",
+    "for name in NAMES:\n    pass",
+    "WIDTH += 1",
+    "np.array = list",
+    "import some_plugin",
+    "REGISTERED = make(Net)",
+    "@register\ndef more(x):\n    return x",
+    "from registry import Registered\n\n\nclass Other(Registered):\n    pass",
+    "class Other(Net, key=1):\n    pass",
+    "del log",
+    "try:\n    import fast\nexcept ImportError:\n    fast = None",
+    "class Other:\n    NAMES['c'], more = 1, 2",
+    "def wrap(c):\n    def made(*a):\n        NAMES.clear()\n    return made\n\n\n"
+    "@wrap\nclass Other: ...\n\n\nOTHER = Other()",
+    "ROWS = (each for each in NAMES)",
+    "ROWS = zip(NAMES, NAMES)",
+    "ROWS: object = [enumerate(NAMES)]",
+    "from itertools import count as numbers\nROWS = numbers()",
+    "def more(rows=reversed([1])): ...",
+    "def more(): return (each for each in [1])\n\n\nROWS = more()",
+]
+NOTHING = [
+    "import torch\nDEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
+    "import torch\nLOSS = torch.nn.CrossEntropyLoss()",
+    "RNG = np.random.default_rng(3)",
+    "TABLE = {name: index * 2 for index, name in enumerate(sorted(NAMES))}",
+    "TOTAL = sum(len(name) for name in NAMES)",
+    "PAIRS = dict(zip(NAMES, enumerate(NAMES)))",
+    "KEYS, VALUES = zip(*[(1, 2), (3, 4)])",
+    "TITLE = ', '.join(name for name in NAMES)",
+    "def names():\n    return locals(), dir()",
+    "import os\nHOME = Path(os.environ.get('HOME', '.')) / 'data'",
+    "def timed(f):\n    def inner(x):\n        return f(x)\n    return inner\n\n\n@timed\ndef slow(x): ...",
+    "def unused(p):\n    return {}",
+    "if __name__ == '__main__':\n    print(1)",
+]
+ADDED = [
+    *((statement, ALL) for statement in ANYTHING),  # at import it may change anything
+    *((statement, set[str]()) for statement in NOTHING),  # a usual definition that nothing uses
+    ("def prediction_columns(p, data):\n    return {}", {"predict"}),
+    ("def after_evaluate(m, d, o):\n    return {}", {"evaluate"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +167,7 @@ MODELS = ALL - {"prepare"}
         ('{"error": score(p)}', '{"error": 1 + score(p)}', {"evaluate"}),
         ("return len(NAMES)", "return 2 * len(NAMES)", {"evaluate"}),
         ('"b": WIDTH', '"b": 7', {"evaluate"}),
-        ("return np.array(rows)", "return np.array(rows) + 1", MODELS),
+        (COLLATED, f"{COLLATED} + 1", MODELS),
         ("return Net()", "return Net() or None", MODELS),
         ("Config(width=3)", "Config(width=5)", MODELS),
         ("return x * FACTOR", "return x * FACTOR + 1", {"prepare"}),
@@ -109,74 +175,12 @@ MODELS = ALL - {"prepare"}
         ("    return x\n", "    return -x\n", MODELS),
         ("WIDTH = 4", "WIDTH = 6", MODELS),
         ("import numpy as np", "import numpy as np\nimport seaborn", set()),
-        (
-            "def compute_metrics",
-            "def prediction_columns(p, data):\n    return {}\n\n\ndef compute_metrics",
-            {"predict"},
-        ),
-        ("def compute_metrics", "def after_evaluate(m, d, o):\n    return {}\n\n\ndef compute_metrics", {"evaluate"}),
-        ("def compute_metrics", "def unused(p):\n    return {}\n\n\ndef compute_metrics", set()),
         ("def collate(rows):", "def collate(rows):\n    'What it does.'  # and why", set()),
-        ("def compute_metrics", "if __name__ == '__main__':\n    print(1)\n\n\ndef compute_metrics", set()),
+        *((METRICS, f"{statement}\n\n\n{METRICS}", stages) for statement, stages in ADDED),
     ],
 )
 def test_an_edit_counts_for_the_stages_that_reach_it(tmp_path: Path, old: str, new: str, stages: set[str]) -> None:
     assert changed(tmp_path, old, new) == stages
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "NAMES['c'] = 3",
-        "NAMES.update(c=3)",
-        "Net.width = 5",
-        "exec('WIDTH = 9')",
-        "np.random.seed(3)",
-        "from helper import *",
-        "if WIDTH > 3:\n    WIDTH = 5",
-        "for name in NAMES:\n    pass",
-        "WIDTH += 1",
-        "np.array = list",
-        "import some_plugin",
-        "REGISTERED = make(Net)",
-        "@register\ndef more(x):\n    return x",
-        "from registry import Registered\n\n\nclass Other(Registered):\n    pass",
-        "class Other(Net, key=1):\n    pass",
-        "del log",
-        "try:\n    import fast\nexcept ImportError:\n    fast = None",
-        "class Other:\n    NAMES['c'], more = 1, 2",
-        "def wrap(c):\n    def made(*a):\n        NAMES.clear()\n    return made\n\n\n"
-        "@wrap\nclass Other: ...\n\n\nOTHER = Other()",
-        "ROWS = (each for each in NAMES)",
-        "ROWS = zip(NAMES, NAMES)",
-        "ROWS: object = [enumerate(NAMES)]",
-        "from itertools import count as numbers\nROWS = numbers()",
-        "def more(rows=reversed([1])): ...",
-        "def more(): return (each for each in [1])\n\n\nROWS = more()",
-    ],
-)
-def test_what_may_change_anything_at_import_counts_for_every_stage(tmp_path: Path, statement: str) -> None:
-    assert changed(tmp_path, "def compute_metrics", f"{statement}\n\n\ndef compute_metrics") == ALL
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import torch\nDEVICE = torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
-        "import torch\nLOSS = torch.nn.CrossEntropyLoss()",
-        "RNG = np.random.default_rng(3)",
-        "TABLE = {name: index * 2 for index, name in enumerate(sorted(NAMES))}",
-        "TOTAL = sum(len(name) for name in NAMES)",
-        "PAIRS = dict(zip(NAMES, enumerate(NAMES)))",
-        "KEYS, VALUES = zip(*[(1, 2), (3, 4)])",
-        "TITLE = ', '.join(name for name in NAMES)",
-        "def names():\n    return locals(), dir()",
-        "import os\nHOME = Path(os.environ.get('HOME', '.')) / 'data'",
-        "def timed(f):\n    def inner(x):\n        return f(x)\n    return inner\n\n\n@timed\ndef slow(x): ...",
-    ],
-)
-def test_a_usual_definition_that_nothing_uses_counts_for_no_stage(tmp_path: Path, statement: str) -> None:
-    assert changed(tmp_path, "def compute_metrics", f"{statement}\n\n\ndef compute_metrics") == set()
 
 
 @pytest.mark.parametrize(
@@ -193,76 +197,123 @@ def test_a_usual_definition_that_nothing_uses_counts_for_no_stage(tmp_path: Path
     ],
 )
 def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Path, call: str) -> None:
-    base = BASE.replace(
-        "return np.array(rows)",
-        f"import pickle, sys, pandas as pd\n    from importlib import metadata\n    text = rows\n    return {call}",
-    )
-    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
-    assert "recipe.py" in str(reach(tmp_path, base)["train"].everything)
+    imports = "import pickle, sys, pandas as pd\n    from importlib import metadata\n    text = rows"
+    base = BASE.replace(COLLATED, f"{imports}\n    return {call}")
+    assert changed(tmp_path, *SCORE, base=base) == MODELS
+    assert "recipe.py" in str(reach(tmp_path / "recipe.py", tmp_path)["train"].everything)
 
 
-@pytest.mark.parametrize("call", ["locals()['WIDTH'] = 5", "vars().update(WIDTH=5)", "MORE = [dir() for _ in '1']"])
-def test_a_module_that_reads_its_own_names_counts_whole(tmp_path: Path, call: str) -> None:
-    base = BASE.replace("def compute_metrics", f"{call}\n\n\ndef compute_metrics")
-    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == ALL
+PICKLED = "try:\n    import cPickle as pickle\nexcept ImportError:\n    import pickle"
 
 
-@pytest.mark.parametrize("call", ["rows.query('n < @WIDTH')", "duckdb.sql('select * from WIDTH')"])
-def test_a_name_in_a_text_that_is_read_as_code_counts(tmp_path: Path, call: str) -> None:
-    base = BASE.replace("return np.array(rows)", f"return {call}").replace("width: int = WIDTH", "width: int = 4")
-    assert changed(tmp_path, "WIDTH = 4", "WIDTH = 6", base=base) == MODELS
+@pytest.mark.parametrize(
+    ("replaced", "edit", "stages"),
+    [
+        # A module that reads its own names counts whole.
+        *(
+            ({METRICS: f"{call}\n\n\n{METRICS}"}, SCORE, ALL)
+            for call in ("locals()['WIDTH'] = 5", "vars().update(WIDTH=5)", "MORE = [dir() for _ in '1']")
+        ),
+        # A name in a text that is read as code counts.
+        *(
+            ({COLLATED: f"return {call}", "width: int = WIDTH": "width: int = 4"}, ("WIDTH = 4", "WIDTH = 6"), MODELS)
+            for call in ("rows.query('n < @WIDTH')", "duckdb.sql('select * from WIDTH')")
+        ),
+        # A module that is handed on counts whole; one whose name is used does not.
+        ({COLLATED: "import helper\n    return getattr(helper, rows)"}, ("FACTOR = 2", "FACTOR = 3"), ALL),
+        ({COLLATED: "import helper\n    return helper.spread(rows)"}, ("FACTOR = 2", "FACTOR = 3"), {"prepare"}),
+        ({"import logging": PICKLED, COLLATED: "return pickle.loads(rows)"}, SCORE, MODELS),
+        # Names that a function holds itself are not the module's.
+        (
+            {COLLATED: "OWN = rows\n    return [WIDTH for WIDTH in OWN]", "WIDTH = 4\n": "WIDTH = 4\nOWN = 1\n"},
+            ("OWN = 1", "OWN = 2"),
+            set(),
+        ),
+    ],
+)
+def test_an_edit_counts_by_how_another_recipe_uses_names(
+    tmp_path: Path, replaced: dict[str, str], edit: tuple[str, str], stages: set[str]
+) -> None:
+    base = BASE
+    for old, new in replaced.items():
+        assert old in base
+        base = base.replace(old, new)
+    assert changed(tmp_path, *edit, base=base) == stages
 
 
-def test_a_module_in_folders_without_an_init_counts(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "inner").mkdir(parents=True)
-    (tmp_path / "deep" / "inner" / "nets.py").write_text("def spread(x):\n    return x\n")
-    use = "from deep import inner\n    import deep.inner.nets\n    return inner.nets.spread(rows)"
-    base = BASE.replace("return np.array(rows)", use)
-    before = reach(tmp_path, base)
-    (tmp_path / "deep" / "inner" / "nets.py").write_text("def spread(x):\n    return -x\n")
-    after = reach(tmp_path, base)
-    assert {stage for stage in before if before[stage].digests != after[stage].digests} == MODELS
+def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path) -> None:
+    own = "def compute_metrics(p):\n    return {}\n"
+    write(tmp_path, {"recipe.py": BASE, "helper.py": HELPER, "own.py": own})
+    code = Resolver().code(tmp_path / "own.py", tmp_path / "recipe.py", tmp_path)
+    labels = set(code.reach(stage_code.EVALUATE).digests)
+    assert {"own.py:compute_metrics", "recipe.py:build_model", "recipe.py:collate"} <= labels
+    assert "recipe.py:compute_metrics" not in labels
 
 
-@pytest.mark.parametrize("use", ["from own import spread", "import own.nets\nspread = own.nets.spread"])
-def test_a_package_below_src_counts(tmp_path: Path, use: str) -> None:
-    package = tmp_path / "src" / "own"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("from .nets import spread\n")
-    (package / "nets.py").write_text("def spread(x):\n    return x\n")
-    base = BASE.replace("from helper import scale, spread", f"from helper import scale\n{use}")
-    before = reach(tmp_path, base)
-    (package / "nets.py").write_text("def spread(x):\n    return -x\n")
-    after = reach(tmp_path, base)
-    assert {stage for stage in before if before[stage].digests != after[stage].digests} == MODELS
+# -- metrics that may change a training -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "more",
+    [
+        "def callbacks(options):\n    return [Stop()]\n\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
+        "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
+        "from library import StopCallback as Stop\n\n\ndef callbacks(options):\n    return [Stop()]",
+        "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
+        "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
+        "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
+        "from library import Stopper\n\n\ndef callbacks(options):\n    return [Stopper()]",
+        "import library.stops as stops\n\n\ndef callbacks(options):\n    return [stops.early(3)]",
+        "def callbacks(options):\n    from library import Stopper\n\n    return [Stopper()]",
+        "from library import Base\n\n\nclass Stop(Base): ...\n\n\ndef callbacks(options):\n    return [Stop()]",
+        "from library import Trainer",
+        "from library import Base\n\n\nclass Trainer(Base): ...",
+        "class Stop:\n    def __getattr__(self, event):\n        return self.stop\n\n\n"
+        "def callbacks(options):\n    return [Stop()]",
+    ],
+)
+def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str) -> None:
+    assert "train" in changed(tmp_path, *SCORE, base=f"{BASE}\n\n{more}\n")
 
 
-def test_a_module_that_is_handed_on_counts_whole(tmp_path: Path) -> None:
-    base = BASE.replace("return np.array(rows)", "import helper\n    return getattr(helper, rows)")
-    assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == ALL
-    base = BASE.replace("return np.array(rows)", "import helper\n    return helper.spread(rows)")
-    assert changed(tmp_path, "FACTOR = 2", "FACTOR = 3", base=base) == {"prepare"}
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import time\nfrom trainer_lib import TrainerCallback\n\n\nclass Timer(TrainerCallback):\n"
+        "    def on_step_end(self, args, state, control, **kwargs):\n        self.last = time.time()\n\n\n"
+        "def callbacks(options):\n    return [Timer()]",
+        "from transformers import ProgressCallback\n\n\ndef callbacks(options):\n    return [ProgressCallback()]",
+        "import torch\nfrom trainer_lib import Trainer as Base\n\n\nclass Trainer(Base):\n"
+        "    def compute_loss(self, model, inputs):\n        return torch.nn.functional.mse_loss(*model(inputs))",
+    ],
+)
+def test_metrics_do_not_count_for_train_where_its_code_cannot_look_at_them(tmp_path: Path, more: str) -> None:
+    assert changed(tmp_path, *SCORE, base=f"{BASE}\n\n{more}\n") == {"evaluate"}
 
 
-FILES = {
-    "models.py": "def build_model(options, data):\n    return 4\n\n\ndef other():\n    return 5\n",
-    "nets.py": "from models import build_model, other\n",
-}
+@pytest.mark.parametrize(
+    "body",
+    ["np.random.rand()", "NAMES.update(p=1)", "CONFIG.more = 1", "torch.set_num_threads(1)", "global WIDTH; WIDTH = 1"],
+)
+def test_metrics_that_may_disturb_training_count_for_train(tmp_path: Path, body: str) -> None:
+    base = BASE.replace("return Net()", "return Net(NAMES)").replace('    log.info("scoring")', f"    {body}")
+    assert "train" in changed(tmp_path, body, f"{body}; print(1)", base=base)
 
 
-def changed_files(folder: Path, name: str, old: str, new: str, files: dict[str, str]) -> set[str]:
-    """The stages that an edit of one of several files runs again."""
-    for file, text in files.items():
-        (folder / file).write_text(text)
-    before = reach(folder, files["recipe.py"])
-    assert old in files[name]
-    edited = files[name].replace(old, new)
-    if name == "recipe.py":
-        after = reach(folder, edited)
-    else:
-        (folder / name).write_text(edited)
-        after = reach(folder, files["recipe.py"])
-    return {stage for stage in before if before[stage].digests != after[stage].digests}
+def test_metrics_count_for_train_where_they_choose_the_weights_and_for_its_curve(tmp_path: Path) -> None:
+    write(tmp_path, {"recipe.py": BASE, "helper.py": HELPER})
+    code: Code = Resolver().code(tmp_path / "recipe.py", None, tmp_path)
+    assert "recipe.py:score" in stage_code.reach_of_train(code, evaluations_choose=True).digests
+    assert "recipe.py:score" not in stage_code.reach_of_train(code, evaluations_choose=False).digests
+    digests = set()
+    for helper in (HELPER, HELPER.replace("    return x\n", "    return -x\n")):
+        write(tmp_path, {"recipe.py": "from helper import spread as compute_metrics\n", "helper.py": helper})
+        digests.add(stage_code.metrics_digest(Resolver().code(tmp_path / "recipe.py", None, tmp_path)))
+    assert len(digests) == 2
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+PREPARE = "\n\n\ndef prepare(options, out):\n    return {}\n"
+NETS = "def build_model(options, data):\n    return 4\n\n\ndef other():\n    return 5\n"
+HAND_ON = "from models import build_model, other\n"
 
 
 @pytest.mark.parametrize(
@@ -284,8 +335,8 @@ def changed_files(folder: Path, name: str, old: str, new: str, files: dict[str, 
     ],
 )
 def test_an_imported_function_counts_for_the_stages_that_call_it(tmp_path: Path, recipe: str) -> None:
-    files = {**FILES, "recipe.py": f"{recipe}\n\n\ndef prepare(options, out):\n    return {{}}\n"}
-    stages = changed_files(tmp_path, "models.py", "return 4", "return 8", files)
+    files = {"models.py": NETS, "nets.py": HAND_ON, "recipe.py": f"{recipe}{PREPARE}"}
+    stages = rerun(tmp_path, files, "return 4", "return 8")
     # A conditional import of a module, and an import in a class, count for every stage.
     assert stages == MODELS if recipe.startswith(("from models import b", "def ", "if ")) else stages >= MODELS
 
@@ -293,96 +344,169 @@ def test_an_imported_function_counts_for_the_stages_that_call_it(tmp_path: Path,
 def test_an_imported_function_leaves_others_of_its_file_out(tmp_path: Path) -> None:
     conditional = "try:\n    from models import build_model, other\nexcept ImportError:\n    pass\n"
     for recipe in ("from nets import build_model, other\n", conditional):
-        assert changed_files(tmp_path, "models.py", "return 5", "return 6", {**FILES, "recipe.py": recipe}) == set()
-
-
-def test_imported_metrics_count_for_the_curve_of_training(tmp_path: Path) -> None:
-    reach(tmp_path, "from helper import spread as compute_metrics\n")
-    before = stage_code.metrics_digest(Resolver().code(tmp_path / "recipe.py", None, tmp_path))
-    (tmp_path / "helper.py").write_text(HELPER.replace("    return x\n", "    return -x\n"))
-    assert before != stage_code.metrics_digest(Resolver().code(tmp_path / "recipe.py", None, tmp_path))
-
-
-def test_unpickling_below_a_conditional_import_reaches_everything(tmp_path: Path) -> None:
-    base = BASE.replace("import logging", "try:\n    import cPickle as pickle\nexcept ImportError:\n    import pickle")
-    base = base.replace("return np.array(rows)", "return pickle.loads(rows)")
-    assert changed(tmp_path, "return len(NAMES)", "return 3", base=base) == MODELS
-
-
-def test_names_that_a_function_holds_itself_are_not_the_modules(tmp_path: Path) -> None:
-    base = BASE.replace("return np.array(rows)", "FACTOR = rows\n    return [WIDTH for WIDTH in FACTOR]")
-    base = base.replace("WIDTH = 4\n", "WIDTH = 4\nFACTOR = 1\n")
-    assert changed(tmp_path, "FACTOR = 1", "FACTOR = 2", base=base, helper=HELPER) == set()
+        files = {"models.py": NETS, "nets.py": HAND_ON, "recipe.py": recipe}
+        assert rerun(tmp_path, files, "return 5", "return 6") == set()
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("file", "use"),
     [
-        "def callbacks(options):\n    return [Stop()]\n\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
-        "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
-        "from library import StopCallback as Stop\n\n\ndef callbacks(options):\n    return [Stop()]",
-        "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
-        "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
-        "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
-        "from library import Stopper\n\n\ndef callbacks(options):\n    return [Stopper()]",
-        "import library.stops as stops\n\n\ndef callbacks(options):\n    return [stops.early(3)]",
-        "def callbacks(options):\n    from library import Stopper\n\n    return [Stopper()]",
-        "from library import Base\n\n\nclass Stop(Base): ...\n\n\ndef callbacks(options):\n    return [Stop()]",
-        "from library import Trainer",
-        "from library import Base\n\n\nclass Trainer(Base): ...",
-        "class Stop:\n    def __getattr__(self, event):\n        return self.stop\n\n\n"
-        "def callbacks(options):\n    return [Stop()]",
+        ("deep/inner/nets.py", "from deep import inner\nimport deep.inner.nets\nbuild_model = inner.nets.build_model"),
+        ("src/own/nets.py", "from own import build_model"),
+        ("src/own/nets.py", "import own.nets\nbuild_model = own.nets.build_model"),
     ],
 )
-def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str) -> None:
-    base = f"{BASE}\n\n{more}\n"
-    assert "train" in changed(tmp_path, "return len(NAMES)", "return 3", base=base)
+def test_a_package_without_an_init_or_below_src_counts(tmp_path: Path, file: str, use: str) -> None:
+    files = {"recipe.py": f"{use}{PREPARE}", file: NETS, "src/own/__init__.py": "from .nets import build_model\n"}
+    assert rerun(tmp_path, files, "return 4", "return 8") == MODELS
+
+
+KNOWN = [
+    "import sys\nsys.path.insert(0, 'lib')",
+    "import sys\nsys.path.append('./lib')",
+    "import os, sys\nsys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))",
+    "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent / 'lib'))",
+    "import sys\nfrom pathlib import Path\nHERE = Path(__file__).resolve().parents[0]\nsys.path += [str(HERE / 'lib')]",
+    "import sys as system\nfrom pathlib import Path\nsystem.path.extend([f'{Path(__file__).parent}/lib', '/nowhere'])",
+    "from sys import path\npath[:0] = ['lib']",
+    "import sys\nsys.path = ['lib', *sys.path]",
+    "import sys\nsys.path = ['lib'] + sys.path[1:]",
+    "import sys\nfor folder in ('other', 'lib'):\n    if folder not in sys.path:\n        sys.path.insert(0, folder)",
+    "import site\nsite.addsitedir('lib')",
+    "import os, sys\nsys.path.insert(0, os.environ.get('LIBRARY_OF_TESTS', 'lib'))",
+]
+UNKNOWN = [
+    "import sys\ndef add(folder):\n    sys.path.insert(0, folder)\nadd('lib')",
+    "import sys\nsys.path.insert(0, input())",
+    "import sys\nfolders = sys.path\nfolders.insert(0, 'lib')",
+]
+
+
+@pytest.mark.parametrize("insert", KNOWN)
+def test_a_folder_that_the_recipe_adds_to_the_module_path_counts_by_functions(tmp_path: Path, insert: str) -> None:
+    files = {"recipe.py": f"{insert}\nfrom nets import build_model{PREPARE}", "lib/nets.py": NETS}
+    assert rerun(tmp_path, files, "return 4", "return 8") == MODELS
+
+
+@pytest.mark.parametrize("insert", UNKNOWN)
+def test_a_folder_known_only_at_run_time_counts_for_every_stage_and_is_named(tmp_path: Path, insert: str) -> None:
+    recipe = f"{insert}\nfrom nets import build_model{PREPARE}"
+    assert rerun(tmp_path, {"recipe.py": recipe, "lib/nets.py": NETS}, "return 4", "return 8") == ALL
+    line = 1 + next(number for number, text in enumerate(recipe.splitlines()) if "sys.path" in text)
+    old = reach(tmp_path / "recipe.py", tmp_path)["prepare"]
+    write(tmp_path, {"lib/nets.py": NETS})
+    new = reach(tmp_path / "recipe.py", tmp_path)["prepare"]
+    [found] = describe_code(differences({"recipe": old.digests}, {"recipe": new.digests}), None, new.places)
+    assert str(found) == (f"build_model changed (lib/nets.py:1), which counts because of sys.path, recipe.py:{line}")
+
+
+LOADS = [
+    "spec = importlib.util.spec_from_file_location('nets', HERE / 'lib' / 'nets.py')\n"
+    "    nets = importlib.util.module_from_spec(spec)\n    spec.loader.exec_module(nets)",
+    "nets = SourceFileLoader('nets', os.path.join(os.path.dirname(__file__), 'lib/nets.py')).load_module()",
+    "nets = Namespace(**runpy.run_path(str(HERE.joinpath('lib', 'nets.py'))))",
+    "nets = importlib.import_module('lib.nets')",
+    "nets = importlib.import_module(f'lib.{options}')",
+    "nets = importlib.import_module('lib.' + options)",
+    "nets = importlib.import_module(options['net'])",
+    "nets = importlib.import_module('.nets', package='lib')",
+    "nets = __import__(options)",
+    "spec = importlib.util.find_spec('lib.nets')\n    nets = spec.loader.load_module()",
+    "spec = importlib.util.spec_from_file_location('nets', options['file'])\n"
+    "    nets = importlib.util.module_from_spec(spec)",
+    "nets = {}\n    exec(open('lib/nets.py').read(), nets)",
+    "nets = {}\n    exec((HERE / 'lib' / 'nets.py').read_text(), nets)",
+]
+TOP = (
+    "import importlib, importlib.util, os, runpy\nfrom importlib.machinery import SourceFileLoader\n"
+    "from argparse import Namespace\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n"
+)
+ANY_MODULE = "nets = importlib.import_module(options)"
+
+
+def loading(load: str) -> str:
+    """A recipe that loads a module by a function."""
+    return f"{TOP}{PREPARE}def build_model(options, data):\n    {load}\n    return nets.build_model(options, data)\n"
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_module_that_is_loaded_by_a_function_counts_for_its_stages(tmp_path: Path, load: str) -> None:
+    files = {"recipe.py": loading(load), "lib/nets.py": NETS}
+    assert rerun(tmp_path, files, "return 4", "return 8") == MODELS
+
+
+def test_a_name_that_is_put_together_takes_its_package_only(tmp_path: Path) -> None:
+    files = {"recipe.py": loading(LOADS[4]), "lib/nets.py": NETS, "other/nets.py": NETS.replace("4", "6")}
+    assert rerun(tmp_path, files, "return 6", "return 8") == set()
+
+
+def test_a_file_that_is_not_python_counts_by_its_bytes_where_no_import_names_it(tmp_path: Path) -> None:
+    files = {"recipe.py": loading(ANY_MODULE), "draft.py": "def f(: return 4"}
+    assert rerun(tmp_path, files, "return 4", "return 8") == MODELS
+
+
+def test_files_of_a_storage_and_of_environments_are_not_the_projects(tmp_path: Path) -> None:
+    places = ("store/runs/1/source/nets.py", "store/stages/x.py", "venv/x.py", ".hidden/x.py", "own/x.py")
+    write(tmp_path, {"recipe.py": loading(ANY_MODULE), "own/pyvenv.cfg": "", **dict.fromkeys(places, NETS)})
+    assert set(closure(tmp_path / "recipe.py", tmp_path).files) == {"recipe.py"}
 
 
 @pytest.mark.parametrize(
-    "more",
+    "use",
     [
-        "import time\nfrom trainer_lib import TrainerCallback\n\n\nclass Timer(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n        self.last = time.time()\n\n\n"
-        "def callbacks(options):\n    return [Timer()]",
-        "from transformers import ProgressCallback\n\n\ndef callbacks(options):\n    return [ProgressCallback()]",
-        "import torch\nfrom trainer_lib import Trainer as Base\n\n\nclass Trainer(Base):\n"
-        "    def compute_loss(self, model, inputs):\n        return torch.nn.functional.mse_loss(*model(inputs))",
+        "import sys, os\nsys.path.append(os.path.dirname(__file__))\nfrom nets import build_model",
+        "from nets import build_model",
+        "try:\n    from nets import build_model\nexcept ImportError:\n    from more.nets import build_model",
     ],
 )
-def test_metrics_do_not_count_for_train_where_its_code_cannot_look_at_them(tmp_path: Path, more: str) -> None:
-    assert changed(tmp_path, "return len(NAMES)", "return 3", base=f"{BASE}\n\n{more}\n") == {"evaluate"}
+def test_a_recipe_below_the_root_may_import_from_its_own_folder(tmp_path: Path, use: str) -> None:
+    files = {"recipes/recipe.py": f"{use}{PREPARE}", "recipes/nets.py": NETS, "pyproject.toml": ""}
+    assert rerun(tmp_path, files, "return 4", "return 8", recipe="recipes/recipe.py") >= MODELS
 
 
-@pytest.mark.parametrize(
-    "body",
-    ["np.random.rand()", "NAMES.update(p=1)", "CONFIG.more = 1", "torch.set_num_threads(1)", "global WIDTH; WIDTH = 1"],
-)
-def test_metrics_that_may_disturb_training_count_for_train(tmp_path: Path, body: str) -> None:
-    base = BASE.replace("return Net()", "return Net(NAMES)").replace('    log.info("scoring")', f"    {body}")
-    assert "train" in changed(tmp_path, body, f"{body}; print(1)", base=base)
+def test_a_folder_outside_of_the_root_counts_and_its_place_does_not(tmp_path: Path) -> None:
+    insert = "import sys\nfrom pathlib import Path\nsys.path.append(str(Path(__file__).parents[1] / 'lib'))"
+    recipe = f"{insert}\nfrom nets import build_model{PREPARE}"
+    found = []
+    for home in (tmp_path / "one", tmp_path / "two"):
+        write(home, {"a/recipe.py": recipe, "a/nets.py": "other = 1\n", "lib/nets.py": NETS})
+        found.append(reach(home / "a" / "recipe.py", home / "a")["train"].digests)
+    assert found[0] == found[1]
+    assert {"(lib)/nets.py:build_model"} <= set(found[0])
+    write(home, {"lib/nets.py": NETS.replace("4", "8")})
+    assert reach(home / "a" / "recipe.py", home / "a")["train"].digests != found[1]
 
 
-def test_metrics_count_for_train_where_they_choose_the_weights(tmp_path: Path) -> None:
-    reach(tmp_path)
-    code: Code = Resolver().code(tmp_path / "recipe.py", None, tmp_path)
-    assert "recipe.py:score" in stage_code.reach_of_train(code, evaluations_choose=True).digests
-    assert "recipe.py:score" not in stage_code.reach_of_train(code, evaluations_choose=False).digests
+def test_two_files_outside_of_the_root_with_one_name_both_count(tmp_path: Path) -> None:
+    root = tmp_path / "project"
+    for name in ("one", "two"):
+        insert = f"import sys\nsys.path.append({str(tmp_path / name / 'lib')!r})"
+        write(tmp_path, {f"project/{name}.py": f"{insert}\nfrom {name}nets import build_model\n"})
+        write(tmp_path, {f"{name}/lib/{name}nets.py": "from same import build_model\n", f"{name}/lib/same.py": NETS})
+    for name in ("one", "two"):
+        before = Resolver().code(root / "one.py", root / "two.py", root).reach(stage_code.MODEL).digests
+        write(tmp_path, {f"{name}/lib/same.py": NETS.replace("4", f"8, {name!r}")})
+        assert Resolver().code(root / "one.py", root / "two.py", root).reach(stage_code.MODEL).digests != before
 
 
-def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path) -> None:
-    reach(tmp_path)
-    own = tmp_path / "own.py"
-    own.write_text("def compute_metrics(p):\n    return {}\n")
-    code = Resolver().code(own, tmp_path / "recipe.py", tmp_path)
-    labels = set(code.reach(stage_code.EVALUATE).digests)
-    assert {"own.py:compute_metrics", "recipe.py:build_model", "recipe.py:collate"} <= labels
-    assert "recipe.py:compute_metrics" not in labels
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_package_installed_in_place_counts_by_functions_and_a_large_one_by_its_bytes(
+    tmp_path: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linked, root = tmp_path / "linked", tmp_path / "project"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(linked)])  # as `pip install -e` and PYTHONPATH do
+    write(linked, {f"ownlib_of_tests/{name}.py": NETS for name in ("__init__", "nets", "more")})
+    write(root, {"recipe.py": f"from ownlib_of_tests.nets import build_model{PREPARE}"})
+    if is_large:
+        monkeypatch.setattr("tasks.stage.closure._MOST_FILES", 2)
+    before = reach(root / "recipe.py", root)
+    if is_large:
+        counted = {"recipe.py", "(linked)/ownlib_of_tests/__init__.py"}
+        assert set(closure(root / "recipe.py", root).files) == counted
+    write(linked, {f"ownlib_of_tests/{'more' if is_large else 'nets'}.py": NETS.replace("4", "8")})
+    assert differ(before, reach(root / "recipe.py", root)) == (ALL if is_large else MODELS)
 
 
-# tests/flows/test_random_edits.py has many more of them.
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.integers(1 << 20, 1 << 40))
-def test_no_edit_that_changes_an_output_keeps_its_key(seed: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        check(seed, Path(folder), Counts())
+def test_installed_packages_and_the_standard_library_are_not_followed() -> None:
+    found = [project_files.find_in_place(name) for name in ("torch", "json", "trainer_lib", "not_there_at_all")]
+    assert found == [None] * 4
