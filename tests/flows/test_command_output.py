@@ -11,7 +11,7 @@ import pytest
 from tests.support import toy
 from tests.support.command import trainflow
 from tests.support.sweeps import SWEEP
-from tests.unit.flows.test_help_examples import COMMANDS, NO_JSON, NO_QUIET
+from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
 
 REGISTERED = """
 register: {name: toy}
@@ -106,7 +106,7 @@ def test_what_a_probe_planned_on_unprepared_data_is_compared_with_what_came(proj
 
 
 def test_every_command_has_a_case() -> None:
-    assert {*CASES, *NO_JSON.keys() & NO_QUIET.keys()} == set(COMMANDS)
+    assert {*CASES, *NO_JSON.keys() & NO_QUIET.keys()} == set(NAMED)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NO_JSON])

@@ -1,9 +1,13 @@
-"""The examples' recipes: honest splits, complete coverage, and measures that mean what they say."""
+"""The examples: honest splits, complete coverage, measures that mean what they say, and scripts ported by an import."""
 
 from __future__ import annotations
 
+import ast
 import bz2
+import json
 import math
+import runpy
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -200,3 +204,76 @@ def test_stdlib_a_seed_that_holds_nothing_out_is_refused(library: Path, tmp_path
         (library / name / "__init__.py").unlink()
     with pytest.raises(DataError, match=r"prepare\.options\.seed"):
         _prepared(_recipe("stdlib_lm"), OPTIONS, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "examples" / name / "train.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--output_dir", str(folder), "--max_steps", "4"])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_text_classifier_trains_and_its_folder_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("text_classification", tmp_path, monkeypatch)
+    assert "is from" in capsys.readouterr().out.splitlines()[-1]
+    assert 0 < json.loads((tmp_path / "all_results.json").read_text())["eval_accuracy"] <= 1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_the_adapters_train_and_their_folder_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("causal_lm_lora", tmp_path, monkeypatch)
+    assert "perplexity" in capsys.readouterr().out
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["text_classification", "causal_lm_lora"])
+def test_what_the_examples_take_from_us_is_what_transformers_offers(name: str) -> None:
+    import transformers
+
+    tree = ast.parse((ROOT / "examples" / name / "train.py").read_text(encoding="utf-8"))
+    ours = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "trainer_lib"]
+    assert len(ours) == 1
+    assert all(hasattr(transformers, alias.name) for alias in ours[0].names)
+
+
+SCRIPT = ROOT / "examples" / "seq2seq_t5" / "train.py"
+
+
+@pytest.fixture
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_numbers_are_read_in_english(example: dict[str, Any]) -> None:
+    words = example["words"]
+    assert words(0) == "zero"
+    assert words(13) == "thirteen"
+    assert words(4071) == "four thousand seventy one"
+    assert words(9900) == "nine thousand nine hundred"
+    tokenizer = example["build_tokenizer"]()
+    assert tokenizer.decode(tokenizer("4071").input_ids) == "4 0 7 1 </s>"
+    assert tokenizer.unk_token_id not in tokenizer(words(8765)).input_ids
+
+
+def test_the_script_trains_evaluates_and_generates(
+    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--output_dir", str(tmp_path / "out"), "--epochs", "0.2"])
+    metrics = example["main"]()
+    assert metrics["eval_loss"] < 4
+    assert 0 <= metrics["eval_exact_match"] <= 1
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert len([line for line in capsys.readouterr().out.splitlines() if " -> " in line]) == 5
+
+
+def test_only_the_import_tells_it_from_a_script_for_transformers() -> None:
+    ours = [line for line in SCRIPT.read_text(encoding="utf-8").splitlines() if "trainer_lib" in line]
+    assert ours == ["from trainer_lib import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments"]

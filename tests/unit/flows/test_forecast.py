@@ -1,4 +1,4 @@
-"""What a plan says about length, room and time, and what it finds that cannot work, without starting a worker."""
+"""What a plan says about length, room and time, what it finds that cannot work, and which launches it announces."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flows import full_plan
 from flows.cli.plan_text import describe
 from flows.forecast import Forecast, Found, Length, forecast
 from flows.obstacles import Obstacle, find_obstacles
+from flows.past_trainings import find_similar
 from flows.plan import Plan
 from flows.plan_record import compare, read_plan_record, write_half
+from flows.run_stages import expect_launches
 from flows.spec.spec import PipelineSpec, load_spec
-from tasks.stage.facts import PrepareFacts
+from tasks.stage import rehearsal
+from tasks.stage.facts import PrepareFacts, TrainFacts
 from tasks.stage.manifest import StageManifest
 from tests.support.hub_server import HubServer
-from tests.support.recorded import commit_facts
+from tests.support.recorded import commit_facts, record_run
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
 from trainer_lib.footprint import Estimate, ModelSize, Probe
+from trainer_lib.launch import LaunchConfig, warm
+from trainer_lib.launch.conditions import read_conditions
+from trainer_lib.launch.variables import worker_environment
 from trainer_lib.requests import PreparedSplit
 from trainer_lib.storage import Store
 
@@ -239,3 +247,119 @@ def test_a_manifest_is_the_same_for_a_plan_that_was_prepared_by_hand(path: Path)
     reason = prepared(load_spec(path)).reasons["prepare-data"]
     assert isinstance(reason.manifest, StageManifest)
     assert reason.hit
+
+
+# -- which earlier training says how long a planned one takes ---------------------------------------------------------
+STEPS, TRAINED_S, STAGE_S = 8, 4.0, 6.5
+PROCESSES = "train.launch={kind: torchrun, processes: 2, threads: 1}"
+SLOWER = "train.args.learning_rate=1e-2"
+OTHER = "a training that differs in nothing that takes time, committed 20"
+
+
+def train(path: Path, **facts: Any) -> None:
+    """Commit a training as if it had run, with a record of its run."""
+    planned = prepared(load_spec(path))
+    data = planned.reasons["prepare-data"].manifest
+    assert data is not None
+    key = planned.key_of("train", {"prepare-data": data})
+    known = TrainFacts(**{"global_step": STEPS, "global_samples": 64, "world_size": 1, **facts})
+    commit_facts(planned.spec.storage, key, known, metrics={"train_runtime": TRAINED_S})
+    outcome = {"train": {"status": "ran", "seconds": STAGE_S}}
+    record_run(planned.spec.storage, "a" * 16, day=1, stages={"train": key.digest}, outcomes=outcome)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "facts", "described"),
+    [
+        ((), {}, "this training, committed 20"),
+        *(((f"train.args.{setting}",), {}, OTHER) for setting in ("seed=7", "max_steps=80", "weight_decay=0.1")),
+        ((SLOWER,), {}, OTHER),
+        (("train.args.global_batch_size=16",), {}, None),
+        ((SLOWER, "train.args.global_batch_size=16"), {}, None),
+        ((PROCESSES,), {}, None),  # the same key: the global batch is the same
+        ((SLOWER, PROCESSES), {}, None),
+        (("train.args.optim=sgd",), {}, None),
+        (("prepare.options.rows=32",), {}, None),
+        ((), {"world_size": 2}, None),
+        ((PROCESSES,), {"world_size": 2}, "this training, committed 20"),
+        ((), {"resumed_from": 4}, None),  # it timed only its last part
+    ],
+)
+def test_a_training_that_differs_in_nothing_that_takes_time_says_how_long_a_step_takes(
+    path: Path, overrides: tuple[str, ...], facts: dict[str, Any], described: str | None
+) -> None:
+    plan = Plan.of(load_spec(path, overrides))
+    assert find_similar(plan) is None, "nothing was trained"
+    train(path, **facts)
+    found = find_similar(Plan.of(load_spec(path, overrides)))
+    assert (found is None) == (described is None)
+    if found is not None:
+        assert (found.seconds_per_step, found.overhead_s) == (TRAINED_S / STEPS, STAGE_S - TRAINED_S)
+        assert found.described.startswith(str(described))
+
+
+# -- launches that are announced --------------------------------------------------------------------------------------
+ONE, TWO = LaunchConfig(kind="process", processes=1), LaunchConfig(kind="torchrun", processes=2)
+LAUNCHES = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": None}
+
+
+@pytest.mark.parametrize(
+    ("hits", "wanted", "force", "announced"),
+    [
+        (set(), set(LAUNCHES), set(), [{"prepare-data": ONE, "train": TWO, "evaluate": TWO}]),
+        ({"prepare-data"}, {"prepare-data", "train"}, set(), [{"train": TWO}]),
+        ({"prepare-data", "train"}, {"prepare-data", "train"}, {"train"}, [{"train": TWO}]),
+        ({"prepare-data", "train"}, {"prepare-data", "train"}, set(), []),
+    ],
+)
+def test_stages_that_will_run_are_announced(
+    hits: set[str], wanted: set[str], force: set[str], announced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(warm, "expect", launches.append)
+    plan: Any = SimpleNamespace(
+        reasons={name: SimpleNamespace(hit=name in hits) for name in LAUNCHES},
+        stages={n: SimpleNamespace(launch=launch, stage=SimpleNamespace(name=n)) for n, launch in LAUNCHES.items()},
+        is_wanted=lambda name: name in wanted,
+        context=SimpleNamespace(force=force),
+    )
+    expect_launches(plan)
+    assert launches == announced
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ONE,
+        LaunchConfig(kind="process", processes=1, threads=1),
+        TWO,
+        LaunchConfig(kind="torchrun", processes=2, threads=3),
+        LaunchConfig(kind="torchrun", processes=2, env={"OMP_NUM_THREADS": "5"}),
+    ],
+)
+def test_one_worker_and_all_of_them_have_one_parent(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    alone = worker_environment(rehearsal._alone(config), {})
+    assert read_conditions(alone) == read_conditions(worker_environment(config, {}))
+
+
+def test_where_nothing_is_forked_no_threads_are_counted() -> None:
+    here, elsewhere = LaunchConfig(kind="in_process", processes=1), LaunchConfig(engine="slurm", processes="auto")
+    assert (rehearsal._alone(here).threads, rehearsal._alone(elsewhere).threads) == (None, None)
+
+
+@pytest.mark.parametrize(("probe", "done"), [(True, [["estimate", "probe"], "asked"]), (False, ["asked"])])
+def test_a_plan_with_a_probe_announces_its_launches_first(
+    path: Path, monkeypatch: pytest.MonkeyPatch, probe: bool, done: list[Any]
+) -> None:
+    """Two launches: for one, no parent would be worth its start."""
+    calls: list[Any] = []
+
+    def ask(*_: Any, **__: Any) -> Found:
+        calls.append("asked")
+        return Found()
+
+    monkeypatch.setattr(warm, "expect", lambda launches: calls.append(sorted(launches)))
+    monkeypatch.setattr(full_plan, "_ask", ask)
+    full_plan.plan_in_full(prepared(load_spec(path)), probe=probe)
+    assert calls == done

@@ -1,14 +1,15 @@
-"""The configuration files of `accelerate config`, as the reference documents show them."""
+"""The configuration files of accelerate, and its launcher for notebooks."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, accelerate, gpu_selection, resolve_config
+from trainer_lib.launch import LaunchConfig, accelerate, gpu_selection, notebook_launcher, resolve_config
 
 
 @pytest.fixture
@@ -140,3 +141,28 @@ def test_a_contradiction_with_accelerates_file_is_refused(
 def test_a_file_that_is_not_there_is_refused(two_cores: None) -> None:
     with pytest.raises(ConfigError, match=r"train\.launch\.config_file = none\.yaml"):
         resolve_config(LaunchConfig(kind="accelerate", config_file="none.yaml"))
+
+
+def test_one_process_is_this_one(two_cores: None) -> None:
+    def here(number: int) -> Any:
+        return number, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"]
+
+    assert notebook_launcher(here, (7,), mixed_precision="bf16") == (7, os.getpid(), "bf16")
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+    def raises() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        notebook_launcher(raises)
+
+
+def test_what_cannot_be_forked_is_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"processes = 3: This process may use 2 CPU core"):
+        notebook_launcher(print, num_processes=3)
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="num_processes = 2: This process has used a GPU already") as caught:
+        notebook_launcher(print, num_processes=2)
+    assert caught.value.remedy is not None

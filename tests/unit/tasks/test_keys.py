@@ -1,14 +1,19 @@
-"""Content keys: what changes them, what does not, and how a difference is told."""
+"""Content keys: what changes them, what does not, how a difference is told; declared sources; removals of results."""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows.plan import Plan
+from flows.spec.spec import load_spec
 from tasks.configs import (
     EvaluateConfig,
     KeyedSettings,
@@ -22,10 +27,19 @@ from tasks.configs import (
 from tasks.runner_settings import RunnerSettings
 from tasks.stage import keys as _keys
 from tasks.stage.context import StageContext
+from tasks.stage.facts import TrainFacts
 from tasks.stage.keys import Difference, differences, stage_key
-from tasks.stage.manifest import StageManifest, explain_miss
+from tasks.stage.manifest import StageManifest, explain_miss, look_up_under
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from tasks.stage.sources import check, fingerprints
+from tests.support.planned_edits import FACTS, SPEC
+from tests.support.recipe_edits import ENTRIES
+from tests.support.recorded import commit_stage
 from tests.support.toy import project
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.removal import REMOVING, announce_removal, withdraw_removal
+from trainer_lib.storage import Store
 
 DATA, MODEL = (StageManifest(stage, "", "", letter * 64) for stage, letter in (("prepare-data", "d"), ("train", "m")))
 
@@ -137,49 +151,40 @@ def test_each_setting_is_part_of_the_key_as_it_declares(cls: type[KeyedSettings]
     key, inputs = KEY_OF[cls]
     before = key(cls(), at(recipe), *inputs).digest
     assert cls.affects().keys() == cls.model_fields.keys() == CHANGED[cls].keys()
+    assert {cls.affects().get(name, "nothing") for name in ("runner", "require", "retries")} == {"nothing"}
     for name, affects in cls.affects().items():
         value = CHANGED[cls][name]
-        value = {"OTHER": str(other)}.get(value, value) if isinstance(value, str) else value
-        value = [recipe] if value == ["RECIPE"] else value
+        value = str(other) if value == "OTHER" else [recipe] if value == ["RECIPE"] else value
         after = key(cls(**{name: value}), at(recipe), *inputs).digest
         assert (after != before) == (affects == "result"), name
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "counts"),
     [
-        {"args": {"learning_rate": 1e-3}},
-        {"args": {"per_device_train_batch_size": 4}},
-        {"args": {"seed": 7}},
-        {"args": {"max_steps": 5}},
-        {"model": {"width": 3}},
-        {"options": {"x": 1}},
-        {"train_split": "other"},
-        {"data": StageManifest("prepare-data", "", "", "e" * 64)},
+        ({"args": {"learning_rate": 1e-3}}, True),
+        ({"args": {"per_device_train_batch_size": 4}}, True),
+        ({"args": {"seed": 7}}, True),
+        ({"args": {"max_steps": 5}}, True),
+        ({"model": {"width": 3}}, True),
+        ({"options": {"x": 1}}, True),
+        ({"train_split": "other"}, True),
+        ({"data": StageManifest("prepare-data", "", "", "e" * 64)}, True),
+        ({"args": {"logging_steps": 7}}, False),
+        ({"args": {"save_steps": 7}}, False),
+        ({"args": {"save_total_limit": 1}}, False),
+        ({"args": {"report_to": "none"}}, False),
+        ({"args": {"dataloader_num_workers": 2}}, False),
+        ({"args": {"learning_rate": "5e-5"}}, False),  # the default, spelt as text
+        ({"args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}}, False),
+        ({"args": {"per_device_train_batch_size": 2, "global_batch_size": 8}}, False),
+        ({"processes": 2, "args": {"per_device_train_batch_size": 4}}, False),
+        ({"retries": 0}, False),
+        ({"eval_split": "test"}, False),  # evaluating while training changes no weight
     ],
 )
-def test_what_changes_the_model_changes_the_train_key(recipe: str, changes: dict[str, Any]) -> None:
-    assert train_digest(recipe, **changes) != train_digest(recipe)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"args": {"logging_steps": 7}},
-        {"args": {"save_steps": 7}},
-        {"args": {"save_total_limit": 1}},
-        {"args": {"report_to": "none"}},
-        {"args": {"dataloader_num_workers": 2}},
-        {"args": {"learning_rate": "5e-5"}},  # the default, spelt as text
-        {"args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}},
-        {"args": {"per_device_train_batch_size": 2, "global_batch_size": 8}},
-        {"processes": 2, "args": {"per_device_train_batch_size": 4}},
-        {"retries": 0},
-        {"eval_split": "test"},  # evaluating while training changes no weight
-    ],
-)
-def test_what_does_not_change_the_model_does_not_change_the_train_key(recipe: str, changes: dict[str, Any]) -> None:
-    assert train_digest(recipe, **changes) == train_digest(recipe)
+def test_what_changes_the_model_changes_the_train_key(recipe: str, changes: dict[str, Any], counts: bool) -> None:
+    assert (train_digest(recipe, **changes) != train_digest(recipe)) == counts
 
 
 def test_the_evaluated_split_counts_where_it_chooses_the_model(recipe: str) -> None:
@@ -237,8 +242,7 @@ def test_a_stage_with_a_recipe_of_its_own_does_not_follow_the_pipelines(recipe: 
 def test_differences_are_told_by_field() -> None:
     old = {"args": {"lr": 1e-3, "seed": 1}, "recipe": {"recipe.py": "a" * 64, "old.py": "b" * 64}, "gone": 1}
     new = {"args": {"lr": 1e-4, "seed": 1}, "recipe": {"recipe.py": "c" * 64, "new.py": "b" * 64}, "splits": ["a"]}
-    found = {str(difference) for difference in differences(old, new)}
-    assert found == {
+    assert {str(difference) for difference in differences(old, new)} == {
         "args.lr: 0.001 -> 0.0001",
         "recipe.recipe.py changed",
         "recipe.new.py added",
@@ -246,6 +250,8 @@ def test_differences_are_told_by_field() -> None:
         "gone: 1 -> unset",
         'splits: unset -> ["a"]',
     }
+    sources = [{"sources": [{"source": "a.csv", "digest": letter * 64}]} for letter in "ab"]
+    assert differences(*sources) == [Difference("sources[0].digest", "a" * 64, "b" * 64)]
 
 
 def test_equal_keys_have_no_differences_and_order_does_not_matter() -> None:
@@ -253,15 +259,6 @@ def test_equal_keys_have_no_differences_and_order_does_not_matter() -> None:
     assert stage_key("x", {"a": 1, "b": 2}).digest == stage_key("x", {"b": 2, "a": 1}).digest
     assert stage_key("x", {"a": 1}).digest != stage_key("y", {"a": 1}).digest
     assert stage_key("x", {"a": 1}).digest != stage_key("x", {"a": True}).digest
-
-
-def test_lists_of_mappings_are_compared_item_by_item() -> None:
-    old = {"sources": [{"source": "a.csv", "digest": "a" * 64}]}
-    new = {"sources": [{"source": "a.csv", "digest": "b" * 64}]}
-    assert differences(old, new) == [Difference("sources[0].digest", "a" * 64, "b" * 64)]
-
-
-def test_a_key_holds_plain_data_only() -> None:
     with pytest.raises(ConfigError, match="object"):
         stage_key("mine", {"x": object()})
 
@@ -299,3 +296,169 @@ def test_a_pipeline_with_mostly_other_code_is_another_one_and_explains_nothing(t
     (folder / "key.json").write_bytes(theirs.to_json())
     assert explain_miss(str(tmp_path), key("b", 100)).reason == "never run before"
     assert explain_miss(str(tmp_path), key("a", 70)).nearest == theirs.folder
+
+
+def digest(source: str | Path, memory: Path | None = None, root: Path | None = None) -> str:
+    [found] = fingerprints([str(source)], memory=memory, root=root)
+    return found["digest"]
+
+
+def test_a_file_counts_by_its_bytes(tmp_path: Path) -> None:
+    for name in ("a.csv", "a[1].csv"):  # a name that looks like a pattern means itself
+        path = tmp_path / name
+        path.write_text("1,2\n")
+        before = digest(path)
+        path.touch()
+        (tmp_path / "a1.csv").write_text(name)
+        assert digest(path) == before
+        path.write_text("1,3\n")
+        assert digest(path) != before
+
+
+def test_a_folder_counts_by_names_and_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a").write_text("x")
+    (folder / "sub" / "b").write_text("y")
+    before = digest(folder)
+    (folder / "sub" / "b").rename(folder / "sub" / "c")
+    renamed = digest(folder)
+    (folder / "new").write_text("")
+    assert len({before, renamed, digest(folder)}) == 3
+
+
+def test_a_pattern_counts_by_the_files_that_match(tmp_path: Path) -> None:
+    (tmp_path / "days" / "one").mkdir(parents=True)
+    (tmp_path / "days" / "one" / "a.csv").write_text("x")
+    (tmp_path / "days" / "notes.txt").write_text("1")
+    pattern = tmp_path / "days" / "**" / "*.csv"
+    before = digest(pattern)
+    (tmp_path / "days" / "notes.txt").write_text("2")
+    assert digest(pattern) == before
+    (tmp_path / "days" / "b.csv").write_text("y")
+    added = digest(pattern)
+    (tmp_path / "days" / "one" / "a.csv").write_text("z")
+    assert len({before, added, digest(pattern)}) == 3
+
+
+def test_a_store_without_tags_counts_by_its_bytes() -> None:
+    store = Store.open("memory://sources/folder")
+    store.write_bytes("a.csv", b"one")
+    file, folder = digest("memory://sources/folder/a.csv"), digest("memory://sources/folder")
+    store.write_bytes("b.csv", b"two")
+    assert digest("memory://sources/folder/a.csv") == file
+    assert digest("memory://sources/folder") != folder
+    assert digest("memory://sources/folder/*a.csv") != digest("memory://sources/folder/*.csv")
+    store.write_bytes("a.csv", b"ONE")
+    assert digest("memory://sources/folder/a.csv") != file
+    store.delete_tree()
+
+
+def test_labels_hold_no_absolute_path(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text("x")
+    inside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path)
+    outside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path / "elsewhere")
+    assert (inside[0]["source"], outside[0]["source"]) == ("data/a.csv", "a.csv")
+
+
+def test_digests_are_remembered_until_the_file_changes(tmp_path: Path) -> None:
+    path, memory = tmp_path / "a.csv", tmp_path / "memory.json"
+    path.write_text("one")
+    before = digest(path, memory)
+    assert not memory.exists(), "it changed just now"
+    os.utime(path, (1, 1))
+    assert digest(path, memory) == before
+    entries = json.loads(memory.read_text())
+    entries[str(path)][3] = "remembered"
+    memory.write_text(json.dumps(entries))
+    assert digest(path, memory) != before  # not read again: what is remembered is used
+    path.write_text("two")
+    os.utime(path, (2, 2))
+    fresh = digest(path, memory)
+    assert fresh == digest(path)
+    memory.write_text("{torn")
+    assert digest(path, memory) == fresh
+
+
+def test_installed_packages_and_the_standard_library_count_by_their_files(tmp_path: Path) -> None:
+    sources = ["package:numpy", "package:numpy/numpy/version.py", "stdlib:json", "stdlib:json/decoder.py"]
+    found = fingerprints(sources)
+    assert len({each["digest"] for each in found}) == 4
+    assert found == fingerprints(sources)
+    # A check reads nothing.
+    check([str(tmp_path), "package:numpy", "stdlib:", "s3://nowhere/x", "https://nowhere.invalid/x"])
+    with pytest.raises(StorageError, match="cannot be reached"):
+        digest("http://127.0.0.1:9/x")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("package:nunpy", "numpy"),
+        ("package:numpy/nowhere", "no such files"),
+        ("stdlib:nowhere", "no such part"),
+        ("hf://datasets/x", "names no repository"),
+        ("s4://host/x", "Unknown URL scheme"),
+        ("s3://", "names no bucket"),
+        ("/nowhere/at/all", "does not exist"),
+        ("/nowhere/at/*.csv", "No file matches"),
+    ],
+)
+def test_what_cannot_be_tracked_is_refused(source: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        fingerprints([source])
+    assert caught.value.field == "prepare.sources"
+    assert caught.value.remedy
+
+
+@pytest.fixture
+def removed(tmp_path: Path) -> tuple[Store, Callable[[], tuple[StageManifest | None, str | None]]]:
+    """A committed stage, and the look of a command for it."""
+    storage, key = str(tmp_path), commit_stage(str(tmp_path), "train", "toy 1")
+    return Store.open(storage).child("stages", "train", key[:16]), lambda: look_up_under(storage, "train", key)
+
+
+@pytest.mark.parametrize("goes", [True, False])
+def test_a_look_waits_for_a_removal_that_was_announced(goes: bool, removed: Any) -> None:
+    stage, look = removed
+    announce_removal(stage)
+
+    def finish() -> None:
+        if goes:
+            stage.delete("COMMIT.json")
+        withdraw_removal(stage)
+
+    later = threading.Timer(0.3, finish)
+    later.start()
+    manifest, problem = look()
+    later.join()
+    assert ((manifest is None), problem) == (goes, None)
+
+
+def test_the_note_of_a_dead_process_holds_nothing_back(removed: Any) -> None:
+    stage, look = removed
+    stage.write_bytes(REMOVING, replace(Holder.this_process(), pid=-1).to_bytes())
+    assert look()[0] is not None
+    assert not stage.exists(REMOVING)
+
+
+def test_the_curve_of_a_training_that_is_not_made_yet_is_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "pipeline.yaml").write_text(SPEC)
+    recipe = "".join(f"def {name}(*given): ...\n" for name in (*ENTRIES, "after_evaluate"))
+    (tmp_path / "recipe.py").write_text(recipe)
+    first = Plan.of(load_spec(tmp_path / "pipeline.yaml"))
+    manifests: dict[str, StageManifest] = {}
+    for name in ("prepare-data", "train", "evaluate"):
+
+        def work(attempt: StageAttempt, name: str = name) -> StageOutput:
+            written = attempt.store.write_bytes("output", name.encode())
+            facts = TrainFacts(metrics_code="0" * 64) if name == "train" else FACTS[name]
+            return StageOutput([written], facts=facts)
+
+        manifests[name] = run_stage(first.key_of(name, manifests), first.context, work)
+    (tmp_path / "pipeline.yaml").write_text(SPEC.replace("use_cpu: true", "use_cpu: true, learning_rate: 1.0e-4"))
+    evaluate = Plan.of(load_spec(tmp_path / "pipeline.yaml")).reasons["evaluate"]
+    assert not any(each.field == "history" for each in evaluate.differences), evaluate
+    assert not evaluate.certain

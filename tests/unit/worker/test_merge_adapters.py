@@ -1,4 +1,4 @@
-"""Adapters are merged into the weights of their base model, which then gives what it gave with them."""
+"""Adapters are merged into the weights of their base model; a model that could not be registered is refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer_lib.requests import MergeRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
 from trainer_lib.worker.assembly import load_weights
 from trainer_lib.worker.merge_adapters import merge, require_mergeable
+from trainer_lib.worker.train import require_flavor
 
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -145,3 +146,18 @@ def test_weights_that_would_not_be_finite_are_refused() -> None:
         next(weight for name, weight in model.named_parameters() if "lora_B" in name).fill_(float("nan"))
     with pytest.raises(ConfigError, match="peft cannot merge the adapters"):
         merge(model)
+
+
+def test_a_model_of_transformers_passes_and_others_only_where_nothing_is_required() -> None:
+    require_flavor(bert(), "transformers")
+    require_flavor(torch.nn.Linear(1, 1), None)
+    with pytest.raises(ConfigError, match=r"returned a Linear, which is not a model of transformers"):
+        require_flavor(torch.nn.Linear(1, 1), "transformers")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
+def test_an_adapter_is_refused_in_words() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(bert(), peft.LoraConfig(target_modules=["query"]))
+    with pytest.raises(ConfigError, match="which is an adapter"):
+        require_flavor(adapted, "transformers")

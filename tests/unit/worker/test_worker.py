@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,24 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from tests.support import tiny
 from tests.support.launched import request
+from tests.support.tiny import ARGS, RECIPE, prepared, run
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.communicator import SingleProcess
 from trainer_lib.data.row_parts import split_parts
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
+from trainer_lib.footprint import Estimate, Probe
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import PreparedData, TrainResult
+from trainer_lib.requests import CheckpointMetrics, PreparedData, TrainResult
 from trainer_lib.storage import Store
+from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.trainer.history import StepHistory
 from trainer_lib.worker import events as worker_events
+from trainer_lib.worker.train import thin_losses
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +236,278 @@ def test_a_request_that_makes_no_sense_is_refused(
     with pytest.raises(ConfigError) as caught:
         tiny.run(asked, kind="in_process")
     assert caught.value.field == field
+
+
+# Collator and model draw, also in an evaluation, which continues from the training's random numbers.
+DRAWING = RECIPE.replace(
+    'torch.from_numpy(np.stack([row["x"] for row in rows]))',
+    'torch.from_numpy(np.stack([row["x"] for row in rows])) * (1 + torch.rand(1))',
+).replace("self.layers(x)", "self.layers(x) + torch.rand(1)[0] * x[:, :2]")
+TIMINGS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
+def train_beside(folder: Path, recipe: str, data: PreparedData, **args: Any) -> dict[int, dict[str, float]]:
+    """Train with evaluations; returns what they logged, by step."""
+    given = {**ARGS, "num_train_epochs": 1, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, **args}
+    more = {"data": data, "model": {}, "args": given, "train_split": "train", "eval_split": "test"}
+    run(request(folder, recipe, "train", output=str(folder / "train"), **more), kind="in_process")
+    history = json.loads((folder / "train" / "history.json").read_text())
+    return {entry["step"]: _measured(entry) for entry in history if "eval_loss" in entry}
+
+
+def beside(folder: Path, recipe: str, data: PreparedData, step: int, **args: Any) -> CheckpointMetrics:
+    asked = request(
+        folder,
+        recipe,
+        "evaluate_checkpoint",
+        output=str(folder / "follow"),
+        data=data,
+        args={**ARGS, **args},
+        checkpoint=str(folder / "train" / "checkpoints" / f"checkpoint-{step}"),
+        eval_split="test",
+    )
+    return run(asked, kind="in_process")  # type: ignore[no-any-return]
+
+
+def _measured(entry: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if name not in (*TIMINGS, "step")}
+
+
+@pytest.mark.parametrize(
+    "args", [{}, {"bf16": True, "per_device_eval_batch_size": 7}], ids=["float32", "bfloat16, a ragged last batch"]
+)
+def test_the_numbers_are_those_of_an_evaluation_inside_training(args: dict[str, Any], tmp_path: Path) -> None:
+    data = prepared(tmp_path / "prepared")
+    inside = train_beside(tmp_path, DRAWING, data, **args)
+    assert set(inside) >= {4, 8}
+    for step in (8, 12) if 12 in inside else (4, 8):
+        found = beside(tmp_path, DRAWING, data, step, **args)
+        assert found.step == step
+        assert _measured(found.metrics) == inside[step]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    data = prepared(tmp_path / "prepared")
+    train_beside(tmp_path, RECIPE, data)
+    weights = tmp_path / "train" / "checkpoints" / "checkpoint-8" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(DamagedError, match="digest") as error:
+        beside(tmp_path, RECIPE, data, 8)
+    assert "checkpoint-8/model.safetensors" in str(error.value.field)
+
+
+GENERATING = """
+import random
+
+import torch
+import trainer_lib
+
+
+def prepare(options, out):
+    draw = random.Random(0)
+    rows = [{"input_ids": [draw.randrange(1, 9) for _ in range(draw.randrange(1, 30))]} for _ in range(60)]
+    return {"test": rows}
+
+
+def collate(rows):
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = [torch.as_tensor(row["input_ids"]) for row in rows]
+    return {"input_ids": torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids])}
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def generate(self, input_ids):
+        # As many tokens as the prompt's sum says, from the prompt alone; 0 is padding.
+        most = int((input_ids.sum(1) % 7).max()) + 1
+        places = torch.arange(most).expand(len(input_ids), most)
+        made = torch.where(places <= (input_ids.sum(1, keepdim=True) % 7), input_ids.sum(1, keepdim=True) + places, 0)
+        return made, torch.full((len(input_ids),), input_ids.shape[1])
+
+    def forward(self, input_ids):
+        raise AssertionError("it generates")
+
+
+def build_model(options, data):
+    return Counts()
+
+
+class Trainer(trainer_lib.Trainer):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return None, model.generate(**self._prepare_inputs(inputs)), None
+
+
+def prediction_columns(predictions, data):
+    tokens, width = predictions
+    return {"tokens": [[int(t) for t in row if t > 0] for row in tokens], "width": width}
+"""
+
+
+def predicted(folder: Path, data: PreparedData, name: str, sort_by: str | None) -> tuple[dict[str, Any], Path]:
+    asked = request(
+        folder,
+        GENERATING,
+        "predict",
+        output=str(folder / name),
+        data=data,
+        model_url=str(folder / "model"),
+        args={"use_cpu": True, "per_device_eval_batch_size": 4},
+        split="test",
+        rows_per_file=25,
+        sort_by=sort_by,
+    )
+    tiny.run(asked, kind="in_process")
+    files = folder / name / "predictions" / "test"
+    return pq.read_table(files).to_pydict(), files
+
+
+def test_generated_rows_keep_their_order_and_need_less_padding(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+    from torch import ones
+
+    prepared = tiny.run(request(tmp_path, GENERATING, output=str(tmp_path / "data")), kind="in_process")
+    data = PreparedData(str(tmp_path / "data"), prepared.splits, prepared.info, prepared.files)
+    (tmp_path / "model").mkdir()
+    save_file({"weight": ones(1)}, tmp_path / "model" / "model.safetensors")
+    (plain, _), (by_length, files) = (predicted(tmp_path, data, str(by), by) for by in (None, "input_ids"))
+    widths = [sum(table.pop("width")) for table in (plain, by_length)]
+    assert plain == by_length
+    assert by_length["row_id"] == list(range(60))
+    assert widths[1] < 0.75 * widths[0]
+
+    # Interrupted: a file is not there yet, and it comes as it was.
+    before = {path.name: path.read_bytes() for path in files.iterdir()}
+    for record in (tmp_path / "input_ids" / "records").glob("**/00000001.json"):
+        record.unlink()
+    (files / "part-00001.parquet").unlink()
+    predicted(tmp_path, data, "input_ids", "input_ids")
+    assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+    with pytest.raises(DataError, match="no column 'ids'"):
+        predicted(tmp_path, data, "other", "ids")
+
+
+MICRO = {**tiny.ARGS, "per_device_train_batch_size": 4}
+PARAMETERS = 6 * 16 + 16 + 16 * 2 + 2
+
+
+def ask(folder: Path, data: PreparedData, verb: str, recipe: str = tiny.RECIPE, **fields: Any) -> Any:
+    given = {"data": data, "model": {}, "args": MICRO, **fields}
+    return tiny.run(request(folder, recipe, verb, output=str(folder / "out"), **given), kind="in_process")
+
+
+@pytest.fixture(scope="module")
+def estimate(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> Estimate:
+    found = ask(tmp_path_factory.mktemp("estimate"), prepared_data, "estimate", eval_split="test")
+    assert isinstance(found, Estimate)
+    return found
+
+
+def test_the_estimate_counts_every_byte_of_weights_gradients_and_optimizer(estimate: Estimate) -> None:
+    size = estimate.size
+    assert (size.parameters, size.trainable, size.parameter_bytes) == (PARAMETERS, PARAMETERS, 4 * PARAMETERS)
+    assert size.gradient_bytes == 4 * PARAMETERS
+    # Two moments of each element and a step of each of four tensors.
+    assert size.optimizer_bytes == 2 * 4 * PARAMETERS + 4 * 4
+    assert size.stored_bytes == 4 * PARAMETERS
+    assert (estimate.device, estimate.notes, estimate.tokens_per_sample) == ("cpu", (), None)
+    assert estimate.process_bytes > 50e6
+
+
+def test_the_estimate_knows_what_a_micro_batch_leaves_in_memory(estimate: Estimate) -> None:
+    # At least the layers' outputs of four rows: 16 hidden values twice, and 2 logits.
+    assert estimate.size.activation_bytes is not None
+    assert 4 * 4 * (16 + 16 + 2) <= estimate.size.activation_bytes < 20_000
+    assert estimate.size.evaluation_bytes is not None
+
+
+def test_a_model_that_reads_its_values_is_sized_all_the_same(tmp_path: Path, prepared_data: PreparedData) -> None:
+    reading = tiny.RECIPE.replace("        logits = self.layers(x)", "        float(x.sum()); logits = self.layers(x)")
+    found = ask(tmp_path, prepared_data, "estimate", reading)
+    assert found.size.parameters == PARAMETERS
+    assert (found.size.activation_bytes, found.size.optimizer_bytes) == (None, None)
+    [note] = found.notes
+    assert note.startswith("The memory of a step could not be worked out without values (")
+    assert note.endswith("--probe measures it.")
+
+
+def test_a_model_that_needs_values_to_be_built_is_built_with_them(tmp_path: Path, prepared_data: PreparedData) -> None:
+    needing = tiny.RECIPE.replace("    return Net(", "    torch.zeros(3)[1].item()\n    return Net(")
+    found = ask(tmp_path, prepared_data, "estimate", needing)
+    assert found.notes == ("The model was built with its weights: its code does not work without values.",)
+    assert found.size.activation_bytes is not None
+
+
+def test_the_probe_times_steps_an_evaluation_and_a_save(tmp_path: Path, prepared_data: PreparedData) -> None:
+    steps = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    found = ask(tmp_path, prepared_data, "probe", args={**MICRO, **steps}, eval_split="test", rows=10)
+    assert isinstance(found, Probe)
+    assert found.steps == 2
+    assert found.step_s > 0
+    assert (found.evaluation_row_s or 0) > 0
+    assert (found.save_s or 0) > 0
+    [checkpoint] = list_checkpoints(Store.open(str(tmp_path / "out")))
+    assert found.checkpoint_bytes == sum(each.size for each in checkpoint.commit.files)
+    assert found.peak_bytes > 50e6
+    assert torch.distributed.is_initialized() is False
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("losses", "most", "kept"),
+    [
+        ([], 3, []),
+        ([(1, 0.5)], 3, [(1, 0.5)]),
+        ([(1, 3.0), (2, 2.0), (3, 1.0)], 3, [(1, 3.0), (2, 2.0), (3, 1.0)]),
+        ([(1, 3.0), (2, 2.0), (3, 1.0), (4, 0.0)], 3, [(2, 2.5), (4, 0.5)]),
+        ([(7, 3.0), (8, NAN), (9, 1.0), (10, INF)], 2, [(8, 3.0), (10, 1.0)]),
+        ([(1, NAN), (2, -INF), (3, 1.0)], 2, [(2, "NaN"), (3, 1.0)]),
+        ([(1, NAN), (2, INF)], 5, [(1, "NaN"), (2, "NaN")]),
+    ],
+)
+def test_at_most_so_many_means_are_kept(
+    losses: list[tuple[int, float]], most: int, kept: list[tuple[int, float | str]]
+) -> None:
+    assert [(each["step"], each["loss"]) for each in thin_losses(losses, most)] == kept
+
+
+def test_a_long_training_keeps_its_first_and_its_last_part() -> None:
+    losses = [(step, float(step)) for step in range(1, 12_346)]
+    kept = thin_losses(losses)
+    assert len(kept) <= 500
+    assert (kept[0]["step"], kept[0]["loss"]) == (25, 13.0)
+    assert kept[-1]["step"] == 12_345
+    json.dumps(kept, allow_nan=False)
+    json.dumps(thin_losses([(1, NAN)]), allow_nan=False)
+
+
+def test_unlogged_are_the_steps_since_the_last_log() -> None:
+    history = StepHistory(SingleStrategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
+
+    def add(*losses: float) -> None:
+        for loss in losses:
+            history.append(torch.tensor(loss), torch.tensor(1.0))
+
+    assert history.unlogged(0) == []
+    add(4.0, 3.0)
+    history.collect(2)
+    assert history.unlogged(2) == [(1, 4.0), (2, 3.0)]
+    history.take(hide_nonfinite=True)
+    assert history.unlogged(2) == []
+    add(2.0, NAN)
+    history.collect(4)
+    add(1.0)
+    history.collect(5)
+    [third, fourth, fifth] = history.unlogged(5)
+    assert (third, fifth) == ((3, 2.0), (5, 1.0))
+    assert fourth[0] == 4
+    assert math.isnan(fourth[1])
+    resumed = StepHistory(SingleStrategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
+    resumed.load_state(json.loads(json.dumps(history.state())))
+    assert [step for step, _ in resumed.unlogged(5)] == [3, 4, 5]

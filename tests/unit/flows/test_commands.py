@@ -1,10 +1,11 @@
-"""Words of a command that do not fit are refused as a bad spec is: where, why, what to do, and in JSON on request."""
+"""Words of a command: what does not fit is refused as a bad spec is, and help ends with examples that are commands."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 import typer
 
 from flows.cli import usage_errors
+from flows.cli.examples import _EXAMPLES
 from flows.cli.main import application, main
 from tests.support.command import TRAINFLOW
 from trainer_lib.errors import OutOfMemoryError
@@ -242,3 +244,38 @@ def test_memory_that_is_used_up_is_not_called_a_bug(
         main(["runs"])
     assert ended.value.code == OutOfMemoryError.exit_code
     assert "The memory that this process may take is used up." in " ".join(capsys.readouterr().err.split())
+
+
+NAMED = {" ".join(path): command for path, command in COMMANDS.items()}
+_SERVES = "It is at work until it is ended, and has no result."
+NO_JSON = {
+    "ui": _SERVES,
+    "serve": _SERVES,
+    "watch": _SERVES,
+    "join": "Its result is that of the machine that leads.",
+    "schema": "What it prints is JSON.",
+}
+NO_QUIET = {
+    "ui": "The links are all that it prints.",
+    "schema": "The schema is all that it prints.",
+}
+
+
+def test_every_command_has_examples() -> None:
+    assert set(NAMED) == set(_EXAMPLES)
+    assert [name for name, command in NAMED.items() if "trainflow" not in (command.epilog or "")] == []
+
+
+@pytest.mark.parametrize(("option", "reasons"), [("--json", NO_JSON), ("--quiet", NO_QUIET)])
+def test_every_command_but_those_with_a_reason_has_the_option(option: str, reasons: dict[str, str]) -> None:
+    without = {name for name, command in NAMED.items() if not any(option in each.opts for each in command.params)}
+    assert without == set(reasons)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_example_is_understood(name: str) -> None:
+    for line in NAMED[name].epilog.split("\n\n")[1:]:
+        words = shlex.split(line)
+        assert words[: 1 + len(name.split())] == ["trainflow", *name.split()]
+        # Parses and checks the words, and calls nothing; raises click's usage errors.
+        NAMED[name].make_context(name, words[1 + len(name.split()) :])

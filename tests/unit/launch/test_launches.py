@@ -1,19 +1,29 @@
-"""A launch that reports through the job's folder, and ends when its owner asks for it or is gone."""
+"""Launches: through a job's folder, in a private folder, and in the calling process."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
+import stat
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.launched import request, wait_until
-from trainer_lib.errors import StorageError
-from trainer_lib.launch import LaunchConfig, reported
+from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.guard import Process, start_time
+from trainer_lib.launch import LaunchConfig, in_process, reported
 from trainer_lib.launch.reported import Owner, Reporter, launch_reported
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.requests import PrepareRequest
 from trainer_lib.storage import Store
+from trainer_lib.worker import session
 
 RECIPE = """
 def prepare(options, out):
@@ -107,3 +117,81 @@ def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(tmp_path: Path, m
             away.setattr(Store, "read_if_exists", fail)
             assert not reporter.is_ended()
         assert not reporter.is_ended()
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"trainflow-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o777)
+    with pytest.raises(ConfigError, match="not private"):
+        RunDir.create({}, 1.0, lambda: False)
+    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o700)
+    assert stat.S_IMODE(RunDir.create({}, 1.0, lambda: False).path.stat().st_mode) == 0o700
+
+
+def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
+    first.record_process("worker-0", os.getpid())
+    with pytest.raises(InfrastructureError, match="already at work"):
+        RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
+    other = RunDir.create({"output": "s3://bucket/b"}, 1.0, lambda: False)
+    assert first.path.exists()
+    first.remove()
+    other.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_whose_program_is_still_being_loaded_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = Process(os.getpid(), start_time(os.getpid()) or "")
+    looks = iter([set(), {mine}])  # until then the environment that it will have cannot be read
+    monkeypatch.setattr(RunDir, "_find_marked", lambda folder: next(looks))
+    assert RunDir(tmp_path).find_processes() == {mine}
+
+
+VARIABLE = "TRAINFLOW_TEST_TURN"
+
+
+def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_ready, seen, inside = threading.Barrier(3), [], 0
+
+    def run_here(request: Any, run_dir: RunDir, on_event: Any) -> str | None:
+        nonlocal inside
+        inside += 1
+        seen.append((inside, request, os.environ.get(VARIABLE)))
+        if request == "outer":
+            launch("inner")
+        time.sleep(0.02)
+        seen.append((inside, request, os.environ.get(VARIABLE)))
+        inside -= 1
+        return os.environ.get(VARIABLE)
+
+    def launch(name: str) -> str | None:
+        found: str | None = in_process.run_request(name, RunDir(tmp_path), {VARIABLE: name}, print)  # type: ignore[arg-type]
+        return found
+
+    def begin(name: str) -> str | None:
+        all_ready.wait(10)
+        return launch(name)
+
+    monkeypatch.setattr(session, "run_here", run_here)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(begin, ("a", "b", "outer"))) == ["a", "b", "outer"]
+    assert [depth for depth, request, _ in seen if request != "inner"] == [1] * 6
+    assert all(request == value for _, request, value in seen)
+    assert VARIABLE not in os.environ
+
+
+def test_a_launch_that_fails_lets_the_next_one_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr(session, "run_here", fail)
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
+            pool.submit(in_process.run_request, None, RunDir(tmp_path), {VARIABLE: "x"}, print).result(10)  # type: ignore[arg-type]
+    assert VARIABLE not in os.environ

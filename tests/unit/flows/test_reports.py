@@ -1,0 +1,474 @@
+"""What a report, an MLflow run and a page of Prefect show of a run: notes, curves, pictures, tables, data."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import socket
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flows import live_report as _live
+from flows import prefect_artifacts as _artifacts
+from flows import run_notes
+from flows.charts import draw_charts, draw_images
+from flows.plan import Plan
+from flows.report import REPORT, render_report
+from flows.report_facts import ReportFacts, describe_data
+from flows.results import PipelineResult, StageOutcome
+from flows.run_images import log_outcomes
+from flows.run_notes import NOTE, describe_end, describe_experiment, describe_start, settings_files, tracked_params
+from flows.run_summary import summarize
+from flows.spec.spec import PipelineSpec, load_spec
+from flows.training_history import read_training_history, read_unfinished_history
+from tasks.prefect_internals import settings_for_every_thread
+from tasks.stage.facts import PrepareFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.progress import publish
+from tasks.sweep_settings import TRIAL
+from tests.support.toy import project
+from trainer_lib.commit import write_commit
+from trainer_lib.errors import CodeError, GateError
+from trainer_lib.evaluation.outcomes import summarize_outcomes
+from trainer_lib.hub.card import Card, render_card
+from trainer_lib.requests import PreparedSplit
+from trainer_lib.storage import Store
+from trainer_lib.trackers.mlflow_client import FAILURE_TAG
+from trainer_lib.trackers.params import flatten_params
+
+_LETTERS = "a1B2c3D4e5F6g7H8"
+PLANTED = [
+    *(f"hf_{letter * 2}{_LETTERS * 2}" for letter in "abcde"),
+    *(f"sk-{letter}{_LETTERS * 2}" for letter in "abcde"),
+    *(f"glpat-{letter}{_LETTERS}{_LETTERS[:4]}" for letter in "abc"),
+    *(f"ghp_{letter * 4}{_LETTERS * 2}" for letter in "abc"),
+    *("AKIA" + letter * 16 for letter in "ABC"),
+    *("AIza" + (letter + "1B2c") * 7 for letter in "abc"),
+    *(f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl{letter}" for letter in "abc"),
+    *(f"https://me{letter}:p4ssw0rd{letter}@host/x" for letter in "abcde"),
+    *(f"postgresql://user:hunter2{letter}@db/mlflow" for letter in "ab"),
+]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    spec = project(tmp_path / "project")
+    return Plan.of(load_spec(spec, ("publish.description=Lines through points.", "train.options={note: sk-abc}")))
+
+
+def test_parameters_are_the_effective_settings_that_decide_the_results(plan: Plan) -> None:
+    params = flatten_params(tracked_params(plan))
+    wanted = {
+        "recipe": "recipe.py",
+        "prepare.options.rows": "64",
+        "train.args.learning_rate": "0.05",
+        "train.args.global_batch_size": "8",
+        "train.args.seed": "1",
+        "train.args.max_steps": "8",
+        "train.args.save_steps": "4",
+        "train.processes": "1",
+        "train.args.lr_scheduler_type": "linear",
+        "evaluate.splits": "[test]",
+    }
+    assert wanted.items() <= params.items()
+    assert params["train.args.optim"].startswith("adamw")
+    assert not [name for name in params if ".launch." in name or name.startswith(("publish", "register", "tracking"))]
+    assert not [name for name in params if name.startswith("evaluate.args")]  # train's, and there already
+    assert "None" not in params.values()
+
+
+def test_the_whole_spec_and_every_argument_are_files(plan: Plan) -> None:
+    files = settings_files(plan)
+    assert "Lines through points." in files["settings/spec.yaml"]
+    assert '"logging_steps": "2"' in files["settings/arguments.json"]
+
+
+def test_the_experiment_is_described_by_what_is_published(plan: Plan) -> None:
+    text = describe_experiment(plan.spec)
+    assert text == "Runs of the pipeline **toy** (recipe.py).\n\nLines through points."
+
+
+def test_a_failure_is_a_tag_and_in_the_description_and_goes_with_the_next_success() -> None:
+    result = PipelineResult("toy", "k" * 64, "store", [StageOutcome("train", "failed", "it broke")])
+    result.error = CodeError("it broke: https://me:s3cret@host/x")
+    tags = describe_end(result, "abc")
+    assert tags[FAILURE_TAG] == "CodeError: it broke: https://***@host/x"
+    assert tags["trainflow.failed_stage"] == "train"
+    assert "trainflow resume abc --storage store" in (tags[NOTE] or "")
+    assert "s3cret" not in str(tags)
+    measured = {"metrics": {"test": {"accuracy": 0.98765, "runtime": 3.0, "accuracy_low": 0.93, "accuracy_high": 0.99}}}
+    result.error = None
+    result.stages = [StageOutcome("train", "ran", "new"), StageOutcome("evaluate", "ran", "new", 1.0, measured)]
+    tags = describe_end(result, "abc")
+    assert (tags[FAILURE_TAG], tags["trainflow.failed_stage"]) == (None, None)
+    assert "| train | ran |" in (tags[NOTE] or "")
+    assert "\n\ntest_accuracy **0.9877** (0.93 to 0.99)\n\n" in (tags[NOTE] or "")
+
+
+def test_planted_secrets_are_in_nothing_that_mlflow_or_a_card_shows(tmp_path: Path) -> None:
+    spec = load_spec(project(tmp_path / "project"))
+    assert len(PLANTED) >= 30
+    for secret in PLANTED:
+        publish = spec.publish.model_copy(update={"description": f"It was made with {secret} once."})
+        prepare = spec.prepare.model_copy(update={"options": {"rows": 64, "note": secret}})
+        plan = Plan.of(spec.model_copy(update={"publish": publish, "prepare": prepare}))
+        result = PipelineResult("toy", "k" * 64, f"s3://bucket/{secret}", [StageOutcome("train", "failed", secret)])
+        result.error = CodeError(f"it broke: {secret}", field="x", value=secret)
+        card = Card(
+            title=secret, description=spec.publish.description, arguments={"note": secret}, sources={secret: ""}
+        )
+        shown = json.dumps(
+            [
+                flatten_params(tracked_params(plan)),
+                settings_files(plan),
+                describe_experiment(plan.spec),
+                describe_end(result, "abc"),
+                render_card(card),
+            ]
+        )
+        assert secret not in shown and json.dumps(secret)[1:-1] not in shown, secret
+
+
+def test_the_page_of_the_run_in_prefect_is_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.context import FlowRunContext
+
+    flow_run = SimpleNamespace(flow_run=SimpleNamespace(id="f-1"))
+    monkeypatch.setattr(FlowRunContext, "get", lambda: flow_run)
+    result = PipelineResult("toy", "k" * 64, "store")
+    monkeypatch.setattr(run_notes, "configured_api", lambda: "http://host:4200/api")
+    assert describe_start(result, "abc")["trainflow.prefect_url"] == "http://host:4200/runs/flow-run/f-1"
+    monkeypatch.setattr(run_notes, "configured_api", lambda: None)
+    tags = describe_start(result, "abc")
+    assert (tags["trainflow.prefect_flow_run"], "trainflow.prefect_url" in tags) == ("f-1", False)
+
+
+def test_names_of_strangers_are_no_markup_in_the_note(tmp_path: Path) -> None:
+    odd = "<script>\x1b]0;x\x07</script>\u202e![x](http://h/p)"
+    result = PipelineResult("toy", "ab" * 32, str(tmp_path))
+    evaluated = {"stage": "evaluate", "metrics": {"test": {f"test_{odd}": 0.5}}, "url": str(tmp_path)}
+    result.stages.append(StageOutcome("evaluate", "ran", odd, manifest=evaluated))
+    result.error = CodeError(odd)
+    note = describe_end(result, "ab" * 8)[NOTE]
+    assert note is not None and "0.5" in note
+    assert all(line.isprintable() for line in note.split("\n"))
+    assert "<" not in note and "](http://h" not in note
+
+
+HISTORY = [{"step": step, "loss": 1 / step} for step in range(1, 9)]
+
+
+def live_result(**more: Any) -> PipelineResult:
+    manifest = {"metrics": {"test": {"accuracy": 0.5, "loss": math.nan}}, "facts": {}}
+    stages = [
+        StageOutcome("train", "ran", "args|seed: 1 -> 2", 12.0, None, {"model": "/data/model"}),
+        StageOutcome("evaluate", "ran", "never run before", 2.0, manifest),
+    ]
+    return PipelineResult("toy", "k" * 64, "/data", stages, report_url="/data/runs/k/report.html", **more)
+
+
+def wait_for_page(path: Path, word: str) -> str:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        text = path.read_text() if path.exists() else ""
+        if word in text:
+            assert text.endswith("</html>"), "a reader never sees a part of it"
+            return text
+        time.sleep(0.02)
+    raise AssertionError(f"{word} did not appear")
+
+
+def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_live, "EVERY_S", 0.05)
+    plan = Plan.of(load_spec(project(tmp_path / "project"), ["train.args.learning_rate=0.125"]))
+    folder = Store.open(tmp_path / "run")
+    page = tmp_path / "run" / REPORT
+    with _live.live_report(plan, PipelineResult("toy", "k" * 64, plan.spec.storage), folder):
+        publish({"event": "stage", "stage": "prepare-data", "status": "cached", "reason": "committed"})
+        time.sleep(0.2)
+        assert not page.exists(), "a run that changes nothing leaves the report alone"
+        publish({"event": "stage", "stage": "train", "status": "started", "reason": "never run before"})
+        publish({"event": "log", "stage": "train", "step": 2, "max_steps": 8, "logs": {"loss": 0.5}})
+        publish({"event": "log", "stage": "train", "step": 4, "max_steps": 8, "logs": {"loss": 0.25}})
+        text = wait_for_page(page, "step 4/8")
+        for part in ('http-equiv="refresh"', "At work", "<svg", "train.args.learning_rate", "0.125", "cores"):
+            assert part in text
+        assert "learning_rate: 0.125" in text, "the spec"
+    before = page.read_bytes()
+    time.sleep(0.2)
+    assert page.read_bytes() == before
+    assert [each.name for each in page.parent.iterdir()] == [REPORT]
+
+
+def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
+    gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
+    error = GateError("The model is not published.")
+    found = {
+        each["key"]: each
+        for each in _artifacts.make_artifacts(live_result(gates=gates, error=error), draw_images(HISTORY))
+    }
+    assert set(found) == {"summary", "metrics", "gates", "loss"}
+    text = found["summary"]["data"]
+    assert "args\\|seed" in text, "a reason does not end its cell"
+    assert "`/data/model`" in text
+    assert "`/data/runs/k/report.html`" in text
+    assert "GateError" in text
+    rows = json.loads(found["metrics"]["data"])
+    assert {"split": "test", "metric": "loss", "value": "nan"} in rows
+    assert json.loads(found["gates"]["data"])[0]["passed"] is False
+    assert found["loss"]["data"].startswith("data:image/png;base64,iVBOR")
+
+
+def test_links_are_made_to_web_addresses_alone() -> None:
+    text = _artifacts.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
+    assert "[https://mlflow/x](https://mlflow/x)" in text
+    assert draw_images([]) == {}
+
+
+def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_artifacts, "LIMIT_S", 0.5)
+    monkeypatch.setattr(_artifacts, "_flow_run_id", lambda: "00000000-0000-0000-0000-000000000001")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+        from prefect.settings import PREFECT_API_URL
+
+        with settings_for_every_thread({PREFECT_API_URL: address}):
+            began = time.monotonic()
+            with _artifacts.run_artifacts(live_result(), SimpleNamespace(pictures={})):
+                pass
+            assert time.monotonic() - began < 10
+    for thread in threading.enumerate():
+        if thread.name == "trainflow-artifacts":
+            thread.join(30)  # its connection is gone with the server
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "stage")
+
+
+def save(stage: Store, step: int, *, log: list[dict[str, Any]], since_log: list[Any]) -> None:
+    """Commit a checkpoint with the two files that know of losses."""
+    folder = stage.child("checkpoints", f"checkpoint-{step}")
+    content = {"trainer_state.json": {"log_history": log}, "data.json": {"history": {"since_log": since_log}}}
+    files = [folder.write_bytes(name, json.dumps(value).encode()) for name, value in content.items()]
+    write_commit(folder, "checkpoint", files, {"step": step})
+
+
+def test_the_steps_behind_the_last_log_are_part_of_the_history(stage: Store) -> None:
+    assert read_training_history(stage) == []
+    stage.write_bytes("history.json", b'[{"loss": 1.0, "step": 4}, {"train_loss": 0.9, "step": 6}]')
+    assert len(read_training_history(stage)) == 2, "an earlier version wrote no losses.json"
+    stage.write_bytes("losses.json", b'[{"step": 5, "loss": 0.5}, {"step": 6, "loss": "NaN"}]')
+    assert [entry.get("loss") for entry in read_training_history(stage)] == [1.0, None, 0.5, "NaN"]
+
+
+def test_of_a_training_without_an_end_the_newest_checkpoint_knows_what_was_logged(stage: Store) -> None:
+    assert read_unfinished_history(stage) == []
+    save(stage, 4, log=[], since_log=[[9.0, 1.0]] * 4)
+    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[[1.5, 1.0], ["nan", "inf"]])
+    assert read_unfinished_history(stage)[:2] == [{"loss": 2.0, "step": 6}, {"loss": 1.5, "step": 7}]
+    last = read_unfinished_history(stage)[2]
+    assert last["step"] == 8
+    assert math.isnan(last["loss"])
+    [chart] = draw_charts(read_unfinished_history(stage))
+    assert chart.title == "Loss"
+
+
+def test_what_was_seen_is_not_read_twice(stage: Store) -> None:
+    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[[1.5, 1.0], [1.25, 1.0]])
+    seen: list[dict[str, Any]] = [{"loss": 2.0, "step": 6}, {"eval_loss": 3.0, "step": 7}, {"loss": 1.0, "step": None}]
+    assert [entry["step"] for entry in read_unfinished_history(stage, seen)] == [6, 7, 7, 8]
+    seen = [{"eval_loss": 3.0, "step": 8}]
+    save(stage, 9, log=[{"eval_loss": 3.0, "step": 8}, {"eval_loss": 2.5, "step": 9}], since_log=[])
+    assert [entry["step"] for entry in read_unfinished_history(stage, seen)] == [8, 9]
+    logged = {6: {"loss": 2.0}, 8: {"eval_loss": 3.0}, 9: {"eval_loss": 2.5}, 10: {"loss": 1.0}}
+    ahead = [{**entry, "step": step} for step, entry in logged.items()]
+    assert read_unfinished_history(stage, ahead) == ahead
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"history": {"since_log": [1]}}', b'{"history": 5}'])
+def test_a_checkpoint_that_cannot_be_read_takes_nothing_away(stage: Store, text: bytes) -> None:
+    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[])
+    stage.write_bytes("checkpoints/checkpoint-8/data.json", text)
+    seen = [{"loss": 3.0, "step": 2}]
+    assert read_unfinished_history(stage, seen) == seen
+
+
+LETTER = 6.4  # as wide as a digit of 10 points is
+SIZE = (460.8, 244.8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.5, 0.4, 0.3], [1e5, 1e5 + 1e-3, 1e5 + 2e-3], [-12345.6, 98765.4, 3.0], [2.5e-4, 1.5e-4, 5e-5], [1e-9, 0.0]],
+)
+def test_labels_stay_inside_of_the_picture(values: list[float]) -> None:
+    [chart] = draw_charts([{"step": 20_000 * index, "loss": value} for index, value in enumerate(values)])
+    assert 'viewBox="0 0 460.8 244.8"' in chart.svg
+    labels = re.findall(r'text-anchor: (\w+)[^>]*" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)<', chart.svg)
+    assert len(labels) > 5
+    for anchor, x, y, text in labels:
+        width = LETTER * len(text)
+        left = float(x) - {"end": width, "middle": width / 2, "start": 0.0}[anchor]
+        assert left >= 0, text
+        assert left + width <= SIZE[0], text
+        assert 9 <= float(y) <= SIZE[1] - 3, text
+
+
+class Run:
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Any] = {}
+        self.tags: dict[str, str] = {}
+
+    def log_file(self, content: Any, path: str) -> None:
+        self.files[path] = content
+
+    def set_tags(self, tags: dict[str, str]) -> None:
+        self.tags |= tags
+
+
+class Evaluation:
+    """A manifest of evaluate, with the outcomes of the split test."""
+
+    def __init__(self, outcomes: Any, metrics: dict[str, Any]) -> None:
+        self._content, self.metrics = json.dumps(outcomes).encode(), metrics
+        self.files = [type("Entry", (), {"path": "outcomes/test.json"})]
+
+    def store(self) -> Any:
+        return type("Store", (), {"read_bytes": lambda _, path, limit: self._content})()
+
+
+def _logged(outcomes: Any, metrics: dict[str, Any], **tags: str) -> Run:
+    run = Run()
+    spec = PipelineSpec.model_validate(
+        {"name": "toy", "recipe": "recipe.py", "storage": "s", "tracking": {"tags": tags}}
+    )
+    log_outcomes(spec, cast(Any, run), cast(Any, Evaluation(outcomes, metrics)), {"classes": ["no", "yes"]})
+    return run
+
+
+def test_classes_have_a_matrix_a_calibration_and_their_hardest_rows() -> None:
+    labels = np.array([0, 1] * 20)
+    scores = np.eye(2)[labels] * 3
+    scores[7] = [4.0, 0.0]
+    slices = {"test": {"accuracy": 0.9, "accuracy/sex/a": 1.0, "rows/sex/a": 30, "rows/sex/b": 10}}
+    run = _logged(summarize_outcomes(scores, labels), slices)
+    assert set(run.files) == {
+        "plots/confusion-test.png",
+        "plots/reliability-test.png",
+        "samples/test.json",
+        "samples/hardest-test.json",
+        "samples/slices-test-sex.json",
+    }
+    for name in ("confusion", "reliability"):
+        assert Image.open(io.BytesIO(run.files[f"plots/{name}-test.png"])).width > 300
+    hardest = json.loads(run.files["samples/hardest-test.json"])
+    assert hardest["columns"] == ["row_id", "label", "prediction", "nats"]
+    assert hardest["data"][0][:3] == [7, "yes", "no"]
+    sliced = json.loads(run.files["samples/slices-test-sex.json"])
+    assert sliced == {"columns": ["sex", "rows", "accuracy"], "data": [["a", 30, 1.0], ["b", 10, None]]}
+    tables = [each["path"] for each in json.loads(run.tags["mlflow.loggedArtifacts"])]
+    assert tables == ["samples/test.json", "samples/hardest-test.json", "samples/slices-test-sex.json"]
+
+
+def test_numbers_have_residuals_and_older_outcomes_are_still_drawn() -> None:
+    truth = np.linspace(0, 1, 40, dtype=np.float32)
+    found = summarize_outcomes(truth + 0.1, truth)
+    assert found is not None
+    run = _logged(found, {"test": {"rmse": 0.1}})
+    assert set(run.files) == {"plots/residuals-test.png", "samples/test.json", "samples/hardest-test.json"}
+    assert json.loads(run.files["samples/hardest-test.json"])["columns"][3] == "absolute_error"
+    older = {name: value for name, value in found.items() if name != "hardest"}
+    assert set(_logged(older, {}).files) == {"plots/residuals-test.png", "samples/test.json"}
+
+
+@pytest.mark.parametrize("outcomes", [{"kind": "classes"}, {"kind": "numbers", "measured": "x"}])
+def test_outcomes_that_cannot_be_drawn_are_not_worth_a_run(outcomes: Any) -> None:
+    assert _logged(outcomes, {}).files == {}
+
+
+def test_a_trial_of_a_sweep_has_tables_and_no_pictures() -> None:
+    labels = np.array([0, 1] * 20)
+    run = _logged(summarize_outcomes(np.eye(2)[labels] * 3, labels), {}, **{TRIAL: "3"})
+    assert set(run.files) == {"samples/test.json", "samples/hardest-test.json"}
+    values = np.linspace(0, 1, 20)
+    run = _logged(summarize_outcomes(values + 0.01, values), {}, **{TRIAL: "3"})
+    assert run.files
+    assert not [path for path in run.files if path.startswith("plots/")]
+
+
+WARNING = "Split 'test' has no row whose 'label' is <b>2</b>, and 20 % of the rows of 'train' have."
+STATISTICS = {
+    "train": {
+        "label": {"rows": 12, "min": 0, "max": 2, "sum": 12, "counts": {"0": 3, "1": 6, "2": 3}},
+        "row_id": {"rows": 12, "min": 0, "max": 9, "sum": 30},
+        "words": {"rows": 12, "shortest": 2, "longest": 8000, "elements": 54},
+        "age": {"rows": 12, "min": -1.5, "max": 99.0, "sum": 600.0},
+    },
+    "test": {"year": {"rows": 1234, "counts": {str(year): 100 - year for year in range(11)}}},
+}
+
+
+def _prepared(folder: Path, statistics: dict[str, Any] | None, *warnings: str) -> StageManifest:
+    store, files = Store.open(folder), []
+    if statistics is not None:
+        files.append(store.write_bytes("statistics.json", json.dumps(statistics).encode()))
+    facts = PrepareFacts({"train": PreparedSplit(12)}, warnings=warnings)
+    return StageManifest("prepare-data", "ab" * 32, str(folder), "cd" * 32, tuple(files), facts=facts)
+
+
+def test_statistics_in_words(tmp_path: Path) -> None:
+    assert describe_data(_prepared(tmp_path, STATISTICS, WARNING)) == [
+        ("warning", WARNING),
+        ("train.label", "12 rows; 1: 6, 0: 3, 2: 3"),
+        ("train.words", "12 rows; length 2 to 8,000, on average 4.5"),
+        ("train.age", "12 rows; -1.5 to 99, on average 50"),
+        ("test.year", "1,234 rows; " + ", ".join(f"{n}: {100 - n}" for n in range(10)) + " and 1 more"),
+    ]
+
+
+def test_data_without_statistics_has_none(tmp_path: Path) -> None:
+    assert describe_data(None) == []
+    assert describe_data(_prepared(tmp_path, None)) == []
+    damaged = _prepared(tmp_path, STATISTICS, WARNING)
+    empty, cut = {"rows": 0, "min": 0, "max": 0, "sum": 0}, {"rows": 1, "longest": 2}
+    for content in ("{", "[1]", *(json.dumps({"train": {"x": one}}) for one in (empty, cut))):
+        (tmp_path / "statistics.json").write_text(content)
+        assert describe_data(damaged) == [("warning", WARNING)], content
+    (tmp_path / "statistics.json").unlink()
+    assert describe_data(damaged) == [("warning", WARNING)]
+
+
+@pytest.mark.parametrize("columns", [40, 43])
+def test_some_columns_are_shown(columns: int, tmp_path: Path) -> None:
+    many = {"train": {f"c{number}": {"rows": 1} for number in range(columns)}}
+    rows = describe_data(_prepared(tmp_path, many))
+    assert len(rows) == (40 if columns == 40 else 41)
+    assert columns == 40 or rows[-1] == ("statistics.json", "has 3 more columns")
+
+
+def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
+    prepared = _prepared(tmp_path, STATISTICS, WARNING)
+    result = PipelineResult("digits", "ab" * 32, str(tmp_path))
+    result.stages.append(StageOutcome("prepare-data", "ran", "never run before", manifest=prepared.to_dict()))
+    assert StageManifest.from_dict(prepared.to_dict()).facts.warnings == (WARNING,)
+    page = render_report(result.to_dict(), facts=ReportFacts([], [], "", [], [], data=describe_data(prepared)))
+    assert "<h2>Data</h2>" in page
+    assert "<td>warning</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
+    assert "length 2 to 8,000, on average 4.5" in page
+    text = summarize(result)
+    assert "\n\n- warning: Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
+    result.stages[0] = StageOutcome("prepare-data", "failed", "no rows")
+    assert "warning" not in summarize(result)

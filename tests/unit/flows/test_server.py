@@ -1,0 +1,259 @@
+"""Prefect's server beside a command: its answers, its start and its end, and what a run costs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from prefect import Flow
+
+from flows.pipeline import pipeline
+from flows.server import automations, early, embedded, membership
+from flows.server.answers import reachable, require_answer
+from flows.server.api import _imports_set_aside
+from flows.server.early import EarlyServer
+from flows.server.membership import Membership, _Keeper
+from flows.spec.spec import load_spec
+from trainer_lib.errors import ConfigError, InfrastructureError
+
+
+class _Refuses(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        """As Prefect's server with PREFECT_SERVER_API_AUTH_STRING: only its health needs no login."""
+        self.send_response(200 if self.path == "/api/health" else 401)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/api"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_wrong_login_is_refused_before_anything_starts(api: str) -> None:
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+    with (
+        temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: "me:wrong-word"}),
+        pytest.raises(ConfigError, match="refuses the login: the answer is 401") as refused,
+    ):
+        require_answer(api)
+    assert refused.value.field == "PREFECT_API_AUTH_STRING"
+    assert "PREFECT_SERVER_API_AUTH_STRING" in str(refused.value.remedy)
+    assert "wrong-word" not in f"{refused.value} {refused.value.details}"
+
+
+def test_a_request_that_the_server_refuses_later_names_the_server(api: str) -> None:
+    with pytest.raises(InfrastructureError, match="refused a request: the answer is 401") as refused, reachable(api):
+        httpx.get(f"{api}/flows").raise_for_status()
+    assert refused.value.value == api
+    other = api.replace("/api", "/elsewhere")
+    with pytest.raises(httpx.HTTPStatusError), reachable(api):
+        httpx.get(other).raise_for_status()
+
+
+class Described:
+    """A membership whose server has this process's number."""
+
+    def description(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "url": "http://127.0.0.1:1"}
+
+
+def test_a_machine_that_slept_does_not_cost_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False, False, True, False, False, False])
+    killed: list[int] = []
+    monkeypatch.setattr(membership, "is_healthy", lambda url: next(answers))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    keeper = _Keeper(cast(Membership, Described()))
+    keeper._look()
+    keeper._answered_s = time.monotonic() - 1000
+    keeper._look()
+    keeper._look()
+    assert not killed, "two looks without an answer"
+    keeper._look()  # answers again
+    keeper._answered_s = time.monotonic() - 1000
+    keeper._look()
+    keeper._look()
+    assert not killed, "looks are counted since the last answer"
+    keeper._look()
+    assert killed == [os.getpid()]
+
+
+@pytest.mark.parametrize("words", ["file is not a database", "database disk image is malformed"])
+def test_a_damaged_database_of_prefect_is_named(tmp_path: Path, words: str) -> None:
+    member = Membership.__new__(Membership)
+    member.log, member._database = tmp_path / "server.log", tmp_path / "prefect.db"
+    member.log.write_text(f"sqlalchemy.exc.DatabaseError: (sqlite3.DatabaseError) {words}\nApplication startup failed.")
+    failure = member._failure("It ended with exit code 3.")
+    assert failure.value == str(tmp_path / "prefect.db")
+    assert "damaged" in failure.message
+    assert "Move it away" in str(failure.remedy)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = tmp_path / "prefect"
+    (home / "trainflow" / "one").mkdir(parents=True)
+    monkeypatch.setenv("PREFECT_HOME", str(home))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.delenv("PREFECT_PROFILES_PATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return home
+
+
+def test_none_is_started_where_a_server_is_configured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert early._seems_needed(home)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    assert not early._seems_needed(home)
+    assert EarlyServer.start() is None
+    monkeypatch.delenv("PREFECT_API_URL")
+    (home / "profiles.toml").write_text('active = "work"\n[profiles.work]\nPREFECT_API_URL = "http://10.0.0.1/api"\n')
+    assert not early._seems_needed(home)
+    (home / "profiles.toml").write_text('active = "ephemeral"\n')
+    Path("prefect.toml").write_text('[api]\nurl = "http://10.0.0.1/api"\n')
+    assert not early._seems_needed(home)
+
+
+def test_none_is_started_beside_one_that_lives(home: Path) -> None:
+    with (home / "trainflow" / "one" / embedded.SERVER_LOCK).open("w") as lock:
+        assert early._seems_needed(home), "its server has ended"
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not early._seems_needed(home)
+
+
+@pytest.mark.parametrize("end", [lambda server: server._process.stdin.close(), EarlyServer.close])
+def test_one_that_is_not_wanted_ends_also_with_its_starter(home: Path, end: object) -> None:
+    server = EarlyServer.start()
+    assert server is not None
+    process = server._process
+    assert process is not None
+    assert callable(end)
+    end(server)
+    process.wait(20)
+    assert not [*home.rglob(embedded.DESCRIPTION), *home.rglob(embedded.SERVER_LOCK)]
+
+
+def test_one_that_could_not_load_is_no_server(home: Path, tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    dead.wait()
+    assert EarlyServer(dead).serve(tmp_path, tmp_path / "log", {}) is None
+
+
+def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_packet() -> None:
+    """asyncio turns Nagle's algorithm off only for sockets that name their protocol: 40 ms for each request."""
+
+    async def options() -> list[int]:
+        found: list[int] = []
+
+        def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.write(b"x")
+            writer.close()
+
+        listener = embedded._listen_on(0)
+        async with await asyncio.start_server(note, sock=listener):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            assert await reader.read() == b"x"
+            writer.close()
+        return found
+
+    (no_delay,) = asyncio.run(options())
+    assert no_delay != 0
+
+
+@pytest.fixture
+def looked_at() -> Iterator[None]:
+    """Leaves nothing set aside behind, whatever a test of this process did before."""
+    before = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if before:
+        gc.freeze()
+
+
+def test_imports_are_not_looked_at_inside_a_command_and_are_afterwards(looked_at: None) -> None:
+    with _imports_set_aside():
+        assert gc.get_freeze_count() > 1000
+        with _imports_set_aside():
+            pass
+        assert gc.get_freeze_count() > 1000  # the outer block's
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_a_process_has_set_aside_itself_stays_so(looked_at: None) -> None:
+    gc.freeze()
+    with contextlib.suppress(ValueError), _imports_set_aside():
+        raise ValueError
+    assert gc.get_freeze_count() > 1000
+
+
+class States:
+    def __init__(self, crashes: int) -> None:
+        self._crashes = crashes
+
+    def read_flow_run_states(self, _: object) -> list[Any]:
+        once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
+        return [SimpleNamespace(name=name) for name in (*once * self._crashes, "Running")]
+
+
+def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) -> None:
+    @contextlib.contextmanager
+    def client(**_: object) -> Iterator[States]:
+        yield States(crashes)
+
+    context = SimpleNamespace(flow_run=SimpleNamespace(id="1", run_count=run_count))
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: context)
+    monkeypatch.setattr("prefect.client.orchestration.get_client", client)
+
+
+@pytest.mark.parametrize(("run_count", "crashes"), [(1, 0), (3, 2), (9, 1)])
+def test_a_run_is_tried_as_often_as_it_may_crash(monkeypatch: pytest.MonkeyPatch, run_count: int, crashes: int) -> None:
+    enter_run(monkeypatch, run_count=run_count, crashes=crashes)
+    automations.require_another_try({automations.CRASHES: "2"})
+    automations.require_another_try({})
+
+
+def test_the_crash_after_the_last_try_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_run(monkeypatch, run_count=4, crashes=3)
+    with pytest.raises(InfrastructureError, match="crashed 3 times"):
+        automations.require_another_try({automations.CRASHES: "2"})
+    # Without a limit nothing is counted: such a run was retried by hand.
+    automations.require_another_try({})
+
+
+DIGITS = Path(__file__).resolve().parents[3] / "examples" / "digits" / "pipeline.yaml"
+
+
+def test_the_server_gets_the_parameters_that_prefect_would_send(tmp_path: Path) -> None:
+    spec = load_spec(DIGITS, [f"storage={tmp_path}", "prepare.options.seed=1"])
+    parameters: dict[str, Any] = {"spec": spec, "only": None, "force": ["train"], "debug": False}
+    assert pipeline.serialize_parameters(parameters) == Flow.serialize_parameters(pipeline, parameters)
+    strange = {**parameters, "start": object()}
+    assert pipeline.serialize_parameters(strange) == Flow.serialize_parameters(pipeline, strange)

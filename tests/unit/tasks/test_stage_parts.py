@@ -1,0 +1,328 @@
+"""Parts of stages: links to Prefect, samples of the machine, names of failures, shared evaluations, flavors."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks import evaluate
+from tasks.configs import EvaluateConfig, LaunchSettings
+from tasks.prefect_client import _tls_context, quick_client
+from tasks.prefect_internals import settings_for_every_thread, without_retries
+from tasks.stage import run_link, worker
+from tasks.stage.context import StageContext
+from tasks.stage.facts import PrepareFacts, TrainFacts
+from tasks.stage.manifest import StageManifest
+from tasks.stage.model_flavor import describe_flavor
+from tasks.stage.resolver import Resolver
+from tasks.stage.run_link import RunLink, wait_for_drawings
+from tasks.system_load import SystemLoad, parse_gpus
+from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.model_folder.description import ModelDescription
+from trainer_lib.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.trackers.model_record import Flavor
+
+
+def test_a_server_that_hangs_holds_nothing_up() -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # accepts, and says nothing
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}/api"
+        with settings_for_every_thread({PREFECT_API_URL: url}):
+            began = time.monotonic()
+            link = RunLink("train", uuid.uuid4(), uuid.uuid4())
+            link.draw(50.0, "step 1/2")
+            assert not link.is_cancelled()
+            asked = time.monotonic() - began
+            link.close()
+            closed = time.monotonic() - began
+            wait_for_drawings()
+            took = time.monotonic() - began
+            link._thread.join(30)
+    assert asked < 0.5
+    assert closed < 0.5, "the next stage begins while the last one is drawn"
+    assert took < 2.0
+    assert not link._thread.is_alive(), "it gives up by itself"
+
+
+def test_a_stage_that_ends_at_once_asks_nothing_but_shows_what_it_drew() -> None:
+    from prefect.settings import PREFECT_API_URL
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.5)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/api"
+        with settings_for_every_thread({PREFECT_API_URL: url}):
+            RunLink("train", uuid.uuid4(), uuid.uuid4()).close()
+            with pytest.raises(TimeoutError):
+                server.accept()
+            server.settimeout(10)
+            link = RunLink("train", uuid.uuid4(), uuid.uuid4())
+            link.draw(100.0, "step 2/2")
+            link.close()
+            server.accept()[0].close()
+            wait_for_drawings()
+    link._thread.join(30)
+    assert not link._thread.is_alive()
+
+
+def test_what_is_drawn_during_the_last_exchange_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing, closed, shown = threading.Event(), threading.Event(), []
+
+    def draw(link: RunLink, client: object, share: float, text: str) -> None:
+        shown.append(share)
+        drawing.set()
+        closed.wait(10)
+
+    monkeypatch.setattr(RunLink, "_draw", draw)
+    monkeypatch.setattr(run_link, "FIRST_S", 0.0)
+    monkeypatch.setattr(run_link, "quick_client", lambda: contextlib.nullcontext(_NeverCancelled()))
+    link = RunLink("predict", uuid.uuid4(), uuid.uuid4())
+    link.draw(2.2, "step 1/45")
+    assert drawing.wait(10)
+    link.draw(100.0, "committed")
+    link.close()
+    closed.set()
+    wait_for_drawings()
+    assert shown == [2.2, 100.0]
+
+
+class _NeverCancelled:
+    """Prefect's client, of which only a run without a state is asked for."""
+
+    state = None
+
+    def read_flow_run(self, flow_run_id: object) -> _NeverCancelled:
+        return self
+
+
+def test_requests_are_sent_once_under_the_settings_of_the_moment() -> None:
+    from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+    for url in ("http://127.0.0.1:1/api", "http://127.0.0.1:2/api"):
+        with temporary_settings({PREFECT_API_URL: url}):
+            with without_retries():
+                first = get_current_settings()
+                assert (first.api.url, first.client.max_retries) == (url, 0)
+            assert get_current_settings().client.max_retries > 0
+            with without_retries():
+                assert get_current_settings() is first, "made once: it takes a tenth of a second"
+
+
+def test_certificates_are_read_once_for_settings_that_are_equal() -> None:
+    from prefect.settings import PREFECT_API_TLS_INSECURE_SKIP_VERIFY, PREFECT_API_URL, temporary_settings
+
+    def checks_hosts() -> bool:
+        with quick_client() as client:
+            transport: Any = client._client._transport
+            return bool(transport._pool._ssl_context.check_hostname)
+
+    with temporary_settings({PREFECT_API_URL: "https://127.0.0.1:1/api"}):
+        first = _tls_context()
+        assert _tls_context() is first, "it takes 30 ms"
+        assert checks_hosts()
+        with temporary_settings({PREFECT_API_TLS_INSECURE_SKIP_VERIFY: True}):
+            assert not checks_hosts()
+
+
+def test_samples_come_with_seconds_since_the_run_began_until_they_are_closed(tmp_path: Path) -> None:
+    samples: list[tuple[dict[str, float], int]] = []
+    came = threading.Event()
+
+    def log(values: object, step: int) -> None:
+        samples.append((dict(values), step))  # type: ignore[call-overload]
+        came.set()
+
+    load = SystemLoad(log, since_s=time.time() - 100, folder=tmp_path, every_s=0.05)
+    assert came.wait(20)
+    load.close()
+    count = len(samples)
+    values, step = samples[0]
+    assert 100 <= step < 130
+    assert 0 <= values["system/cpu_utilization_percentage"] <= 100
+    assert 0 < values["system/process_memory_megabytes"] < values["system/system_memory_usage_megabytes"] * 1.1
+    assert 0 < values["system/disk_usage_percentage"] <= 100
+    time.sleep(0.15)
+    assert len(samples) == count
+
+
+def test_a_log_that_raises_ends_the_sampling_and_nothing_else() -> None:
+    calls: list[int] = []
+
+    def log(values: object, step: int) -> None:
+        calls.append(step)
+        raise OSError("disk full")
+
+    load = SystemLoad(log, since_s=time.time(), every_s=0.01)
+    load._thread.join(20)
+    assert not load._thread.is_alive()
+    load.close()
+    assert len(calls) == 1
+
+
+def test_gpus_are_read_as_their_driver_reports_them() -> None:
+    assert parse_gpus("0, 97, 1024, 312.50\n1, [N/A], 0, [N/A]\n") == {
+        "system/gpu_0_utilization_percentage": 97.0,
+        "system/gpu_0_memory_usage_megabytes": 1073.741824,
+        "system/gpu_0_power_usage_watts": 312.5,
+        "system/gpu_1_memory_usage_megabytes": 0.0,
+    }
+    assert parse_gpus("") == {}
+
+
+CONTEXT = StageContext(name="names", recipe="recipe.py", storage="memory://names")
+
+
+def test_a_failure_while_a_stage_runs_names_that_stages_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> None:
+        raise InfrastructureError(
+            "There was no progress.", field="train.launch.timeout_s", remedy="Raise train.launch.timeout_s."
+        )
+
+    monkeypatch.setattr(worker, "launch", hang)
+    attempt: Any = SimpleNamespace(
+        progress=SimpleNamespace(line=lambda line: None, event=lambda event: None, is_cancelled=lambda: False),
+        is_lost=lambda: False,
+    )
+    settings = LaunchSettings(kind="process", processes=1)
+    with pytest.raises(InfrastructureError) as caught:
+        worker.launch_request(PrepareRequest(output="memory://names"), settings, CONTEXT, attempt)
+    assert (caught.value.field, caught.value.remedy) == ("prepare.launch.timeout_s", "Raise prepare.launch.timeout_s.")
+
+
+def test_a_launch_that_cannot_work_here_names_its_section() -> None:
+    settings = LaunchSettings(kind="process", processes=2)
+    with pytest.raises(ConfigError) as caught:
+        Resolver().launch(settings, use_cpu=True, section="evaluate")
+    assert str(caught.value.field).startswith("evaluate.launch.")
+
+
+def test_an_error_about_another_field_stays_as_it_is() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Resolver().arguments({"seed": -1}, prefix="evaluate.args")
+    assert caught.value.field == "evaluate.args.seed"
+
+
+FUNCTION = "def compute_metrics(p):\n    return {}\n"
+OBJECT = "from torchmetrics import MeanMetric\n\ncompute_metrics = MeanMetric()\n"
+SUMS = "def metric_sums(p):\n    return {}\n\n\ndef metrics_from_sums(sums):\n    return {}\n"
+
+
+def evaluated(
+    folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, reason: str | None
+) -> tuple[list[Any], list[str]]:
+    """The launches of an evaluation with two processes: (step, processes) of each, and the warnings."""
+    (folder / "recipe.py").write_text(recipe)
+    launches: list[Any] = []
+    warnings: list[str] = []
+
+    def shared(request: Any, settings: Any, *_: Any) -> tuple[EvaluateResult, ...]:
+        launches.append((request.step, "shared"))
+        return (EvaluateResult((), {}, needs_all_rows=reason),) * 2
+
+    def alone(request: Any, settings: Any, *_: Any) -> EvaluateResult:
+        launches.append((request.step, settings.processes))
+        return EvaluateResult((), {})
+
+    monkeypatch.setattr(evaluate, "launch_shared", shared)
+    monkeypatch.setattr(evaluate, "launch_request", alone)
+    monkeypatch.setattr(evaluate, "apart", lambda config: [config] * 2)
+    store = Store.open(folder / "out")
+    attempt: Any = SimpleNamespace(
+        store=store, progress=SimpleNamespace(event=lambda event: warnings.append(event["message"]))
+    )
+    context = StageContext(name="shared", recipe=str(folder / "recipe.py"), storage=str(folder), root=str(folder))
+    request = EvaluateRequest(
+        output=store.url, data=PreparedData("", {}, {}, ()), model_url="", splits=(), args={"use_cpu": True}
+    )
+    evaluate._measure(EvaluateConfig(), request, LaunchSettings(processes=2), context, attempt)
+    return launches, warnings
+
+
+def test_sums_and_objects_are_shared_and_functions_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for recipe in (SUMS, OBJECT):
+        assert evaluated(tmp_path, recipe, monkeypatch, None) == ([("ranges", "shared"), ("finish", 1)], [])
+    assert evaluated(tmp_path, FUNCTION, monkeypatch, None) == ([("all", 2)], [])
+
+
+def test_what_needs_all_rows_is_measured_by_one_group_which_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, warnings = evaluated(tmp_path, OBJECT, monkeypatch, "MulticlassAUROC keeps all rows (preds)")
+    assert launches == [("ranges", "shared"), ("all", 2)]
+    assert warnings == ["One group of processes evaluates all rows, because MulticlassAUROC keeps all rows (preds)."]
+
+
+BERT = {"config.json": json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()}
+
+
+def describe(folder: Path, weights: dict[str, bytes], assets: dict[str, bytes] | None = None) -> Flavor:
+    """The flavor of a model with these files."""
+    entries: dict[str, list[FileEntry]] = {"model": [], "data": []}
+    for place, files, below in (("model", weights, "model"), ("data", assets or {}, "assets")):
+        for name, content in files.items():
+            path = folder / place / below / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            listed = name if place == "model" else f"assets/{name}"
+            entries[place].append(FileEntry(listed, len(content), hashlib.sha256(content).hexdigest()))
+    data, model = (
+        StageManifest[Any](stage, "k" * 64, str(folder / place), "d" * 64, facts=facts)
+        for stage, place, facts in (("prepare-data", "data", PrepareFacts({})), ("train", "model", TrainFacts()))
+    )
+    description = ModelDescription(
+        name="texts",
+        recipe="recipe.py",
+        code=(),
+        weights=tuple(entries["model"]),
+        assets=tuple(entries["data"]),
+        versions={"transformers": "5.0"},
+    )
+    return describe_flavor(description, data, model)
+
+
+def test_a_model_and_the_tokenizer_of_its_data_are_described(tmp_path: Path) -> None:
+    tokenizer = {"tokenizer/tokenizer_config.json": b"{}", "tokenizer/tokenizer.json": b"{}", "other.txt": b"x"}
+    flavor = describe(tmp_path, {**BERT, "model.safetensors": b"w"}, tokenizer)
+    assert flavor.config == {
+        "task": "text-classification",
+        "instance_type": "Pipeline",
+        "pipeline_model_type": "BertForSequenceClassification",
+        "source_model_name": "texts",
+        "model_binary": "model",
+        "components": ["tokenizer"],
+        "tokenizer_type": "AutoTokenizer",
+        "transformers_version": "5.0",
+        "code": None,
+    }
+    assert {(file.path, Path(file.folder, file.name).read_bytes()) for file in flavor.files} == {
+        ("model/config.json", BERT["config.json"]),
+        ("model/model.safetensors", b"w"),
+        ("components/tokenizer/tokenizer_config.json", b"{}"),
+        ("components/tokenizer/tokenizer.json", b"{}"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"model.safetensors": b"w"}, "not a model of transformers"),
+        ({"config.json": b'{"recipe": "recipe.py"}'}, "not a model of transformers"),
+        ({"adapter_config.json": b"{}", **BERT}, "needs the weights of its base model"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, weights: dict[str, bytes], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        describe(tmp_path, weights)
+    assert (refused.value.field, refused.value.value) == ("register.flavor", "transformers")
+    assert "Remove register.flavor" in (refused.value.remedy or "")

@@ -1,0 +1,411 @@
+"""What a process has: its device, precision and memory, its peers, and what its errors say."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer_lib import distributed, in_flight
+from trainer_lib.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
+from trainer_lib.devices import choose_device
+from trainer_lib.distributed import SingleProcess
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    DataError,
+    InfrastructureError,
+    StorageError,
+    TrainflowError,
+    first_line,
+    from_exception,
+)
+from trainer_lib.footprint import STRATEGIES, Footprint, ModelSize, footprints
+from trainer_lib.memory import MemoryTracker
+from trainer_lib.precision import create_precision, full_eval_dtype
+from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_memory
+
+TASKS = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return monkeypatch
+
+
+def test_the_nth_process_of_a_machine_takes_the_nth_gpu(gpus: pytest.MonkeyPatch) -> None:
+    assert choose_device(use_cpu=False) == torch.device("cuda", 0)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        gpus.setenv(name, value)
+    assert choose_device(use_cpu=False) == torch.device("cuda", 1)
+    assert choose_device(use_cpu=True) == torch.device("cpu")
+    gpus.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="LOCAL_RANK = 2: There are only 2 GPUs"):
+        choose_device(use_cpu=False)
+
+
+def test_a_task_of_slurm_that_sees_one_gpu_takes_it(gpus: pytest.MonkeyPatch) -> None:
+    for name, value in {**TASKS, "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}.items():
+        gpus.setenv(name, value)
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device(use_cpu=False) == torch.device("cuda", 0)
+    gpus.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device(use_cpu=False) == torch.device("cuda", 3)
+
+
+def test_mps_is_taken_alone_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert choose_device(use_cpu=False) == torch.device("mps")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MPS serves one process"):
+        choose_device(use_cpu=False)
+
+
+def test_xla_is_asked_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This shows what is called; tests/unit/trainer/test_xla.py trains."""
+    replicas = [1]
+    package, runtime = (types.ModuleType(name) for name in ("torch_xla", "torch_xla.runtime"))
+    package.__dict__.update(device=lambda: torch.device("meta"), __spec__=ModuleSpec("torch_xla", None))
+    runtime.__dict__.update(world_size=lambda: replicas[0])
+    for module in (package, runtime):  # gone again afterwards: others look whether there is one
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(use_cpu=False) == torch.device("cpu")  # installed, but not asked for
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    assert choose_device(use_cpu=False) == torch.device("meta")
+    replicas[0] = 2
+    with pytest.raises(ConfigError, match="XLA serves one process"):
+        choose_device(use_cpu=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="XLA serves one process"):
+        choose_device(use_cpu=False)
+
+
+CPU = torch.device("cpu")
+
+
+class Settings:
+    bf16 = fp16 = bf16_full_eval = fp16_full_eval = False
+    tf32: bool | None = None
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "dtype"),
+    [({}, "fp32", torch.float32), ({"bf16": True}, "bf16", torch.bfloat16), ({"fp16": True}, "fp16", torch.float16)],
+)
+def test_products_are_computed_in_the_format_asked_for(given: dict[str, bool], name: str, dtype: torch.dtype) -> None:
+    precision = create_precision(Settings(**given), CPU)
+    with precision.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    assert precision.name == name
+    assert (precision.scaler is not None) == (name == "fp16")
+
+
+def test_the_scalers_state_is_plain_numbers_and_comes_back() -> None:
+    one, other = (create_precision(Settings(fp16=True), CPU) for _ in range(2))
+    assert one.scaler is not None and other.scaler is not None
+    one.load_scaler_state({**(one.scaler_state() or {}), "scale": 8.0, "_growth_tracker": 3})
+    other.load_scaler_state(one.scaler_state())
+    assert other.scaler.get_scale() == 8.0
+    assert other.scaler_state() == one.scaler_state()
+    plain = create_precision(Settings(), CPU)
+    plain.load_scaler_state(one.scaler_state())
+    assert plain.scaler_state() is None
+
+
+def test_what_a_device_cannot_serve_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
+        create_precision(Settings(fp16=True), torch.device("mps"))
+
+
+def test_whole_models_are_cast_for_evaluation_when_asked() -> None:
+    assert full_eval_dtype(Settings()) is None
+    assert full_eval_dtype(Settings(bf16_full_eval=True)) is torch.bfloat16
+    assert full_eval_dtype(Settings(fp16_full_eval=True)) is torch.float16
+
+
+def test_memory_is_reported_per_stage_and_init_with_the_first() -> None:
+    tracker = MemoryTracker(enabled=True, device=CPU)
+    tracker.start("init")
+    tracker.stop("init")
+    metrics: dict[str, Any] = {}
+    tracker.start("train")
+    tracker.start("eval")  # nested: the outer stage wins
+    block = torch.ones(80 << 18)  # 80 MiB: beyond what the allocator keeps of earlier blocks
+    tracker.stop("eval", {})
+    tracker.stop("train", metrics)
+    assert metrics.keys() == {
+        "before_init_mem_cpu",
+        *(f"{stage}_mem_cpu_{kind}_delta" for stage in ("init", "train") for kind in ("alloc", "peaked")),
+    }
+    assert metrics["train_mem_cpu_alloc_delta"] >= block.nbytes * 0.9
+    again: dict[str, Any] = {}
+    tracker.start("test")
+    tracker.stop("test", again)
+    assert set(again) == {"test_mem_cpu_alloc_delta", "test_mem_cpu_peaked_delta"}
+
+
+def test_memory_is_left_alone_when_not_asked_for() -> None:
+    tracker = MemoryTracker(enabled=False)
+    metrics: dict[str, Any] = {}
+    tracker.start("train")
+    tracker.stop("train", metrics)
+    tracker.abandon()
+    assert metrics == {}
+
+
+SIZE = ModelSize(
+    parameters=100,
+    trainable=100,
+    parameter_bytes=400,
+    gradient_bytes=400,
+    optimizer_bytes=800,
+    activation_bytes=50,
+    evaluation_bytes=None,
+    gathered_bytes=100,
+    stored_bytes=400,
+)
+
+
+def by_name(size: ModelSize, processes: int, **settings: Any) -> dict[str, Footprint]:
+    return {each.strategy: each for each in footprints(size, processes, **settings)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "gradients", "optimizer", "exchange"),
+    [
+        ("single", 400, 400, 800, 0),
+        ("ddp", 400, 400, 800, 400),
+        ("fsdp", 100, 100, 200, 200),
+        ("zero-1", 500, 400, 200, 800),
+        ("zero-2", 500, 100, 200, 800),
+        ("zero-3", 200, 100, 200, 900),
+    ],
+)
+def test_what_each_strategy_shares_out_over_four_ranks(
+    strategy: str, parameters: int, gradients: int, optimizer: int, exchange: int
+) -> None:
+    rank = by_name(SIZE, 4)[strategy]
+    assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == (
+        *(parameters, gradients, optimizer),
+        exchange,
+    )
+    assert rank.total == parameters + gradients + optimizer + exchange + 50
+    assert rank.processes == (1 if strategy == "single" else 4)
+
+
+def test_a_small_bucket_is_taken_as_it_is_set_and_a_large_evaluation_is_the_peak() -> None:
+    assert by_name(SIZE, 2, bucket_elements=10)["zero-2"].exchange == 80
+    large = by_name(replace(SIZE, evaluation_bytes=10_000), 1)["single"]
+    assert large.total == 400 + 800 + 10_000
+
+
+def test_one_process_alone_may_have_a_larger_micro_batch() -> None:
+    ranks = {each.strategy: each for each in footprints(replace(SIZE, micro_batch=4), 2, alone=8)}
+    assert (ranks["single"].activations, ranks["ddp"].activations) == (100, 50)
+
+
+def test_what_is_not_known_stays_unknown() -> None:
+    unknown = replace(SIZE, optimizer_bytes=None)
+    assert [each.total for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
+    assert [each.checkpoint for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
+    assert unknown.checkpoint_bytes() is None
+    assert SIZE.checkpoint_bytes() == 1200
+
+
+@pytest.mark.parametrize(
+    ("strategy", "each", "writers"),
+    [
+        ("single", 1200, 1),
+        ("ddp", 1200, 1),  # the other ranks hold the same, and write none of it
+        ("fsdp", 300, 4),
+        ("zero-1", 1200, 1),  # what ZeRO shards is gathered to the first rank
+        ("zero-2", 1200, 1),
+        ("zero-3", 1200, 1),
+    ],
+)
+def test_what_a_rank_writes_into_a_checkpoint(strategy: str, each: int, writers: int) -> None:
+    rank = by_name(SIZE, 4)[strategy]
+    assert (rank.checkpoint, rank.writers) == (each, writers)
+
+
+@pytest.mark.parametrize(("writers", "each"), [(None, 200), (1, 600), (3, 200), (4, 150)])
+def test_fsdp_is_written_by_as_many_ranks_as_its_settings_say(writers: int | None, each: int) -> None:
+    rank = {one.strategy: one for one in footprints(replace(SIZE, optimizer_bytes=200), 3, writers=writers)}["fsdp"]
+    assert (rank.checkpoint, rank.writers) == (each, writers or 3)
+
+
+def test_a_part_that_does_not_come_out_even_counts_as_the_largest() -> None:
+    assert by_name(replace(SIZE, stored_bytes=401), 4)["fsdp"].checkpoint == 301
+
+
+def test_a_checkpoint_of_the_model_alone_has_no_optimizer_state() -> None:
+    unknown = replace(SIZE, optimizer_bytes=None)
+    ranks = {each.strategy: each.checkpoint for each in footprints(unknown, 2, only_model=True)}
+    assert ranks == {"single": 400, "ddp": 400, "fsdp": 200, "zero-1": 400, "zero-2": 400, "zero-3": 400}
+
+
+def test_the_result_is_returned_and_a_failure_is_typed() -> None:
+    assert run_on_all_ranks(SingleProcess(), lambda: 3) == 3
+    with pytest.raises(CodeError, match="KeyError: 'x'"):
+        run_on_all_ranks(SingleProcess(), lambda: dict[str, int]()["x"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"),
+        RuntimeError("Broken pipe"),
+        RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"),
+        RuntimeError("NCCL Error 6: remote process exited"),
+        dist.DistBackendError("NCCL communicator was aborted on rank 1"),
+        dist.DistNetworkError("The client socket has timed out after 300s"),
+        dist.DistStoreError("wait timeout"),
+    ],
+)
+def test_a_lost_peer_is_recognized_by_class_or_text(error: RuntimeError) -> None:
+    assert is_lost_peer(error)
+    typed = lost_peer_error(error, rank=2)
+    assert isinstance(typed, InfrastructureError) and typed.rank == 2
+    typed.__cause__ = error
+    assert is_lost_peer(typed)  # as the Trainer raises it: still a consequence
+    assert lost_peer_error(typed, rank=2) is None  # typed already
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("Connection closed by peer"),
+        dist.DistBackendError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"),
+        InfrastructureError("A worker could not be started."),
+        DataError("It is empty."),
+    ],
+)
+def test_a_cause_is_not_taken_for_a_lost_peer(error: Exception) -> None:
+    assert not is_lost_peer(error)
+    assert lost_peer_error(error, rank=0) is None
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    in_flight._recent.clear()
+    yield
+    in_flight._recent.clear()
+
+
+def test_it_waits_for_the_thread_that_is_late() -> None:
+    held = [in_flight.remember(torch.zeros(1))]
+    dropped = threading.Timer(0.2, held.clear)
+    started = time.monotonic()
+    dropped.start()
+    assert in_flight.wait_until_released(20)
+    assert not held
+    assert time.monotonic() - started >= 0.2
+    dropped.join()
+
+
+def test_a_thread_that_never_drops_its_tensor_delays_the_end_no_longer_than_the_limit() -> None:
+    held = in_flight.remember(torch.zeros(1))
+    assert not in_flight.wait_until_released(0.05)
+    assert held.item() == 0
+
+
+def test_large_tensors_are_not_kept_alive_and_small_ones_only_the_newest() -> None:
+    in_flight.remember(torch.zeros(1_000_000))
+    assert not in_flight._recent
+    for _ in range(1_000):
+        in_flight.remember(torch.zeros(1))
+    assert len(in_flight._recent) == 64
+    assert in_flight.wait_until_released(5)
+
+
+def test_the_group_ends_after_the_threads_have_dropped_what_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed.form_alone(torch.device("cpu"))
+    held = [in_flight.remember(torch.zeros(1))]
+    held_at_the_end: list[int] = []
+    end = dist.destroy_process_group
+
+    def note_and_end() -> None:
+        held_at_the_end.append(len(held))
+        end()
+
+    monkeypatch.setattr(dist, "destroy_process_group", note_and_end)
+    dropped = threading.Timer(0.2, held.clear)
+    dropped.start()
+    distributed.shutdown()
+    assert held_at_the_end == [0]
+    assert not dist.is_initialized()
+    dropped.join()
+
+
+def test_a_tensor_in_the_frames_of_an_error_that_is_over_does_not_delay_the_end() -> None:
+    distributed.form_alone(torch.device("cpu"))
+    cycle: list[object] = [in_flight.remember(torch.zeros(1))]
+    cycle.append(cycle)
+    del cycle
+    started = time.monotonic()
+    distributed.shutdown()
+    assert time.monotonic() - started < distributed._LEAVE_S
+    assert not in_flight._recent
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("one\ntwo", "one"),
+        ("\n  \nthe reason\n", "the reason"),
+        ("", "OSError"),
+        (" \n", "OSError"),
+        ("x" * 1000, "x" * 300),
+    ],
+)
+def test_an_error_is_told_in_one_line_that_is_never_empty(message: str, line: str) -> None:
+    assert first_line(OSError(message)) == line
+
+
+@pytest.mark.parametrize("cls", [ConfigError, DataError])
+def test_what_callers_catch_as_value_errors_with_transformers_they_catch_here(cls: type[TrainflowError]) -> None:
+    with pytest.raises(ValueError, match="wrong"):
+        raise cls("The input is wrong.")
+
+
+def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> None:
+    def work() -> None:
+        raise MemoryError("\nCUDA out of memory. Tried to allocate 2 GiB")
+
+    with pytest.raises(MemoryRanOut, match="CUDA out of memory"):
+        call_within_memory(SingleProcess(), work)
+
+
+def test_a_folder_for_temporary_files_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
+    with pytest.raises(FileNotFoundError) as missing:
+        tempfile.mkdtemp()
+    failure = from_exception(missing.value)
+    assert isinstance(failure, StorageError)
+    assert (failure.field, failure.value) == ("TMPDIR", str(tmp_path / "removed"))
+    with pytest.raises(FileNotFoundError) as another:
+        (tmp_path / "data.csv").read_text()
+    assert isinstance(from_exception(another.value), CodeError)
