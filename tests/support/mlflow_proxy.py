@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,38 @@ from tests.support.mlflow_store import fresh_store
 
 
 @contextlib.contextmanager
-def mlflow_server(folder: Path) -> Iterator[int]:
-    """Yield the port of an MLflow server on loopback whose database and artifacts lie in `folder`."""
-    uri = fresh_store(folder)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def answering(words: list[str], folder: Path, env: Mapping[str, str], path: str) -> Iterator[int]:
+    """Run a command of MLflow that serves, as long as the block runs; yield its port once it answers at `path`."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", uri, "--artifacts-destination", str(folder / "artifacts")]
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+    command = [sys.executable, "-m", "mlflow", *words, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    log = folder / f"{words[0]}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env={**env, "PYTHONWARNINGS": "ignore"}, cwd=folder, stdout=out, stderr=out, start_new_session=True
+        )
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 150
         while True:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5):
                 break
-            assert process.poll() is None, (folder / "server.log").read_text()
-            assert time.monotonic() < deadline, (folder / "server.log").read_text()
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield port
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path) -> Iterator[int]:
+    """Yield the port of an MLflow server on loopback whose database and artifacts lie in `folder`."""
+    words = ["server", "--backend-store-uri", fresh_store(folder), "--artifacts-destination", str(folder / "artifacts")]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with answering(words, folder, env, "health") as port:
+        yield port
 
 
 class Proxy:
