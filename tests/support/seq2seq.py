@@ -46,7 +46,7 @@ def t5(**changes: Any) -> Any:
     config: Any = T5Config
     size = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     ends = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": PAD}
-    return T5ForConditionalGeneration(config(vocab_size=WORDS, dropout_rate=0.0, **size, **{**ends, **changes}))
+    return T5ForConditionalGeneration(config(dropout_rate=0.0, **size, **{"vocab_size": WORDS, **ends, **changes}))
 
 
 class Copier(nn.Module):

@@ -20,7 +20,7 @@ from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.foreign_arguments import OURS_ALONE, adopt_arguments
 from trainer_lib.errors import ConfigError
 
-ROWS = token_rows(8)
+TOKENS = token_rows(8)
 COMMON: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 2, "save_strategy": "no"}
 
 
@@ -120,7 +120,7 @@ def test_sharding_wraps_layers_as_it_does_there(monkeypatch: pytest.MonkeyPatch)
 def test_a_class_derived_from_theirs_keeps_its_fields_and_methods_and_trains(tmp_path: Path) -> None:
     given: Any = LibraryConfig(str(tmp_path), **COMMON, eval_strategy="steps", eval_steps=1, names=["a"])
     given.set_by_hand = "yes"
-    trainer = Trainer(TokenModel(), given, train_dataset=ROWS, eval_dataset=ROWS)
+    trainer = Trainer(TokenModel(), given, train_dataset=TOKENS, eval_dataset=TOKENS)
     args: Any = trainer.args
     assert isinstance(args, TrainingArguments)
     assert type(args).__name__ == "LibraryConfig"
@@ -208,7 +208,7 @@ def test_our_arguments_train_with_their_trainer(kind: str, tmp_path: Path) -> No
     cls: Any = Seq2SeqTrainingArguments if kind == "Seq2SeqTrainer" else TrainingArguments
     args = cls(str(tmp_path), use_cpu=True, max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=2)
     args.dataloader_pin_memory = False
-    rows: Any = ROWS
+    rows: Any = TOKENS
     trainer = getattr(transformers, kind)(TokenModel(), args, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     assert trainer.state.global_step == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,15 @@ import torch
 from torch import nn
 
 import trainer_lib
-from tests.support.gradients import assert_close, gradients
+from tests.support.gradients import Found, assert_close, gradients
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.trainer.loss_scale import LossRule
+from trainer_lib.trainer.weighting import LossScale, StepWeights
 
+STEP: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential", "use_cpu": True}
+STEP |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 ROWS = [{"x": torch.tensor([0.1 * place, 1.0 - place]), "labels": place % 3} for place in range(16)]
 
 
@@ -35,82 +38,58 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "
     return nn.functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-def _states_that_it_is_scaled(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        loss_is_scaled_for_ga = True
+class Times:
+    """Computes its own loss, as a mixin on the Trainer of either library."""
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return 3 * model(**inputs)["loss"]
+    times = 7
 
-    return One
-
-
-def _states_that_it_is_not(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        loss_is_scaled_for_ga = False
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return model(**inputs)["loss"]
-
-    return One
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return self.times * model(**inputs)["loss"]
 
 
-def _says_that_the_model_scales(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.model_accepts_loss_kwargs = True
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return 7 * model(**inputs)["loss"]
-
-    return One
+class StatesThatItIsScaled(Times):
+    loss_is_scaled_for_ga = True
 
 
-def _says_that_the_model_does_not(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.model_accepts_loss_kwargs = False
-
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            assert num_items_in_batch is None
-            return 7 * model(**inputs)["loss"]
-
-    return One
+class StatesThatItIsNot(Times):
+    loss_is_scaled_for_ga = False
 
 
-def _divides_by_the_micro_batches(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, compute_loss_func="anything, to switch scaling off", **kwargs)
-            self.model_accepts_loss_kwargs = False
-
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return self._scaled(model(**inputs)["loss"])
-
-        def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-            scaled: torch.Tensor = loss / self.current_gradient_accumulation_steps
-            return scaled
-
-    return One
+class SaysThatTheModelScales(Times):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True
 
 
-def _switches_scaling_off(base: Any) -> Any:
-    class One(base):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, compute_loss_func="anything", **kwargs)
+class SaysThatTheModelDoesNot(Times):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            return cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"], "sum") / 100
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        assert num_items_in_batch is None
+        return super().compute_loss(model, inputs)
 
-    return One
+
+class SwitchesScalingOff(Times):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compute_loss_func="anything, to switch scaling off", **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"], "sum") / 100
 
 
-def _default(base: Any) -> Any:
-    return base
+class DividesByTheMicroBatches(SwitchesScalingOff):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return model(**inputs)["loss"] / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+
+
+class Default:
+    """Nothing of its own."""
 
 
 def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, times: int = 1) -> Any:
@@ -135,9 +114,7 @@ class settings:  # stands for the arguments that a script keeps in a global
     gradient_accumulation_steps = 4
 
 
-def _first_gradients(
-    library: Any, make: Callable[[Any], Any], func: Any, rows: list[Any] = ROWS
-) -> tuple[dict[str, torch.Tensor], float]:
+def _first_gradients(library: Any, mixin: type, func: Any = None, rows: list[Any] = ROWS) -> Found:
     found: dict[str, torch.Tensor] = {}
 
     class Watching(TrainerCallback):
@@ -146,36 +123,28 @@ def _first_gradients(
 
     with tempfile.TemporaryDirectory() as folder:
         args = library.TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=4,
-            max_steps=1,
-            max_grad_norm=0.0,
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
+            folder, gradient_accumulation_steps=4, max_grad_norm=0.0, per_device_train_batch_size=4, **STEP
         )
         given = {} if func is None else {"compute_loss_func": func}
-        one = make(library.Trainer)(Model(), args, train_dataset=rows, callbacks=[Watching()], **given)
+        cls: Any = type("One", (mixin, library.Trainer), {})
+        one = cls(Model(), args, train_dataset=rows, callbacks=[Watching()], **given)
         one.train()
         return found, next(entry["loss"] for entry in one.state.log_history if "loss" in entry)
 
 
+MIXINS = (StatesThatItIsScaled, StatesThatItIsNot, SaysThatTheModelScales, SaysThatTheModelDoesNot)
+FUNCTIONS = (divided, partial(divided, times=2), LossModule(), LossObject(), by_the_arguments)
 VARIANTS = [
-    *((make, None) for make in (_states_that_it_is_scaled, _states_that_it_is_not, _says_that_the_model_scales)),
-    *((make, None) for make in (_says_that_the_model_does_not, _divides_by_the_micro_batches, _switches_scaling_off)),
-    *((_default, func) for func in (divided, partial(divided, times=2), LossModule(), LossObject(), by_the_arguments)),
+    *((mixin, None) for mixin in (*MIXINS, DividesByTheMicroBatches, SwitchesScalingOff)),
+    *((Default, func) for func in FUNCTIONS),
 ]
 
 
-@pytest.mark.parametrize(("make", "func"), VARIANTS)
-def test_gradients_and_loss_are_those_of_transformers(make: Any, func: Any) -> None:
+@pytest.mark.parametrize(("mixin", "func"), VARIANTS)
+def test_gradients_and_loss_are_those_of_transformers(mixin: Any, func: Any) -> None:
     import transformers
 
-    theirs, ours = _first_gradients(transformers, make, func), _first_gradients(trainer_lib, make, func)
+    theirs, ours = _first_gradients(transformers, mixin, func), _first_gradients(trainer_lib, mixin, func)
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -184,39 +153,31 @@ def test_a_stated_loss_counts_without_targets_too(stated: bool) -> None:
     """As in contrastive and reinforcement losses, whose labels, if there are any, are not what is trained on."""
     import transformers
 
-    def make(base: Any) -> Any:
-        class One(base):  # type: ignore[misc]
-            loss_is_scaled_for_ga = stated
+    class Stating:
+        loss_is_scaled_for_ga = stated
 
-            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-                return model(x=inputs["x"])["logits"].pow(2).mean()
-
-        return One
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return model(x=inputs["x"])["logits"].pow(2).mean()
 
     rows = [{**row, "labels": -100} if place in range(4, 8) else row for place, row in enumerate(ROWS)]
-    theirs, ours = (_first_gradients(each, make, None, rows) for each in (transformers, trainer_lib))
+    theirs, ours = (_first_gradients(each, Stating, None, rows) for each in (transformers, trainer_lib))
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_loss_function_that_cannot_be_called_is_refused_unless_it_is_never_called() -> None:
     with pytest.raises(ConfigError, match="compute_loss_func"):
-        _first_gradients(trainer_lib, _default, "not a function")
+        _first_gradients(trainer_lib, Default, "not a function")
 
 
 class OverRanks(Trainer):
     """Divides by the count, and takes back the mean over ranks by itself, as the reference needs it."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         loss = cross_entropy(model(x=inputs["x"])["logits"], inputs["labels"], "sum") / num_items_in_batch
         return loss * self.accelerator.num_processes
 
 
 def test_a_loss_that_was_scaled_for_all_ranks_is_not_scaled_for_them_again() -> None:
-    from trainer_lib.trainer.loss_scale import LossRule
-    from trainer_lib.trainer.weighting import LossScale, StepWeights
-
     with tempfile.TemporaryDirectory() as folder:
         one = OverRanks(Model(), trainer_lib.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
         assert LossRule.of(one, computes_own=True).divided is LossScale.STEP
@@ -274,9 +235,7 @@ def _rows_of(batch: Any) -> list[Any]:
 class OfTexts(Trainer):
     loader: Any = None
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         rows = _rows_of(inputs)
         return cross_entropy(model([row["text"] for row in rows]), torch.tensor([row["y"] for row in rows]))
 
@@ -303,49 +262,34 @@ def _train_on_texts(collate: Any, *, micro: int, loader: Any = None, rows: Any =
             return torch.ones(())
 
     with tempfile.TemporaryDirectory() as folder:
-        args = trainer_lib.TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=micro,
-            per_device_eval_batch_size=4,
-            gradient_accumulation_steps=-(-14 // micro),
-            max_steps=1,
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        given: dict[str, Any] = {"per_device_eval_batch_size": 4, "remove_unused_columns": False, **STEP}
+        given |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": -(-14 // micro)}
+        args = trainer_lib.TrainingArguments(folder, **given)
         one = Watching(Texts(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
         one.loader = loader
         one.train()
         return (found, one.state.log_history[0]["loss"]), one.evaluate()["eval_loss"], one
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(TEXTS)
+
+
 KINDS: list[Any] = [lambda rows: rows, tuple, Bag, _as_columns, _with_tensors_of_other_rows]
 
 
 @pytest.mark.parametrize("collate", KINDS)
-@pytest.mark.parametrize("streams", [False, True])
-def test_batches_without_a_tensor_weigh_as_their_samples(collate: Any, streams: bool) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(TEXTS)
-
-    rows: Any = Stream() if streams else TEXTS
+def test_batches_without_a_tensor_weigh_as_their_samples(collate: Any) -> None:
     whole, loss, _ = _train_on_texts(lambda rows: rows, micro=14)
-    found, evaluated, _ = _train_on_texts(collate, micro=4, rows=rows)
-    assert_close(found, whole, rtol=1e-5, atol=1e-7)
-    assert evaluated == pytest.approx(loss, rel=1e-5)
+    for rows in (TEXTS, Stream()):
+        found, evaluated, _ = _train_on_texts(collate, micro=4, rows=rows)
+        assert_close(found, whole, rtol=1e-5, atol=1e-7)
+        assert evaluated == pytest.approx(loss, rel=1e-5)
     assert whole[1] > 0.5
-
-
-@pytest.mark.parametrize("collate", [lambda rows: rows, _as_columns, _with_tensors_of_other_rows, Bag])
-def test_a_loader_of_ones_own_may_give_batches_without_a_tensor(collate: Any) -> None:
-    loader: Any = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    own: Any = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     whole, _, _ = _train_on_texts(lambda rows: rows, micro=12, rows=TEXTS[:12])
-    found, _, _ = _train_on_texts(collate, micro=4, rows=TEXTS[:12], loader=loader)
+    found, _, _ = _train_on_texts(collate, micro=4, rows=TEXTS[:12], loader=own)
     assert_close(found, whole, rtol=1e-5, atol=1e-7)
 
 

@@ -14,22 +14,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.support import gradients as _gradients
-from tests.support.gradients import assert_close
+from tests.support.gradients import assert_close, gradients
+from tests.support.seq2seq import t5
+from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import note_heads, trainer
 from trainer_lib import ModelOutput, Trainer
+from trainer_lib.data.loader import Micro
 from trainer_lib.errors import DataError
+from trainer_lib.trainer.weighting import CountedItems, MicroBatches
 
 TOKENS = token_rows(24)
-ROWS = classification_rows(24)
-gradients = partial(_gradients.gradients, model=TokenModel)
+ROWS = [{"x": row["x"].double(), "labels": row["labels"]} for row in classification_rows(24)]
+DECODED, TEXTS = lm_rows(24), text_rows(24)
+QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# transformers' losses are computed in single precision.
+SINGLE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-7}
+classifier = partial(bert, **QUIET)
+masked = partial(bert, cls="BertForMaskedLM", **QUIET)
 
 
 @settings(max_examples=12)
 @given(micro=st.integers(1, 9), batch=st.integers(1, 24))
 def test_any_cut_of_a_batch_with_unequal_token_counts_has_the_same_loss_and_gradients(micro: int, batch: int) -> None:
-    assert_close(gradients(TOKENS, micro=micro, batch=batch), gradients(TOKENS, micro=batch, batch=batch))
+    given: dict[str, Any] = {"model": TokenModel, "batch": batch}
+    assert_close(gradients(TOKENS, micro=micro, **given), gradients(TOKENS, micro=batch, **given))
+
+
+@settings(max_examples=8)
+@given(micro=st.integers(1, 9), batch=st.integers(1, 24), smoothing=st.sampled_from([0.0, 0.1]), decoder=st.booleans())
+def test_any_cut_of_a_batch_of_transformers_has_the_same_loss_and_gradients(
+    micro: int, batch: int, smoothing: float, decoder: bool
+) -> None:
+    rows: list[Any] = DECODED if decoder else TEXTS
+    given: dict[str, Any] = {"model": llama if decoder else classifier, "batch": batch}
+    given["label_smoothing_factor"] = smoothing
+    assert_close(gradients(rows, micro=micro, **given), gradients(rows, micro=batch, **given), **SINGLE)
 
 
 class SumOverItems(TokenModel):
@@ -58,19 +78,8 @@ def without(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("func", [divided, ignoring, without])
-def test_a_loss_function_may_use_the_count_ignore_it_or_not_take_it(func: Any) -> None:
-    assert_close(gradients(TOKENS, micro=3, batch=12, compute_loss_func=func), gradients(TOKENS, micro=12, batch=12))
-
-
-def test_a_model_may_divide_by_the_count_itself() -> None:
-    assert_close(gradients(TOKENS, micro=5, batch=12, model=SumOverItems), gradients(TOKENS, micro=12, batch=12))
-
-
 class TakesItems(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(inputs["input_ids"])
         loss = divided(outputs, inputs["labels"], num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
@@ -79,17 +88,13 @@ class TakesItems(Trainer):
 class IgnoresItems(Trainer):
     """By far the most common override: the parameter is there for the signature's sake."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         outputs = model(**inputs)
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
 
 class PassesOn(Trainer):
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
 
 
@@ -106,34 +111,17 @@ class Oldest(Trainer):
         return model(**inputs)["loss"]
 
 
-@pytest.mark.parametrize("cls", [TakesItems, IgnoresItems, PassesOn, OfOld, Oldest])
-def test_overrides_of_all_ages_have_the_exact_loss(cls: type[Trainer]) -> None:
-    assert_close(gradients(TOKENS, micro=3, batch=12, cls=cls), gradients(TOKENS, micro=12, batch=12))
+class PassesToTheModel(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def test_an_override_may_pass_the_count_on_to_a_model_that_uses_it() -> None:
-    assert_close(
-        gradients(TOKENS, micro=5, batch=12, model=SumOverItems, cls=PassesOn), gradients(TOKENS, micro=12, batch=12)
-    )
+class OldStep(Trainer):
+    """A training step of old takes two arguments."""
 
-
-def test_a_training_step_of_old_takes_two_arguments() -> None:
-    steps: list[Any] = []
-
-    class Stepping(Trainer):
-        def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
-            steps.append(inputs)
-            return super().training_step(model, inputs, self._trainflow.run.weights.num_items)  # type: ignore[union-attr]
-
-    assert_close(gradients(TOKENS, micro=3, batch=12, cls=Stepping), gradients(TOKENS, micro=12, batch=12))
-    assert len(steps) == 4
-
-
-def test_micro_batches_without_any_target_count_nothing() -> None:
-    rows = [dict(row) for row in TOKENS[:8]]
-    for row in rows[2:4]:
-        row["labels"] = torch.full((7,), -100)
-    assert_close(gradients(rows, micro=2, batch=8), gradients(rows, micro=8, batch=8))
+    def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().training_step(model, inputs, self._trainflow.run.weights.num_items)  # type: ignore[union-attr]
 
 
 class Plain(Classifier):
@@ -152,39 +140,16 @@ class AsOutput(Plain):
         return ModelOutput(**super().forward(x, labels))
 
 
-@pytest.mark.parametrize("model", [Plain, AsTuple, AsOutput])
-def test_classifiers_count_samples_and_may_return_tuples_dicts_or_outputs(model: type[nn.Module]) -> None:
-    rows = [{"x": row["x"].double(), "labels": row["labels"]} for row in ROWS]
-    assert_close(gradients(rows, micro=5, batch=12, model=model), gradients(rows, micro=12, batch=12, model=Plain))
+class Shifting(TokenModel):
+    """Never predicts the first label."""
 
+    shifts_labels = True
 
-def test_label_smoothing_is_torchs_own_and_exact() -> None:
-    rows = [{"x": row["x"].double(), "labels": row["labels"]} for row in ROWS]
-    found, loss = gradients(rows, micro=4, batch=8, model=Plain, label_smoothing_factor=0.1)
-    torch.manual_seed(0)
-    model = Plain().double()
-    x, labels = torch.stack([row["x"] for row in rows[:8]]), torch.tensor([row["labels"] for row in rows[:8]])
-    expected = nn.functional.cross_entropy(model(x)["logits"].float(), labels, label_smoothing=0.1)
-    torch.autograd.backward(expected)
-    assert loss == pytest.approx(expected.item(), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert torch.allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_shifting_models_never_predict_the_first_label() -> None:
-    class Shifting(TokenModel):
-        shifts_labels = True
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            logits = super().forward(input_ids)["logits"]
-            assert labels is not None
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-            return {"loss": loss, "logits": logits}
-
-    rows = [row for row in TOKENS if int((row["labels"] != -100).sum()) > 1]
-    whole = gradients(rows, micro=len(rows), batch=len(rows), model=Shifting)
-    assert_close(gradients(rows, micro=2, batch=len(rows), model=Shifting), whole)
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = super().forward(input_ids)["logits"]
+        assert labels is not None
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
 
 
 def rows_without_targets(count: int, *without: int) -> list[dict[str, Any]]:
@@ -194,6 +159,138 @@ def rows_without_targets(count: int, *without: int) -> list[dict[str, Any]]:
     return rows
 
 
+def pad(samples: list[Any]) -> dict[str, torch.Tensor]:
+    fill, padded = {"input_ids": 0, "attention_mask": 0, "labels": -100}, nn.utils.rnn.pad_sequence
+    return {name: padded([row[name] for row in samples], batch_first=True, padding_value=fill[name]) for name in fill}
+
+
+RAGGED = [{name: value[: 3 + number % 5] for name, value in row.items()} for number, row in enumerate(DECODED)]
+SHIFTED = [row for row in TOKENS if int((row["labels"] != -100).sum()) > 1][:16]
+#: Rows, micro-batch, batch and settings of a step; what the step of one micro-batch has otherwise.
+CUTS: dict[str, tuple[list[Any], int, int, dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"a loss function {func.__name__} the count": (TOKENS, 3, 12, {"compute_loss_func": func}, {})
+        for func in (divided, ignoring, without)
+    },
+    "a model divides by the count": (TOKENS, 5, 12, {"model": SumOverItems}, {"model": TokenModel}),
+    **{
+        f"an override: {cls.__name__}": (TOKENS, 3, 12, {"cls": cls}, {})
+        for cls in (TakesItems, IgnoresItems, PassesOn, OfOld, Oldest, OldStep)
+    },
+    "an override passes the count on": (
+        TOKENS,
+        5,
+        12,
+        {"model": SumOverItems, "cls": PassesOn},
+        {"model": TokenModel},
+    ),
+    "micro-batches without targets": (rows_without_targets(8, 2, 3), 2, 8, {}, {}),
+    **{
+        f"classes of samples: {model.__name__}": (ROWS, 5, 12, {"model": model}, {"model": Plain})
+        for model in (Plain, AsTuple, AsOutput)
+    },
+    "labels that the model shifts": (SHIFTED, 2, 16, {"model": Shifting}, {}),
+}
+TRANSFORMERS: dict[str, tuple[list[Any], int, int, dict[str, Any], dict[str, Any]]] = {
+    "a model that ignores the count": (DECODED, 5, 12, {"model": masked}, {}),
+    "rows that pad to unequal lengths": (RAGGED, 3, 16, {"model": llama, "data_collator": pad}, {}),
+    "a decoder is given the count": (DECODED, 5, 12, {"model": llama, "cls": PassesToTheModel}, {}),
+    "a classifier is given the count": (TEXTS, 5, 12, {"model": classifier, "cls": PassesToTheModel}, {}),
+    "an encoder-decoder": (DECODED, 5, 12, {"model": partial(t5, vocab_size=32)}, {}),
+    "a smoothed encoder-decoder": (
+        DECODED,
+        5,
+        12,
+        {"model": partial(t5, vocab_size=32), "label_smoothing_factor": 0.1},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*CUTS, *TRANSFORMERS])
+def test_every_model_override_and_function_has_the_exact_loss(case: str) -> None:
+    rows, micro, batch, given, other = {**CUTS, **TRANSFORMERS}[case]
+    given = {"model": TokenModel, **given}
+    whole = {name: value for name, value in given.items() if name not in ("cls", "compute_loss_func")}
+    expected = gradients(rows, micro=batch, batch=batch, **{**whole, **other})
+    assert_close(
+        gradients(rows, micro=micro, batch=batch, **given), expected, **(SINGLE if case in TRANSFORMERS else {})
+    )
+
+
+def test_the_count_notes_computations_and_no_looks() -> None:
+    items = CountedItems.of(12, torch.device("cpu"))
+    assert items.device.type == "cpu"
+    assert not items.is_floating_point()
+    assert torch.is_tensor(items)
+    copy: Any = items.to(torch.float32).clamp(min=1)
+    looked = items.used
+    assert float(torch.ones(()) / copy) == pytest.approx(1 / 12)
+    assert (looked, items.used, copy.used) == (False, True, True)
+
+
+def test_label_smoothing_is_torchs_own_and_exact() -> None:
+    found, loss = gradients(ROWS, micro=4, batch=8, model=Plain, label_smoothing_factor=0.1)
+    torch.manual_seed(0)
+    model = Plain().double()
+    x, labels = torch.stack([row["x"] for row in ROWS[:8]]), torch.tensor([row["labels"] for row in ROWS[:8]])
+    expected = nn.functional.cross_entropy(model(x)["logits"].float(), labels, label_smoothing=0.1)
+    torch.autograd.backward(expected)
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------------------------- batches of a step
+class Drops(Trainer):
+    """Leaves out the first batch that its parent drew, and counts the others by itself."""
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args)
+        return batches[1:], self._get_num_items_in_batch(batches[1:])
+
+
+class Splits(Trainer):
+    """Computes every batch that its parent drew in pieces of two samples."""
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, items = super().get_batch_samples(*args)
+        pieces = (zip(*(value.split(2) for value in batch.values()), strict=True) for batch in batches)
+        return [dict(zip(batches[0], each, strict=True)) for batch in pieces for each in batch], items
+
+
+class DrawsOnce(Trainer):
+    """Draws one batch more than it computes, with counts of its own."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *_: Any) -> Any:
+        batches = [next(epoch_iterator) for _ in range(num_batches)][:-1]
+        return batches, sum(self._trainflow.forward.target_items(batch) for batch in batches)
+
+
+@pytest.mark.parametrize(("cls", "first", "last"), [(Drops, 4, 16), (Splits, 0, 16), (DrawsOnce, 0, 12)])
+def test_an_override_may_drop_or_split_the_batches_of_a_step(cls: type[Trainer], first: int, last: int) -> None:
+    rows = token_rows(16)
+    whole = gradients(rows[first:last], micro=last - first, batch=last - first, model=TokenModel)
+    assert_close(gradients(rows, micro=4, batch=16, model=TokenModel, cls=cls), whole)
+
+
+def test_the_samples_of_batches_are_known_after_some_were_dropped_or_split() -> None:
+    class Source:
+        def micros(self, epoch: int, start_step: int) -> Any:
+            return iter([Micro("a", True, 3), Micro("b", True, 2), Micro("c", False, 0)])
+
+    source: Any = Source()
+    batches = MicroBatches(source, 0, 0)
+    drawn = list(batches)
+    assert batches.samples_of(drawn) == [3, 2, 0]
+    assert batches.samples_of([drawn[0], "piece"]) == [3, None]
+    assert batches.samples_of(["copy of b", "copy of c"]) == [2, 0]
+    batches.drawn = batches.drawn[2:]
+    assert batches.samples_of(["half a dummy", "the other half"]) == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------------ without targets
 IN_TURN: dict[str, Any] = {"train_sampling_strategy": "sequential", "global_batch_size": 2, "num_train_epochs": 1}
 
 
