@@ -16,7 +16,7 @@ from typing_extensions import override
 from tests.support.faulty import Faults
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
-from tests.support.training import NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.staging import HostCopy
@@ -27,7 +27,7 @@ ROWS = classification_rows(24)
 ASYNC: dict[str, Any] = {"save_async": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 
 
-class Note(NoteSaves):
+class Committed(NoteSaves):
     """Looks for the commit of every save that is announced."""
 
     @override
@@ -45,6 +45,13 @@ class At(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.action()
+
+
+def measured(*accuracies: float) -> dict[str, Any]:
+    """Settings of a run whose evaluations give these numbers, of which the largest is the best."""
+    values = iter(accuracies)
+    given: dict[str, Any] = {"eval_dataset": ROWS[:4], "compute_metrics": lambda p: {"accuracy": next(values)}}
+    return {**given, "eval_strategy": "steps", "metric_for_best_model": "accuracy"}
 
 
 def contents(folder: Path) -> dict[str, dict[str, str]]:
@@ -73,19 +80,10 @@ def test_its_bytes_are_those_of_a_save_that_training_waited_for(
     assert gate.threads == ["trainflow-save-2", "trainflow-save-4", "trainflow-save-6"]
 
 
-def test_a_run_goes_on_from_one_bit_for_bit(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", ROWS, **{**ASYNC, "save_async": False})
-    whole.train()
-    assert preempted_at(trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(3)], **ASYNC)) == 3
-    resumed = trainer(tmp_path / "cut", ROWS, **ASYNC)
-    resumed.train("auto")
-    assert_equal(final_state(whole), final_state(resumed))
-
-
 def test_on_save_comes_after_the_commit_with_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    went_on, note = threading.Event(), Note()
+    went_on, note = threading.Event(), Committed()
     Gate(monkeypatch, until(went_on))
     trainer(tmp_path, ROWS, callbacks=[note, At(4, went_on.set)], **{**ASYNC, "save_steps": 3}).train()
     assert [saved for saved, _ in note.saved] == [3, 6]
@@ -95,7 +93,7 @@ def test_on_save_comes_after_the_commit_with_the_state_of_its_step(
 def test_saving_every_step_leaves_none_out_and_has_one_under_way_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, note = Gate(monkeypatch, lambda step: None), Note()
+    gate, note = Gate(monkeypatch, lambda step: None), Committed()
     trainer(tmp_path, ROWS, callbacks=[note], **{**ASYNC, "save_steps": 1}).train()
     assert gate.steps == [saved for saved, _ in note.saved] == [1, 2, 3, 4, 5, 6]
     assert gate.most == 1
@@ -118,31 +116,18 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_best_is_only_the_best_once_it_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    went_on, seen = threading.Event(), {}
+    went_on = threading.Event()
+    seen: list[str | None] = []
 
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen[state.global_step] = state.best_model_checkpoint
-            if state.global_step == 3:
-                went_on.set()
+    def look() -> None:
+        seen.append(one.state.best_model_checkpoint)
+        went_on.set()
 
     Gate(monkeypatch, until(went_on))
-    values = iter([0.5, 0.9, 0.7])
-    one = trainer(
-        tmp_path,
-        ROWS,
-        eval_dataset=ROWS[:4],
-        compute_metrics=lambda p: {"accuracy": next(values)},
-        callbacks=[Look()],
-        eval_strategy="steps",
-        eval_steps=2,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="accuracy",
-        **ASYNC,
-    )
+    given: dict[str, Any] = {"eval_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True, **ASYNC}
+    one = trainer(tmp_path, ROWS, callbacks=[At(3, look)], **measured(0.5, 0.9, 0.7), **given)
     one.train()
-    assert seen[3] is None
+    assert seen == [None]
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     assert sorted(contents(tmp_path)) == ["checkpoint-4"]
 
@@ -152,16 +137,7 @@ def test_the_best_is_only_the_best_once_it_is_committed(tmp_path: Path, monkeypa
 def test_a_failed_save_ends_training_with_the_stores_reason(
     save_async: bool, faulty_url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note, reached, failed = [], [], threading.Event()
-
-    class Look(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            reached.append(state.global_step)
-            if state.global_step == 5:
-                assert failed.wait(30) or not save_async
-
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            note.append(state.global_step)
+    saved, failed = Note("on_save", lambda state, **_: state.global_step), threading.Event()
 
     def full(step: int) -> None:
         if step == 4:
@@ -169,12 +145,14 @@ def test_a_failed_save_ends_training_with_the_stores_reason(
             failed.set()
 
     Gate(monkeypatch, full)
-    one = trainer(faulty_url, ROWS, callbacks=[Look()], **{**ASYNC, "max_steps": 9, "save_async": save_async})
+    waiting = At(5, lambda: failed.wait(30) or pytest.fail("the save of step 4 did not come"))
+    given: dict[str, Any] = {**ASYNC, "max_steps": 9, "save_async": save_async}
+    one = trainer(faulty_url, ROWS, callbacks=[saved, waiting], **given)
     with pytest.raises(StorageFullError, match=r"checkpoint-4/.*no space left"):
         one.train()
     faults.plan(None)
-    assert note == [2]
-    assert reached[-1] == (reached[-1] if save_async else 4) and 4 <= reached[-1] <= 6  # the next boundary, or save
+    assert saved.kept == [2]
+    assert one.state.global_step in ((4, 5, 6) if save_async else (4,))  # the next boundary, or save
     found = find_newest_intact(Store.open(faulty_url), on_damage=pytest.fail)
     assert found is not None
     assert found.step == 2
@@ -184,33 +162,17 @@ def test_a_failed_save_ends_training_with_the_stores_reason(
 def test_some_failed_saves_in_a_row_can_be_allowed(
     save_async: bool, faulty_url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved: list[int] = []
-
-    class Saved(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            saved.append(state.global_step)
-
+    saved = Note("on_save", lambda state, **_: state.global_step)
     Gate(monkeypatch, lambda step: faults.plan(2 if step in (2, 3, 5, 6) else None, "error"))
     given: dict[str, Any] = {**ASYNC, "save_steps": 1, "save_async": save_async, "max_failed_saves": 3}
-    given |= {"metric_for_best_model": "accuracy", "greater_is_better": True, "save_total_limit": 1}
-    values = iter([0.1, 0.9, 0.2, 0.3, 0.2, 0.1])
-    one = trainer(
-        faulty_url,
-        ROWS,
-        eval_dataset=ROWS[:4],
-        compute_metrics=lambda p: {"accuracy": next(values)},
-        callbacks=[Saved()],
-        eval_strategy="steps",
-        eval_steps=1,
-        **given,
-    )
+    given |= {"greater_is_better": True, "save_total_limit": 1, "eval_steps": 1}
+    one = trainer(faulty_url, ROWS, callbacks=[saved], **measured(0.1, 0.9, 0.2, 0.3, 0.2, 0.1), **given)
     with caplog.at_level(logging.ERROR, logger="trainer_lib"), pytest.raises(StorageError, match="checkpoint-6"):
         one.train()  # what fails last is tried once more, and then raised: three in a row or not
     faults.plan(None)
-    assert saved == [1, 4]
-    assert [
-        record.message.split(" could")[0] for record in caplog.records if "could not be saved" in record.message
-    ] == [f"The checkpoint of step {step}" for step in (2, 3, 5, 6)]
+    assert saved.kept == [1, 4]
+    told = [record.message.split(" could")[0] for record in caplog.records if "could not be saved" in record.message]
+    assert told == [f"The checkpoint of step {step}" for step in (2, 3, 5, 6)]
     # 0.9 was lost with its checkpoint: the best is what can be loaded.
     assert (one.state.best_metric, one.state.best_global_step) == (0.3, 4)
     assert [info.step for info in list_checkpoints(Store.open(faulty_url))] == [4]
@@ -320,7 +282,7 @@ def test_a_save_that_fails_while_training_ends_is_told_beside_the_reason(
 def test_asked_to_stop_it_commits_what_is_under_way_and_then_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note, stopping = Note(), threading.Event()
+    note, stopping = Committed(), threading.Event()
     Gate(monkeypatch, until(stopping))
     callbacks = [note, StopAt(3), At(3, lambda: threading.Timer(0.1, stopping.set).start())]
     assert preempted_at(trainer(tmp_path, ROWS, callbacks=callbacks, **ASYNC)) == 3
