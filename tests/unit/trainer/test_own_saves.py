@@ -1,8 +1,9 @@
-"""`save_model` and `_save` overrides run for checkpoints, and what they write is committed with the rest."""
+"""Where a Trainer saves: files of overrides are committed with the rest, and no earlier run loses a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.stores import record_fsync
-from tests.support.toys import classification_rows
-from tests.support.training import assert_equal, final_state, trainer
-from trainer_lib import Trainer
+from tests.support.toys import Classifier, classification_rows
+from tests.support.training import Note, StopAt, assert_equal, final_state, trainer
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
 from trainer_lib.commit import COMMIT, read_commit, verify_files
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+from trainer_lib.trainer.output_dir import Occupied, SavePlan
 
-ROWS = classification_rows(32)
+ROWS = classification_rows(24)  # 6 steps of 4 in an epoch
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
 
 
 class Noting(Trainer):
     """Adds a file, as most overrides do, and draws random numbers while it saves."""
 
-    folders: list[str]
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.folders: list[str] = []
+        super().__init__(*given, **more)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call=_internal_call)
@@ -77,10 +81,9 @@ def _committed(folder: Path | str) -> set[str]:
 def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, background: bool) -> None:
     plain = trainer(tmp_path / "plain", ROWS, **SAVING)
     plain.train()
-    one = trainer(tmp_path / "one", ROWS, cls=Noting, save_async=background, **SAVING)
-    one.folders = []  # type: ignore[attr-defined]
+    one: Any = trainer(tmp_path / "one", ROWS, cls=Noting, save_async=background, **SAVING)
     one.train()
-    assert one.folders == [str(tmp_path / "one" / f"checkpoint-{step}") for step in (2, 4)]  # type: ignore[attr-defined]
+    assert one.folders == [str(tmp_path / "one" / f"checkpoint-{step}") for step in (2, 4)]
     for step in (2, 4):
         found = _committed(tmp_path / "one" / f"checkpoint-{step}")
         assert found == _committed(tmp_path / "plain" / f"checkpoint-{step}") | {"head/notes.json"}
@@ -91,9 +94,7 @@ def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, bac
 
 def test_every_committed_file_is_fsynced_before_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = record_fsync(monkeypatch)
-    one = trainer(tmp_path, ROWS, cls=Noting, **{**SAVING, "max_steps": 2})
-    one.folders = []  # type: ignore[attr-defined]
-    one.train()
+    trainer(tmp_path, ROWS, cls=Noting, **{**SAVING, "max_steps": 2}).train()
     folder = tmp_path / "checkpoint-2"
     before = synced[: next(index for index, path in enumerate(synced) if COMMIT in Path(path).name)]
     assert {str(folder / path) for path in _committed(folder)} | {str(folder / "head")} <= set(before)
@@ -102,14 +103,11 @@ def test_every_committed_file_is_fsynced_before_its_commit(tmp_path: Path, monke
 @pytest.mark.parametrize("cls", [Noting, Replacing, WithoutLoading, OfOld])
 def test_a_resume_reads_what_an_override_wrote(tmp_path: Path, cls: Any) -> None:
     def build(folder: str, **given: Any) -> Trainer:
-        one = trainer(tmp_path / folder, ROWS, cls=cls, **{**SAVING, **given})
-        one.folders = []  # type: ignore[attr-defined]
-        return one
+        return trainer(tmp_path / folder, ROWS, cls=cls, **{**SAVING, **given})
 
     whole = build("whole")
     whole.train()
-    stopped = build("stopped", max_steps=2)
-    stopped.train()
+    build("stopped", max_steps=2).train()
     resumed = build("stopped", resume_from_checkpoint=True)
     resumed.train()
     assert_equal(final_state(resumed), final_state(whole))
@@ -124,11 +122,10 @@ def test_a_model_in_another_form_stays_under_its_name_beside_the_weights_that_tr
 
 
 def test_a_remote_checkpoint_gets_the_files_of_a_local_folder_of_its_name() -> None:
-    one = trainer("memory://own-saves/run", ROWS, cls=Noting, **SAVING)
-    one.folders = []  # type: ignore[attr-defined]
+    one: Any = trainer("memory://own-saves/run", ROWS, cls=Noting, **SAVING)
     one.train()
-    assert [Path(folder).name for folder in one.folders] == ["checkpoint-2", "checkpoint-4"]  # type: ignore[attr-defined]
-    assert not any(Path(folder).exists() for folder in one.folders)  # type: ignore[attr-defined]
+    assert [Path(folder).name for folder in one.folders] == ["checkpoint-2", "checkpoint-4"]
+    assert not any(Path(folder).exists() for folder in one.folders)
     assert "head/notes.json" in _committed("memory://own-saves/run/checkpoint-4")
 
 
@@ -198,8 +195,8 @@ def test_a_link_that_an_override_leaves_is_refused_and_removed_and_its_target_st
 ) -> None:
     base = _base(tmp_path / "base")
     where: Any = f"memory://links-{name}" if remote else tmp_path / "run"
-    one = trainer(where, ROWS, cls=Linking, **SAVING)
-    one.links = {name: base / target}  # type: ignore[attr-defined]
+    one: Any = trainer(where, ROWS, cls=Linking, **SAVING)
+    one.links = {name: base / target}
     with pytest.raises(ConfigError, match="link") as caught:
         one.train()
     assert (caught.value.field, caught.value.value) == ("save_model", name)
@@ -232,3 +229,142 @@ def test_a_save_that_an_override_fails_leaves_no_checkpoint(tmp_path: Path) -> N
         trainer(tmp_path, ROWS, cls=Failing, **SAVING).train()
     assert not (tmp_path / "checkpoint-2" / COMMIT).exists()
     assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+LIMITED: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+
+
+def _earlier(folder: Path) -> dict[str, bytes]:
+    """Checkpoints of the steps 2 and 3."""
+    trainer(folder, ROWS, max_steps=3, **STEPS).train()
+    return _content(folder, 2, 3)
+
+
+def _content(folder: Path, *steps: int) -> dict[str, bytes]:
+    files = [path for step in steps for path in sorted((folder / f"checkpoint-{step}").rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "new"),
+    [
+        ({"save_strategy": "no"}, []),
+        ({"save_strategy": "steps", "save_steps": 4}, [4, 8, 12]),
+        ({"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}, [12]),
+        ({"save_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1}, [6, 12]),
+    ],
+)
+def test_a_run_whose_checkpoints_are_all_newer_goes_on_and_spares_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], new: list[int]
+) -> None:
+    before = _earlier(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        trainer(tmp_path, ROWS, **{"max_steps": 12, **given}).train()
+    assert "checkpoint-3 is the newest" in caplog.text
+    assert _content(tmp_path, 2, 3) == before
+    assert _names(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 3, *new))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"save_strategy": "steps", "save_steps": 2},  # replaces checkpoint-2
+        {"save_strategy": "steps", "save_steps": 1},
+        {"save_strategy": "steps", "save_steps": 500, "max_steps": 3},  # replaces checkpoint-3, the last step's
+        {"save_strategy": "steps", "save_steps": 500, "max_steps": 1},  # lies below checkpoint-3
+        {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
+    ],
+)
+def test_a_run_that_would_replace_or_hide_a_checkpoint_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    before = _earlier(tmp_path)
+    one = trainer(tmp_path, ROWS, **{"max_steps": 12, "eval_dataset": ROWS[:4], **given})
+    with pytest.raises(ConfigError, match="earlier run") as refused:
+        one.train()
+    assert refused.value.field == "output_dir"
+    assert one.state.global_step == 0
+    assert _content(tmp_path, 2, 3) == before
+
+
+def test_a_stop_below_an_earlier_checkpoint_is_not_saved(tmp_path: Path) -> None:
+    before = _earlier(tmp_path)
+    given: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
+    for step in (2, 1):
+        with pytest.raises(Preempted, match="is not saved"):
+            trainer(tmp_path, ROWS, callbacks=[StopAt(step)], **given).train()
+    assert _names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert _content(tmp_path, 2, 3) == before
+    with pytest.raises(Preempted, match="is committed"):
+        trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **given).train()
+    trainer(tmp_path, ROWS, **given).train(resume_from_checkpoint=True)
+    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3", "checkpoint-5", "checkpoint-6"]
+
+
+def test_a_save_that_a_callback_asks_for_replaces_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Asking(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = True
+
+    saved = Note("on_save", lambda state, **_: state.global_step)
+    before = _earlier(tmp_path)
+    trainer(tmp_path, ROWS, max_steps=5, save_strategy="no", callbacks=[Asking(), saved]).train()
+    assert saved.kept == [4, 5]
+    assert _content(tmp_path, 2, 3) == before
+    assert "Step 2 is not saved" in caplog.text
+
+
+@pytest.mark.parametrize(("step", "goes_on"), [(3, True), (4, False), (100, True)])
+def test_checkpoints_of_another_program_are_in_the_way_only_where_they_would_be_replaced(
+    tmp_path: Path, step: int, goes_on: bool
+) -> None:
+    theirs = tmp_path / f"checkpoint-{step}" / "optimizer.pt"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"weeks of work")
+    one = trainer(tmp_path, ROWS, max_steps=4, **STEPS)
+    if goes_on:
+        one.train()
+        assert {"checkpoint-2", "checkpoint-4"} < set(_names(tmp_path))
+    else:
+        with pytest.raises(ConfigError, match="another program wrote"):
+            one.train()
+    assert theirs.read_bytes() == b"weeks of work"
+
+
+def test_plans_know_every_step_that_is_saved() -> None:
+    assert [step for step in range(12) if SavePlan(4, 10).includes(step) and step] == [4, 8, 10]
+    assert (SavePlan(0, 10).first, SavePlan(None, 10).first, SavePlan(500, 10).first) == (None, 1, 10)
+    assert not Occupied(newest=3).forbids(4)
+
+
+def test_an_earlier_runs_checkpoints_stay_after_a_resume(tmp_path: Path) -> None:
+    before = _earlier(tmp_path)
+    for step in (5, 7):  # the checkpoint of a resumed run names them too
+        one = trainer(tmp_path, ROWS, resume_from_checkpoint=step > 5, callbacks=[StopAt(step)], **LIMITED)
+        with pytest.raises(Preempted, match="is committed"):
+            one.train()
+        assert _names(tmp_path) == ["checkpoint-2", "checkpoint-3", f"checkpoint-{step}"]
+    trainer(tmp_path, ROWS, resume_from_checkpoint=True, **LIMITED).train()
+    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
+    assert _content(tmp_path, 2, 3) == before
+
+
+def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(tmp_path: Path) -> None:
+    class Hungry(Classifier):
+        calls = 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            if self.calls > 5 and len(x) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(x, labels)
+
+    before = _earlier(tmp_path)
+    one = trainer(tmp_path, ROWS, model=Hungry(), auto_find_batch_size=True, **LIMITED)
+    one.train()
+    assert one.state.train_batch_size == 2
+    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
+    assert _content(tmp_path, 2, 3) == before
