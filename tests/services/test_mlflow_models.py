@@ -182,7 +182,7 @@ def test_a_big_model_is_logged_as_fast_as_a_small_one(uri: str, tmp_path: Path) 
     before = time.process_time()
     model_id = send_model(connected, "0", run_id, line.record, line.files)
     assert time.process_time() - before < 5
-    folders = ([], ["trainflow"])
+    folders: tuple[list[str], ...] = ([], ["trainflow"])
     artifacts = [each for folder in folders for each in connected.list_logged_model_artifacts(model_id, *folder)]
     assert 0 < sum(each.file_size or 0 for each in artifacts) < 20_000
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.search.ledger import DATABASE, Claim, Ledger
 from trainer_lib.search.study_design import Axis, Design
 
@@ -228,3 +228,17 @@ def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_text("not a database, and long enough to be looked at as one" * 20)
     with pytest.raises(ConfigError, match=r"cannot be opened.*not a database"):
         Ledger.open(tmp_path, DESIGN)
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_a_ledger_that_is_lost_while_a_sweep_is_at_work_is_named(opened: Opened, tmp_path: Path, harm: str) -> None:
+    at_work = ledger(opened, tmp_path)
+    claim = opened.claim(at_work)
+    if harm == "gone":
+        (tmp_path / DATABASE).rename(tmp_path / "lost")
+    else:
+        (tmp_path / DATABASE).write_text("another file" * 1000)
+    for use in (at_work.claim, lambda: claim.complete([0.5]), at_work.trials):
+        with pytest.raises(StorageError, match="The sweep's ledger cannot be read or written: ") as caught:
+            use()
+        assert "no training that is committed is repeated" in (caught.value.remedy or "")
