@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.toys import Classifier
-from tests.support.training import StopAt, preempted_at, trainer
-from trainer_lib import Trainer
+from tests.support.toys import Classifier, classification_rows
+from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, Preempted
 
 COUNT, BATCH, EPOCHS = 50, 12, 3  # five steps an epoch, the last one of 2 samples
@@ -137,3 +137,43 @@ def test_a_batch_changed_between_two_epochs_repeats_nothing(stop: int, tmp_path:
     epochs = 3 - stop // 5
     assert len(last.seen) == epochs * -(-COUNT // 8)
     assert sorted(index for step in last.seen.values() for index in step) == sorted([*range(COUNT)] * epochs)
+
+
+FEW: dict[str, Any] = {
+    "num_train_epochs": 3,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
+
+
+class Beginning(TrainerCallback):
+    """Notes the step that training begins from."""
+
+    step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+
+def on_ranks(folder: str, stop: int | None) -> tuple[int, dict[str, Any] | None]:
+    """One rank: trains from wherever it stands, until `stop` or to the end; where it began, and what it ended with."""
+    beginning = Beginning()
+    one = trainer(folder, classification_rows(22), callbacks=[beginning, *([StopAt(stop)] if stop else [])], **FEW)
+    with contextlib.suppress(Preempted):
+        one.train("auto")
+        return beginning.step, final_state(one)
+    return beginning.step, None
+
+
+def test_what_one_rank_finds_damaged_no_rank_uses(tmp_path: Path) -> None:
+    whole = run_distributed(on_ranks, 2, str(tmp_path / "whole"), None)
+    assert run_distributed(on_ranks, 2, str(tmp_path / "cut"), 3) == [(0, None), (0, None)]
+    steps = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "cut").glob("checkpoint-*"))
+    harmed = tmp_path / "cut" / f"checkpoint-{steps[-1]}" / "rng" / "rank-00001.json"  # the first rank does not need it
+    harmed.write_bytes(harmed.read_bytes().replace(b"1", b"2"))
+    resumed = run_distributed(on_ranks, 2, str(tmp_path / "cut"), None)
+    for (_, before), (first, after) in zip(whole, resumed, strict=True):
+        assert first == steps[-2]
+        assert before is not None and after is not None
+        assert_equal(before, after)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from safetensors.torch import load_file
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, ExportableState, Trainer, TrainerCallback
+from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.storage.remote import RemoteBackend
 
 ROWS = classification_rows(22)
 EVERYTHING: dict[str, Any] = {
@@ -29,28 +33,27 @@ EVERYTHING: dict[str, Any] = {
     "lr_scheduler_type": "cosine",
     "warmup_steps": 2,
 }
+SHORT: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
 
 
 def accuracy(p: Any) -> dict[str, float]:
     return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 
 
-def run(
-    folder: Path, *, data: Any = None, stop: int | None = None, event: str = "on_step_end", **given: Any
-) -> Trainer:
+def run(folder: Path, *, stop: int | None = None, event: str = "on_step_end", **given: Any) -> Trainer:
     """Train with everything on; with `stop`, be stopped at that step and resume in a fresh Trainer."""
     settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy, **given}
-    callbacks = settings.pop("callbacks", list)
+    callbacks, data = settings.pop("callbacks", list), settings.pop("data", lambda: ROWS)
+    reached = settings.pop("reached", stop)
 
     def fresh(*extra: TrainerCallback) -> Trainer:
-        rows = data() if data is not None else ROWS
-        return trainer(folder, rows, callbacks=[*callbacks(), *extra], **settings)
+        return trainer(folder, data(), callbacks=[*callbacks(), *extra], **settings)
 
     if stop is None:
         result = fresh()
         result.train()
         return result
-    assert preempted_at(fresh(StopAt(stop, event))) == stop
+    assert preempted_at(fresh(StopAt(stop, event))) == reached
     result = fresh()
     result.train(resume_from_checkpoint=True)
     return result
@@ -62,46 +65,26 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return final_state(run(tmp_path_factory.mktemp("whole")))
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 6, 8])
-def test_resumed_anywhere_it_ends_the_same(stop: int, whole: dict[str, Any], tmp_path: Path) -> None:
-    """Before, at and after saves, logs, evaluations and the ends of epochs."""
-    assert_equal(whole, final_state(run(tmp_path, stop=stop)))
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_prediction_step", "on_evaluate", "on_save"])
-def test_stopped_inside_a_step_an_evaluation_or_a_save(event: str, whole: dict[str, Any], tmp_path: Path) -> None:
-    step = {"on_step_begin": 4, "on_substep_end": 4, "on_prediction_step": 3, "on_evaluate": 3, "on_save": 4}[event]
-    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy}
-    stopped = trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(step, event)], **settings)
-    reached = preempted_at(stopped)
-    assert reached == step + (event in ("on_step_begin", "on_substep_end"))
-    resumed = trainer(tmp_path / "cut", ROWS, **settings)
-    resumed.train("auto")
-    assert_equal(whole, final_state(resumed))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_with_random_augmentation_in_the_data(workers: int, tmp_path: Path) -> None:
-    def data() -> Augmented:
-        return Augmented(ROWS)
-
-    whole = final_state(run(tmp_path / "whole", data=data))
-    given: dict[str, Any] = {"data": data, "dataloader_num_workers": workers}
-    assert_equal(whole, final_state(run(tmp_path / "cut", stop=5, **given)))
+@pytest.mark.parametrize(
+    ("stop", "event"),
+    [
+        *((step, "on_step_end") for step in (1, 2, 3, 6, 8)),  # before, at and after saves, logs, evaluations, epochs
+        *((4, "on_step_begin"), (4, "on_substep_end"), (3, "on_prediction_step"), (3, "on_evaluate"), (4, "on_save")),
+    ],
+)
+def test_stopped_and_resumed_anywhere_it_ends_the_same(
+    stop: int, event: str, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    reached = stop + (event in ("on_step_begin", "on_substep_end"))
+    assert_equal(whole, final_state(run(tmp_path, stop=stop, event=event, reached=reached)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_mixed_precision_with_the_loss_scaler(precision: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {precision: True}
+def test_in_mixed_precision_with_the_loss_scaler_and_random_augmentation(precision: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {precision: True, "data": lambda: Augmented(ROWS)}
     whole = run(tmp_path / "whole", **given)
     assert (whole._trainflow.engine.precision.scaler_state() is not None) == (precision == "fp16")
     assert_equal(final_state(whole), final_state(run(tmp_path / "cut", stop=5, **given)))
-
-
-@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop", "adamw_torch"])
-def test_with_other_optimizers(optim: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"optim": optim, "optim_args": "momentum=0.9" if optim == "sgd" else None}
-    assert_equal(final_state(run(tmp_path / "whole", **given)), final_state(run(tmp_path / "cut", stop=5, **given)))
 
 
 @pytest.mark.parametrize("stream", [Stream, StatefulStream])
@@ -128,31 +111,17 @@ class MovingAverage(TrainerCallback, ExportableState):
         return {"args": {"decay": self.decay}, "attributes": {"value": self.value}}
 
 
-def test_with_callbacks_that_have_a_state(tmp_path: Path) -> None:
-    averages: list[MovingAverage] = []
-
-    def callbacks() -> list[TrainerCallback]:
-        averages.append(MovingAverage(0.9))
-        averages.append(MovingAverage(0.5))
-        return list(averages[-2:])
-
-    run(tmp_path / "whole", callbacks=callbacks)
-    run(tmp_path / "cut", stop=5, callbacks=callbacks)
-    assert [each.value for each in averages[-2:]] == [each.value for each in averages[:2]]
-
-
 def test_callbacks_are_replaced_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    settings: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    first = trainer(tmp_path, ROWS, callbacks=[MovingAverage(0.9), StopAt(3)], **settings)
+    first = trainer(tmp_path, ROWS, callbacks=[MovingAverage(0.9), StopAt(3)], **SHORT)
     preempted_at(first)
     second = trainer(
-        tmp_path, ROWS, callbacks=[MovingAverage(0.1)], restore_callback_states_from_checkpoint=True, **settings
+        tmp_path, ROWS, callbacks=[MovingAverage(0.1)], restore_callback_states_from_checkpoint=True, **SHORT
     )
     second.train(True)
     restored = second.pop_callback(MovingAverage)
     assert isinstance(restored, MovingAverage) and restored.decay == 0.9
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
-        trainer(tmp_path, ROWS, **settings).train(True)
+        trainer(tmp_path, ROWS, **SHORT).train(True)
     assert "MovingAverage, which is not among the callbacks" in caplog.text
 
 
@@ -171,48 +140,30 @@ def test_the_best_model_is_found_again(tmp_path: Path) -> None:
 
 
 def test_position_is_found_without_reading_what_came_before(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    preempted_at(trainer(tmp_path, Augmented(ROWS), callbacks=[StopAt(2)], **settings))
+    preempted_at(trainer(tmp_path, Augmented(ROWS), callbacks=[StopAt(2)], **SHORT))
     data = Augmented(ROWS)
-    resumed = trainer(tmp_path, data, **settings)
+    resumed = trainer(tmp_path, data, **SHORT)
     resumed.train(True)
     assert len(data.read) == 3 * 22 - 2 * 8
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
-    whole: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy}
-    preempted_at(trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(5)], **settings))
-    weights = tmp_path / "cut" / "checkpoint-5" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-3] ^= 1
-    weights.write_bytes(bytes(data))
-    resumed = trainer(tmp_path / "cut", ROWS, **settings)
-    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
-        resumed.train("auto")
-    assert "model.safetensors" in caplog.text
-    assert_equal(whole, final_state(resumed))
-
-
 def test_what_can_be_resumed_from(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
     with pytest.raises(ConfigError, match=r'resume_from_checkpoint = True: No checkpoint is in .*"auto"'):
-        trainer(tmp_path, ROWS, **given).train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path, ROWS, **given)
+        trainer(tmp_path, ROWS, **SHORT).train(resume_from_checkpoint=True)
+    whole = trainer(tmp_path, ROWS, **SHORT)
     whole.train(resume_from_checkpoint="auto")
-    by_url = trainer(tmp_path / "other", ROWS, **given)
+    by_url = trainer(tmp_path / "other", ROWS, **SHORT)
     by_url.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert_equal(final_state(whole), final_state(by_url))
-    by_argument = trainer(tmp_path, ROWS, **given, resume_from_checkpoint=True)
+    by_argument = trainer(tmp_path, ROWS, **SHORT, resume_from_checkpoint=True)
     by_argument.train()
     assert by_argument.state.global_step == 9
     with pytest.raises(ConfigError, match="no committed checkpoint"):
-        trainer(tmp_path / "third", ROWS, **given).train(str(tmp_path / "checkpoint-3"))
+        trainer(tmp_path / "third", ROWS, **SHORT).train(str(tmp_path / "checkpoint-3"))
 
 
 def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no", "lr_scheduler_type": "constant", "warmup_steps": 0}
+    given: dict[str, Any] = {**SHORT, "lr_scheduler_type": "constant", "warmup_steps": 0}
     trainer(tmp_path / "two", ROWS, **{**given, "num_train_epochs": 2}).train()
     longer = trainer(tmp_path / "two", ROWS, **given)
     longer.train("auto")
@@ -222,26 +173,24 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
 
 
 def test_another_model_another_batch_or_weights_alone_are_refused(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    trainer(tmp_path / "a", ROWS, **given).train()
+    trainer(tmp_path / "a", ROWS, **SHORT).train()
     with pytest.raises(ConfigError, match=r"another shape for .*body\.bias|has another shape"):
         torch.manual_seed(0)
         wide = Classifier(features=6, classes=4)
-        trainer(tmp_path / "a", ROWS, model=wide, **given).train(True)
+        trainer(tmp_path / "a", ROWS, model=wide, **SHORT).train(True)
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
-        trainer(tmp_path / "a", ROWS, **{**given, "gradient_accumulation_steps": 1}).train(True)
-    trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
+        trainer(tmp_path / "a", ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
+    trainer(tmp_path / "b", ROWS, **SHORT, save_only_model=True).train()
     with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to go on with a new optimizer"):
-        trainer(tmp_path / "b", ROWS, **given).train("auto")
+        trainer(tmp_path / "b", ROWS, **SHORT).train("auto")
 
 
 def test_weights_alone_are_resumed_with_a_new_optimizer_where_that_is_asked_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    whole = trainer(tmp_path / "a", ROWS, **given)
+    whole = trainer(tmp_path / "a", ROWS, **SHORT)
     whole.train()
-    trainer(tmp_path / "b", ROWS, **given, save_only_model=True).train()
+    trainer(tmp_path / "b", ROWS, **SHORT, save_only_model=True).train()
     place = sorted((tmp_path / "b").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[0]
     step = int(place.name[11:])
     first: list[Any] = []
@@ -251,7 +200,7 @@ def test_weights_alone_are_resumed_with_a_new_optimizer_where_that_is_asked_for(
             weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
             first.extend([state.global_step, weights, len(kwargs["optimizer"].state)])
 
-    one = trainer(tmp_path / "b", ROWS, callbacks=[Look()], **{**given, "overwrite_output_dir": True})
+    one = trainer(tmp_path / "b", ROWS, callbacks=[Look()], **{**SHORT, "overwrite_output_dir": True})
     one.train(str(place))
     assert first[0] == step and first[2] == 0
     saved = load_file(place / "model.safetensors")
@@ -272,7 +221,7 @@ def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_
                 steps.append(sorted(data.read))
                 data.read.clear()
 
-        given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no", "global_batch_size": 8}
+        given: dict[str, Any] = {**SHORT, "global_batch_size": 8}
         given |= {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1}
         callbacks = [Note()] if resume else [Note(), StopAt(4)]
         one = trainer(tmp_path / folder, data, callbacks=callbacks, **given)
@@ -286,10 +235,9 @@ def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_
 
 
 def test_changed_arguments_are_told_and_data_may_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **given))
+    preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **SHORT))
     data = Augmented(ROWS)
-    resumed = trainer(tmp_path, data, **{**given, "max_grad_norm": 0.5}, ignore_data_skip=True)
+    resumed = trainer(tmp_path, data, **{**SHORT, "max_grad_norm": 0.5}, ignore_data_skip=True)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
         resumed.train(True)
     assert "max_grad_norm was 1.0 when the checkpoint was written, and is 0.5 now" in caplog.text
@@ -298,18 +246,69 @@ def test_changed_arguments_are_told_and_data_may_begin_anew(tmp_path: Path, capl
 
 
 def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    first = trainer(tmp_path, ROWS, **given)
+    first = trainer(tmp_path, ROWS, **SHORT)
     first.train()
     with pytest.raises(ConfigError, match="The folder holds checkpoints of an earlier run"):
-        trainer(tmp_path, ROWS, **given).train()
-    trainer(tmp_path, ROWS, **{**given, "num_train_epochs": 1}, overwrite_output_dir=True).train()
+        trainer(tmp_path, ROWS, **SHORT).train()
+    trainer(tmp_path, ROWS, **{**SHORT, "num_train_epochs": 1}, overwrite_output_dir=True).train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_an_error(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-    trainer(tmp_path, ROWS, **given).train()
-    (tmp_path / "checkpoint-4" / "data.json").write_text("{}")
-    with pytest.raises(DamagedError, match=r"data\.json"):
-        trainer(tmp_path, ROWS, **given).train(str(tmp_path / "checkpoint-4"))
+# ------------------------------------------------------------------------------------------------ reading and damage
+
+
+def test_each_file_is_read_once_from_a_remote_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://read-once/run"
+    preempted_at(trainer(url, ROWS, callbacks=[StopAt(5)], **SHORT))
+    opened: Counter[str] = Counter()
+    real = RemoteBackend.open_read
+
+    def counted(self: Any, rel: str) -> Any:
+        opened[self.path(rel).partition("checkpoint-5/")[2]] += 1
+        return real(self, rel)
+
+    monkeypatch.setattr(RemoteBackend, "open_read", counted)
+    trainer(url, ROWS, **SHORT).train("auto")
+    for name in ("", COMMIT, "WRITING.json"):  # "": other folders
+        opened.pop(name, None)
+    assert {"model.safetensors", "optimizer.safetensors", "trainer_state.json", "rng/rank-00000.json"} <= opened.keys()
+    assert {name: count for name, count in opened.items() if count > 1} == {}
+
+
+class Untouched(Trainer):
+    """Says what was loaded into it."""
+
+    loaded: list[str]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.__dict__.setdefault("loaded", []).append(resume_from_checkpoint.rpartition("/")[2])
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.safetensors", "rng/rank-00000.json", "scheduler.json", "data.json"]
+)
+def test_damage_is_found_before_anything_is_taken_up(
+    file: str, whole: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {**EVERYTHING, "eval_dataset": ROWS[:7], "compute_metrics": accuracy}
+    preempted_at(trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **settings))
+    for step in (5, 4):
+        flip(tmp_path / f"checkpoint-{step}" / file)
+    with pytest.raises(DamagedError, match=re.escape(file)):  # one that was named is not replaced by another
+        trainer(tmp_path, ROWS, cls=Untouched, **settings).train(str(tmp_path / "checkpoint-5"))
+    assert (tmp_path / "checkpoint-5" / COMMIT).exists()
+    resumed = trainer(tmp_path, ROWS, cls=Untouched, **settings)
+    assert isinstance(resumed, Untouched)
+    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
+        resumed.train("auto")
+    assert resumed.loaded == ["checkpoint-2"]
+    for step in (5, 4):
+        assert f"checkpoint-{step} is damaged and will not be used: {file}: " in caplog.text
+    assert_equal(whole, final_state(resumed))
