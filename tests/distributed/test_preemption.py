@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tests.support.checkpoints import checkpoints
 from tests.support.launched import Owner, wait_until
-from tests.support.spikes import checkpoints
 from trainer_lib.errors import Preempted, PreemptedByNotice, TrainflowError, from_record
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.preemption import Preemption

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,18 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from tests.support.checkpoints import checkpoints
 from tests.support.distributed import RemoteFailure, run_distributed
-from tests.support.spikes import (
-    SignalAt,
-    checkpoints,
-    make,
-    spiky_rows,
-    stop_and_resume,
-    train_in_group,
-    train_sharded,
-)
-from tests.support.training import assert_equal, final_state
-from trainer_lib import Trainer, TrainerCallback
+from tests.support.toys import Classifier, classification_rows
+from tests.support.training import Note, arguments, assert_equal, final_state
+from trainer_lib import Trainer, TrainerCallback, distributed
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.collators import default_data_collator
@@ -32,21 +26,116 @@ from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Pree
 from trainer_lib.storage import Store
 
 ROW = 25  # of step 7: the checkpoint before is step 4, and the log at step 9 shows the loss
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "global_batch_size": 4,
+    "num_train_epochs": 2,  # 40 rows: 10 steps per epoch
+    "train_sampling_strategy": "sequential",  # step s of an epoch has rows 4s-4 … 4s-1
+    "logging_strategy": "steps",
+    "logging_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2,
+    "loss_spike_sigma": 20.0,
+    "loss_spike_window": 4,
+}
 
 
-def in_group(folder: Path, world: int, *spikes: int, at: int = 0, number: int = 0, **given: Any) -> list[Any]:
-    """What `train_in_group` returns on each rank; one rank that is not killed runs in this process."""
-    if world == 1 and number != signal.SIGKILL:
-        torch.set_num_threads(1)  # as in a group
-        return [train_in_group(str(folder), spikes or (ROW,), at, number, given)]
-    return run_distributed(train_in_group, world, str(folder), spikes or (ROW,), at, number, given)
+class Scaled(Classifier):
+    """Multiplies its loss by the largest scale in the batch, and notes the rows that it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[int] = []
+
+    def forward(self, x: Any, labels: Any = None, scale: Any = None, row: Any = None) -> dict[str, torch.Tensor]:
+        out = super().forward(x, labels)
+        if self.training and row is not None:
+            self.trained += row.tolist()
+        return out if scale is None else {**out, "loss": out["loss"] * scale.max()}
 
 
-def stopped_and_resumed(folder: Path, world: int, at: int, **given: Any) -> list[tuple[int, list[int], Any]]:
-    """What `stop_and_resume` returns on each rank."""
-    if world == 1:
-        return [stop_and_resume(str(folder), (ROW,), at, given)]
-    return run_distributed(stop_and_resume, world, str(folder), (ROW,), at, given)
+class Killed(BaseException):
+    """Ends a training without a last save, in the test's process."""
+
+
+def end_at(count: int, how: int) -> TrainerCallback:
+    """At the end of the n-th step that is taken, those before a rollback counted: a signal, or `Killed` for 0."""
+    taken: list[int] = []
+
+    def end(state: Any, **_: Any) -> None:
+        taken.append(state.global_step)
+        if len(taken) == count and how == 0:
+            raise Killed
+        if len(taken) == count:
+            os.kill(os.getpid(), how)
+
+    return Note("on_step_end", end)
+
+
+def spiky_rows(*spikes: int, count: int = 40, scale: float = 1000.0) -> list[dict[str, Any]]:
+    """Rows of which those numbered in `spikes` have a loss that is `scale` times as large."""
+    rows = classification_rows(count)
+    return [
+        {**row, "scale": torch.tensor(scale if number in spikes else 1.0), "row": number}
+        for number, row in enumerate(rows)
+    ]
+
+
+def make(folder: str, rows: Any, *callbacks: TrainerCallback, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
+    """A Trainer around `Scaled`, always with the same initial weights; dropout is on."""
+    torch.manual_seed(0)
+    args = arguments(folder, **{**SETTINGS, **given})
+    return cls(Scaled(), args, train_dataset=rows, callbacks=list(callbacks))
+
+
+def train_in_group(folder: str, spikes: tuple[int, ...], at: int, how: int, given: dict[str, Any]) -> dict[str, Any]:
+    """On each rank: continue the training in `folder`, and return what it ended with.
+
+    Args:
+        spikes: rows whose loss spikes.
+        at: the step, counted as they are taken, at whose end a process gets the signal `how`; 0 = none. Every rank
+            gets a SIGKILL, only the last one a SIGTERM.
+        given: further training arguments.
+    """
+    trainer = make(folder, spiky_rows(*spikes), **given)
+    last = trainer.args.process_index == trainer.args.world_size - 1
+    if at and (how != signal.SIGTERM or last):
+        trainer.add_callback(end_at(at, how))
+    try:
+        done = trainer.train(resume_from_checkpoint="auto")
+    except Preempted as stopped:
+        return {"stopped": stopped.step}
+    model: Any = trainer.model
+    end = {} if "fsdp" in given else final_state(trainer)
+    spiked = [(entry["step"], entry["loss_spikes"]) for entry in trainer.state.log_history if "loss_spikes" in entry]
+    found = {"end": end, "spiked": spiked, "trained": getattr(model, "trained", None)}
+    found |= {"samples": trainer.state.num_samples_seen, "spikes": done.metrics.get("loss_spikes")}
+    if "fsdp" in given:
+        distributed.shutdown()
+    return found
+
+
+def stop_and_resume(folder: str, at: int, given: dict[str, Any]) -> tuple[int, list[int], dict[str, Any]]:
+    """On each rank: stop the training in `folder` at step `at`, and continue it with another Trainer.
+
+    Returns:
+        The step at which it stopped, the steps of the checkpoints then, and what it ended with.
+    """
+    stopped = train_in_group(folder, (ROW,), at, signal.SIGTERM, given)["stopped"]
+    found = checkpoints(Path(folder))
+    distributed.init(arguments(folder)).barrier()  # before another rank saves
+    return stopped, found, train_in_group(folder, (ROW,), 0, 0, given)
+
+
+def in_group(folder: Path, world: int, *spikes: int, at: int = 0, how: int = 0, **given: Any) -> list[Any]:
+    """What `train_in_group` returns on each rank; one rank runs in this process."""
+    words = (str(folder), spikes or (ROW,), at, how, given)
+    if world > 1:
+        return run_distributed(train_in_group, world, *words)
+    torch.set_num_threads(1)  # as in a group
+    return [train_in_group(*words)]
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -69,54 +158,52 @@ def test_it_goes_back_and_skips_the_samples_in_between(whole: tuple[int, list[An
         assert rank["end"]["groups"] == ranks[0]["end"]["groups"]
 
 
-@pytest.mark.parametrize("at", [7, 9, 14])
+@pytest.mark.parametrize(("whole", "at"), [(1, 7), (1, 9), (1, 14), (2, 9)], indirect=["whole"])
 def test_killed_and_resumed_it_ends_the_same(at: int, whole: tuple[int, list[Any]], tmp_path: Path) -> None:
-    """Killed at the spike, right after the rollback, and after the next save."""
+    """Killed at the spike, right after the rollback, and after the next save; two ranks at the second, by SIGKILL."""
     world, ranks = whole
-    with pytest.raises(RemoteFailure, match="exit code -9"):
-        in_group(tmp_path, world, at=at, number=signal.SIGKILL)
-    for one, other in zip(ranks, in_group(tmp_path, world), strict=True):
-        assert_equal(one["end"], other["end"])
+    with pytest.raises(Killed if world == 1 else RemoteFailure, match=None if world == 1 else "exit code -9"):
+        in_group(tmp_path, world, at=at, how=0 if world == 1 else signal.SIGKILL)
+    for ours, theirs in zip(ranks, in_group(tmp_path, world), strict=True):
+        assert_equal(ours["end"], theirs["end"])
 
 
-@pytest.mark.parametrize("at", [5, 9, 11])
-def test_stopped_and_resumed_it_ends_the_same(at: int, whole: tuple[int, list[Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("at", "given"), [(5, {"save_total_limit": 1}), (9, {}), (11, {})])
+def test_stopped_and_resumed_it_ends_the_same(
+    at: int, given: dict[str, Any], whole: tuple[int, list[Any]], tmp_path: Path
+) -> None:
     """A stop's checkpoint is not one to go back to: an uninterrupted run does not have it."""
     world, ranks = whole
-    cut = stopped_and_resumed(tmp_path, world, at)
+    words = (str(tmp_path), at, given)
+    cut = [stop_and_resume(*words)] if world == 1 else run_distributed(stop_and_resume, world, *words)
     assert len({step for step, _, _ in cut}) == 1
-    for one, (step, saved, other) in zip(ranks, cut, strict=True):
+    for ours, (step, saved, theirs) in zip(ranks, cut, strict=True):
         assert step in saved
-        assert_equal(one["end"], other["end"])
-
-
-def test_the_checkpoint_to_go_back_to_outlives_rotation(whole: tuple[int, list[Any]], tmp_path: Path) -> None:
-    world, ranks = whole
-    cut = stopped_and_resumed(tmp_path, world, 5, save_total_limit=1)
-    for one, (step, saved, other) in zip(ranks, cut, strict=True):
-        assert saved == [4, step]
-        assert_equal(one["end"], other["end"])
-    assert checkpoints(tmp_path) == [20]
+        assert_equal(ours["end"], theirs["end"])
+        if given:  # what to go back to outlives rotation
+            assert saved == [4, step]
+            assert checkpoints(tmp_path) == [20]
 
 
 def test_with_saves_in_the_background_it_ends_the_same(whole: tuple[int, list[Any]], tmp_path: Path) -> None:
     world, ranks = whole
-    for one, other in zip(ranks, in_group(tmp_path, world, save_async=True), strict=True):
-        assert_equal(one["end"], other["end"])
+    for ours, theirs in zip(ranks, in_group(tmp_path, world, save_async=True), strict=True):
+        assert_equal(ours["end"], theirs["end"])
 
 
 def test_a_sharded_model_goes_back_too(tmp_path: Path) -> None:
-    given = {"fsdp": "full_shard", "num_train_epochs": 1}
-    ranks = run_distributed(train_sharded, 2, str(tmp_path / "whole"), 0, given)
-    assert ranks == [(1, 28)] * 2
+    given: dict[str, Any] = {"fsdp": "full_shard", "num_train_epochs": 1}
+    ranks = in_group(tmp_path / "whole", 2, **given)
+    assert [(rank["spikes"], rank["samples"]) for rank in ranks] == [(1, 28)] * 2
     with pytest.raises(RemoteFailure, match="exit code -9"):
-        run_distributed(train_sharded, 2, str(tmp_path / "cut"), 9, given)
-    assert run_distributed(train_sharded, 2, str(tmp_path / "cut"), 0, given) == ranks
+        in_group(tmp_path / "cut", 2, at=9, how=signal.SIGKILL, **given)
+    again = in_group(tmp_path / "cut", 2, **given)
+    assert [(rank["spikes"], rank["samples"]) for rank in again] == [(1, 28)] * 2
     roots = (Store.open(tmp_path / name) for name in ("whole", "cut"))
-    one, other = (open_checkpoint(root, "checkpoint-10", Checkpoint) for root in roots)
-    names = [each.path for each in one.commit.files if each.path.endswith(".safetensors")]
+    ours, theirs = (open_checkpoint(root, "checkpoint-10", Checkpoint).commit for root in roots)
+    names = [entry.path for entry in ours.files if entry.path.endswith(".safetensors")]
     assert names
-    assert [one.commit.entry(name) for name in names] == [other.commit.entry(name) for name in names]
+    assert [ours.entry(name) for name in names] == [theirs.entry(name) for name in names]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -155,19 +242,14 @@ def test_without_the_setting_nothing_goes_back(tmp_path: Path) -> None:
     assert one.state.num_samples_seen == 80
 
 
-def test_too_many_steps_that_are_not_finite_go_back_too(tmp_path: Path) -> None:
-    bad = [row for step in (6, 7, 8) for row in range(4 * step - 4, 4 * step)]
+@pytest.mark.parametrize(("steps", "skipped"), [((6, 7, 8), 4), ((7, 8, 9), 5)])
+def test_too_many_steps_that_are_not_finite_go_back_too(steps: tuple[int, ...], skipped: int, tmp_path: Path) -> None:
+    """From step 4: a checkpoint among them (8) is not one to go back to."""
+    bad = [row for step in steps for row in range(4 * step - 4, 4 * step)]
     one = make(str(tmp_path), spiky_rows(*bad, scale=math.nan), num_train_epochs=1, max_nonfinite_steps=3)
     done = one.train()
-    assert (done.metrics["loss_spikes"], one.state.num_samples_seen) == (1, 40 - 4 * 4)
+    assert (done.metrics["loss_spikes"], one.state.num_samples_seen) == (1, 40 - skipped * 4)
     assert "nonfinite_steps" not in done.metrics
-
-
-def test_a_checkpoint_among_steps_that_are_not_finite_is_not_one_to_go_back_to(tmp_path: Path) -> None:
-    bad = [row for step in (7, 8, 9) for row in range(4 * step - 4, 4 * step)]
-    one = make(str(tmp_path), spiky_rows(*bad, scale=math.nan), num_train_epochs=1, max_nonfinite_steps=3)
-    done = one.train()
-    assert (done.metrics["loss_spikes"], one.state.num_samples_seen) == (1, 40 - 5 * 4)  # from step 4, not from 8
 
 
 def test_a_stream_reads_on_past_the_skipped_samples(tmp_path: Path) -> None:
@@ -185,7 +267,7 @@ def test_a_run_stopped_before_its_first_save_goes_back_to_the_start(tmp_path: Pa
     whole = make(str(tmp_path / "whole"), spiky_rows(ROW), **given)
     whole.train()
     with pytest.raises(Preempted):
-        make(str(tmp_path / "cut"), spiky_rows(ROW), SignalAt(3, signal.SIGTERM), **given).train()
+        make(str(tmp_path / "cut"), spiky_rows(ROW), end_at(3, signal.SIGTERM), **given).train()
     resumed = make(str(tmp_path / "cut"), spiky_rows(ROW), **given)
     resumed.train(resume_from_checkpoint=True)
     assert_equal(final_state(resumed), final_state(whole))
@@ -200,24 +282,12 @@ def test_a_rollback_goes_to_the_position_also_where_a_resume_does_not(tmp_path: 
 
 def test_checkpoints_that_a_rollback_takes_back_are_removed(tmp_path: Path) -> None:
     """Saves at 6 and 8 lie among steps that are not finite; a kill after the rollback must not resume from them."""
-
-    class Killed(Exception):
-        pass
-
-    class KillAt(TrainerCallback):
-        taken = 0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.taken += 1
-            if self.taken == 12:  # 9 steps, and 5 to 7 once more
-                raise Killed
-
     given: dict[str, Any] = {"num_train_epochs": 1, "save_steps": 2, "max_nonfinite_steps": 5, "save_total_limit": 1}
     rows = spiky_rows(*range(16, 36), scale=math.nan)
     whole = make(str(tmp_path / "whole"), rows, **given)
     assert whole.train().metrics["loss_spikes"] == 1
     with pytest.raises(Killed):
-        make(str(tmp_path / "cut"), rows, KillAt(), **given).train()
+        make(str(tmp_path / "cut"), rows, end_at(12, 0), **given).train()  # 9 steps, and 5 to 7 once more
     assert checkpoints(tmp_path / "cut") == [6]
     resumed = make(str(tmp_path / "cut"), rows, **given)
     resumed.train(resume_from_checkpoint="auto")

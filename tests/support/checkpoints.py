@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,12 @@ def commit(root: Store, step: int, data: bytes = b"1234") -> None:
 def steps(root: Store) -> list[int]:
     """Steps of the committed checkpoints, newest first."""
     return [info.step for info in list_checkpoints(root)]
+
+
+def checkpoints(folder: Path) -> list[int]:
+    """Steps of the committed checkpoints in a local folder, in order."""
+    commits = folder.glob("checkpoint-*/COMMIT.json")
+    return sorted(int(commit.parent.name.removeprefix("checkpoint-")) for commit in commits)
 
 
 def no_damage(what: str) -> None:

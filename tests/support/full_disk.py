@@ -22,9 +22,9 @@ import numpy as np
 
 from tests.support import tiny
 from tests.support.chaos_services import fill, small_disk
+from tests.support.checkpoints import checkpoints
 from tests.support.launched import request, wait_until
 from tests.support.repository import ROOT
-from tests.support.spikes import checkpoints
 from trainer_lib.errors import TrainflowError
 from trainer_lib.evaluation.objects import ObjectSpool
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
