@@ -42,11 +42,9 @@ from typing import Any
 
 from benchmarks._result import RESULTS, publish
 from tests.support import chaos_checks as checks
-from tests.support.chaos_cases import STAGES, draw_case
+from tests.support.chaos_cases import PROJECTS, STAGES, Project, draw_case
 from tests.support.chaos_checks import Expected
-from tests.support.chaos_command import MARK, Workplace, kill_processes
-from tests.support.chaos_faults import Scene, settings
-from tests.support.chaos_project import PROJECTS, Project
+from tests.support.chaos_scene import MARK, Scene, Workplace, kill_processes, settings
 from tests.support.chaos_services import Services, can_mount, with_mounts
 from tests.support.repository import ROOT
 

@@ -10,21 +10,16 @@ import json
 import os
 import shutil
 import sqlite3
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from benchmarks.chaos_pipeline import Ledger, table
 from tests.support import chaos_checks as checks
-from tests.support.chaos_cases import FAMILIES, STAGES, Moment, draw_case
+from tests.support.chaos_cases import STAGES, Moment, draw_case
 from tests.support.chaos_checks import Expected
-from tests.support.chaos_command import has_come
-from tests.support.chaos_services import Relay
+from tests.support.chaos_scene import has_come
 
 STEPS = (2, 4, 6)
 POINTS = frozenset({("loss", 1, 0.5), ("loss", 2, 0.25)})
@@ -34,16 +29,6 @@ def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
     cases = [draw_case(0, number, steps=STEPS) for number in range(80)]
     assert cases == [draw_case(0, number, steps=STEPS) for number in range(80)]
     assert cases != [draw_case(1, number, steps=STEPS) for number in range(80)]
-
-
-def test_ten_cases_show_every_family_and_a_cycle_every_fault() -> None:
-    length = sum(sum(faults.values()) for faults in FAMILIES.values())
-    cases = [draw_case(0, number, steps=STEPS) for number in range(length)]
-    assert {case.family for case in cases[:10]} == set(FAMILIES)
-    kinds = {f"{family}: {fault}" for family, faults in FAMILIES.items() for fault in faults}
-    assert {case.kind for case in cases} == kinds
-    # Without mounts of its own a machine has no disk to fill.
-    assert "disk" not in {draw_case(0, number, steps=STEPS, local=False).family for number in range(length)}
 
 
 def test_the_ledger_goes_on_after_a_torn_line(tmp_path: Path) -> None:
@@ -57,13 +42,6 @@ def test_the_ledger_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert Ledger(path, 0, "small").left(4) == [0, 2]
     assert Ledger(path, 0, "small").left(4, again=True) == [0, 2, 3]
     assert "| process: kill | 2 | 1 | 0 | 3 |" in table(ledger.lines)
-
-
-def test_a_ledger_takes_no_case_whose_servers_were_ended(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl", 0, "small")
-    ledger.is_closed = True
-    ledger.add({"case": 3, "held": False, "problems": ["harness: its servers were gone"]})
-    assert ledger.left(4) == [0, 1, 2, 3]
 
 
 def commit(folder: Path, files: dict[str, bytes]) -> None:
@@ -101,10 +79,6 @@ def found(storage: Path, expected: Expected) -> list[str]:
     return [problem.partition(":")[0] for problem in problems + checks.check_leases(storage)]
 
 
-def test_an_undisturbed_storage_is_as_it_must_be(storage: Path, expected: Expected) -> None:
-    assert found(storage, expected) == []
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "results": lambda root: (root / "stages" / "train" / "key" / "result").write_bytes(b"other"),
     "results missing": lambda root: (root / "stages" / "predict" / "key" / "result").unlink(),
@@ -130,13 +104,6 @@ def test_a_training_that_ran_again_may_be_published_again(storage: Path, again: 
     expected = Expected.of(storage, POINTS)
     commit(revisions / "00002", {"model": b"weights", "README.md": f"- Training time: {again}".encode()})
     assert found(storage, expected) == problems
-
-
-def test_a_damaged_revision_may_stay_beside_the_published_one(storage: Path, expected: Expected) -> None:
-    revisions = storage / "hub" / "small" / "revisions"
-    commit(revisions / "00002", {"model": b"weights"})
-    (revisions / "00001" / "model").write_bytes(b"weight5")
-    assert found(storage, expected) == []
 
 
 @pytest.mark.parametrize(
@@ -181,41 +148,3 @@ def test_moments_are_seen_in_files(tmp_path: Path) -> None:
     (saving / "COMMIT.json").touch()
     assert has_come(tmp_path, Moment("train", "step", 4)) and not has_come(tmp_path, Moment("train", "step", 6))
     assert has_come(tmp_path, Moment("", "start")) and not has_come(tmp_path, Moment("", "closing"))
-
-
-class Answer(BaseHTTPRequestHandler):
-    """Answers every request with "here"."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"here")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
-def test_a_relay_makes_a_server_dead_silent_and_failing() -> None:
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    relay = Relay(server.server_port)
-    try:
-        ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        assert ask(relay.url, timeout=10).read() == b"here"
-        relay.set("dead")
-        with pytest.raises(urllib.error.URLError):
-            ask(relay.url, timeout=10)
-        relay.set("silent")
-        with pytest.raises(TimeoutError):
-            ask(relay.url, timeout=0.3)
-        relay.set("errors")
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            ask(relay.url, timeout=10)
-        relay.set("open")
-        assert ask(relay.url, timeout=10).read() == b"here"
-    finally:
-        relay.close()
-        server.shutdown()
-        thread.join()
-        server.server_close()

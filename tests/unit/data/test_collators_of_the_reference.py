@@ -1,7 +1,8 @@
-"""Our collators and transformers' on equal input: tensors and arrays, every export of the reference."""
+"""Collators: as transformers' on equal input, in tensors and arrays; what they mask, and what they refuse."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ import trainer_lib
 from trainer_lib import (
     DataCollatorForLanguageModeling,
     DataCollatorForPermutationLanguageModeling,
+    DataCollatorForSeq2Seq,
     DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    default_data_collator,
 )
+from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
@@ -79,11 +84,17 @@ def test_token_classification(kind: str, side: str, label: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sequence_to_sequence_and_padding(kind: str) -> None:
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sequence_to_sequence_padding_and_causal_batches(kind: str, side: str) -> None:
+    words = tokens(padding_side=side)
     features = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10]}]
-    assert_same(*both("DataCollatorForSeq2Seq", tokens(), features=features, kind=kind, pad_to_multiple_of=4))
+    unlabelled = [{"input_ids": row["input_ids"]} for row in features]
+    for settings in ({}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 5}):
+        for given in (features, unlabelled):
+            assert_same(*both("DataCollatorForSeq2Seq", words, features=given, kind=kind, **settings))
     plain = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [5], "label": 0}]
-    assert_same(*both("DataCollatorWithPadding", tokens(), features=plain, kind=kind))
+    assert_same(*both("DataCollatorWithPadding", words, features=plain, kind=kind))
+    assert_same(*both("DataCollatorForLanguageModeling", words, features=unlabelled, kind=kind, mlm=False))
 
 
 def test_several_choices() -> None:
@@ -107,7 +118,7 @@ def test_several_choices() -> None:
 )
 def test_the_default_collator_as_an_object(kind: str, features: list[Any]) -> None:
     assert_same(*both("DefaultDataCollator", features=features, kind=kind))
-    ours = trainer_lib.default_data_collator(features, return_tensors=kind)
+    ours = default_data_collator(features, return_tensors=kind)
     assert_same(ours, transformers.default_data_collator(features, return_tensors=kind))
 
 
@@ -130,10 +141,50 @@ def test_flattening(kind: str, settings: Any) -> None:
     assert ours["labels"][0, 0] == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_causal_batches_as_arrays(kind: str) -> None:
-    features = [{"input_ids": [5, 6, 7]}, {"input_ids": [5]}]
-    assert_same(*both("DataCollatorForLanguageModeling", tokens(), features=features, kind=kind, mlm=False))
+def test_default_stacks_every_kind_of_column_and_keeps_its_meaning() -> None:
+    rows = [
+        {"a": 1, "b": 0.5, "c": np.ones(2, np.float16), "d": torch.ones(2), "text": "x", "none": None, "label": 3},
+        {"a": 2, "b": 1.5, "c": np.ones(2, np.float16), "d": torch.ones(2), "text": "y", "none": None, "label": 4},
+    ]
+    batch = default_data_collator(rows)
+    assert {name: value.dtype for name, value in batch.items()} == {
+        "a": torch.int64,
+        "b": torch.float32,
+        "c": torch.float16,
+        "d": torch.float32,
+        "labels": torch.int64,
+    }
+    assert batch["labels"].tolist() == [3, 4]
+    assert default_data_collator([{"label": 0.5}])["labels"].dtype == torch.float32
+    assert default_data_collator([{"label_ids": [1, 2]}])["labels"].tolist() == [[1, 2]]
+
+
+def test_default_takes_objects_with_attributes() -> None:
+    @dataclass
+    class Row:
+        x: list[float]
+        label: int
+
+    assert default_data_collator([Row([0.5, 1.0], 1)])["x"].dtype == torch.float32
+
+
+def test_default_names_the_column_that_does_not_stack() -> None:
+    for ragged in ([[1], [1, 2]], [torch.ones(1), torch.ones(2)], [np.ones(1), np.ones(2)]):
+        with pytest.raises(DataError, match=r"input_ids.*Pad them"):
+            default_data_collator([{"input_ids": value} for value in ragged])
+    with pytest.raises(DataError, match="train_dataset = tuple: A sample has no named columns"):
+        default_data_collator([(1, 2)])
+    with pytest.raises(DataError, match=r'return_tensors = tf: .*Give "pt" for torch or "np"'):
+        default_data_collator([{"a": 1}], return_tensors="tf")
+
+
+def test_sequence_to_sequence_asks_the_model_for_decoder_inputs() -> None:
+    class Model:
+        def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+            return labels + 1
+
+    batch = DataCollatorForSeq2Seq(tokens(), model=Model())([{"input_ids": [1], "labels": [5]}])
+    assert batch["decoder_input_ids"].tolist() == [[6]]
 
 
 # ------------------------------------------------------------------------------------------------------------- masking
@@ -221,6 +272,93 @@ def test_a_permuted_batch_needs_an_even_length_and_a_mask_token() -> None:
         DataCollatorForPermutationLanguageModeling(unmasked)
 
 
+def test_masking_replaces_as_the_paper_says() -> None:
+    torch.manual_seed(0)
+    rows = [{"input_ids": [1, *range(3, 40)]} for _ in range(400)]
+    batch = DataCollatorForLanguageModeling(tokens(), mlm=True)(rows)
+    targets = batch["labels"] != -100
+    assert not targets[:, 0].any()  # a special token
+    assert targets[:, 1:].float().mean().item() == pytest.approx(0.15, abs=0.01)
+    masked = (batch["input_ids"] == MASK) & targets
+    kept = (batch["input_ids"] == batch["labels"]) & targets
+    assert (masked.sum() / targets.sum()).item() == pytest.approx(0.8, abs=0.03)
+    assert (kept.sum() / targets.sum()).item() == pytest.approx(0.1, abs=0.03)
+    assert torch.equal(batch["input_ids"][~targets], torch.tensor([row["input_ids"] for row in rows])[~targets])
+
+
+def test_masks_come_from_the_seed_of_the_collator_where_there_is_one() -> None:
+    rows = [{"input_ids": list(range(3, 33))} for _ in range(4)]
+
+    def masked(seed: int | None) -> list[torch.Tensor]:
+        collate = DataCollatorForLanguageModeling(tokens(), mlm_probability=0.4, seed=seed)
+        return [collate(rows)["labels"] for _ in range(2)]
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, again = masked(5), masked(5)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])  # the next batch gets another mask
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(masked(None)[0], masked(None)[0])
+    assert not torch.equal(before, torch.get_rng_state())
+
+
+def test_all_targets_may_be_masked_or_all_randomised() -> None:
+    rows = [{"input_ids": list(range(3, 40))} for _ in range(20)]
+    every = DataCollatorForLanguageModeling(tokens(), mlm_probability=1.0, mask_replace_prob=1, random_replace_prob=0)
+    assert (every(rows)["input_ids"] == MASK).all()
+    shuffled = DataCollatorForLanguageModeling(tokens(), mlm_probability=1, mask_replace_prob=0, random_replace_prob=1)
+    batch = shuffled(rows)
+    assert (batch["input_ids"] < 40).all()
+    assert (batch["input_ids"] != batch["labels"]).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_never_a_target(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tokens(padding_side=side)
+    monkeypatch.setattr(type(plain), "all_special_ids", ())
+    rows = [{"input_ids": [5] * 9}, {"input_ids": [6]}]
+    labels = DataCollatorForLanguageModeling(plain, mlm_probability=1.0)(rows)["labels"]
+    assert (labels != -100).sum().item() == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"mlm_probability": 1.5}, "mlm_probability = 1.5: The share must be from 0 to 1"),
+        ({"mlm_probability": None}, "mlm_probability = None: The share must be from 0 to 1"),
+        ({"mask_replace_prob": -0.1}, "mask_replace_prob = -0.1: The share must be from 0 to 1"),
+        (
+            {"random_replace_prob": 0.5},
+            r"mask_replace_prob \+ random_replace_prob = 1.3: The share must be from 0 to 1",
+        ),
+        ({"whole_word_mask": True, "mlm": False}, "whole_word_mask = True: Whole words are masked for masked"),
+    ],
+)
+def test_impossible_masking_is_refused(given: Any, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        DataCollatorForLanguageModeling(tokens(), **given)
+
+
+def test_masking_needs_a_mask_token() -> None:
+    unmasked = tokens()
+    unmasked.mask_token = None
+    with pytest.raises(ConfigError, match=r"mlm = True: The tokenizer has no mask token\. Give mlm=False"):
+        DataCollatorForLanguageModeling(unmasked)
+    assert DataCollatorForLanguageModeling(unmasked, mlm=False)
+
+
+def test_collators_that_draw_nothing_are_known_and_their_subclasses_are_not_trusted() -> None:
+    class Noisy(DataCollatorWithPadding):
+        pass
+
+    assert is_pure_collator(DataCollatorWithPadding(tokens()))
+    assert is_pure_collator(DataCollatorForSeq2Seq(tokens()))
+    assert not is_pure_collator(Noisy(tokens()))
+    assert not is_pure_collator(DataCollatorForLanguageModeling(tokens()))
+
+
 # ---------------------------------------------------------------------------------------------------------- subclasses
 def test_overrides_of_the_reference_s_methods_take_effect() -> None:
     class Every(DataCollatorForLanguageModeling):
@@ -233,8 +371,3 @@ def test_overrides_of_the_reference_s_methods_take_effect() -> None:
     batch = Every(tokens())([{"input_ids": [5, 6]}])
     assert batch["input_ids"].tolist() == [[0, 0]] and batch["labels"].tolist() == [[5, 6]]
     assert list(Every(tokens())([{"input_ids": [5]}], return_tensors="np")) == ["mine"]
-
-
-def test_another_kind_of_tensor_is_refused() -> None:
-    with pytest.raises(DataError, match=r'return_tensors = tf: .*Give "pt" for torch or "np"'):
-        trainer_lib.default_data_collator([{"a": 1}], return_tensors="tf")

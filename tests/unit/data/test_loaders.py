@@ -11,18 +11,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
-from tests.support.loaders import ROWS, foreign, read, shuffled
 from tests.support.toys import Augmented, StatefulStream, Stream, classification_rows
 from trainer_lib.data.collators import default_data_collator
 from trainer_lib.data.fetch import is_pure
+from trainer_lib.data.foreign import ForeignLoader
+from trainer_lib.data.items import count_samples
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader
 from trainer_lib.data.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
+ROWS = classification_rows(23)
 MORE = classification_rows(24)
+
+
+def read(loader: Any, epoch: int = 0, step: int = 0) -> list[tuple[list[float], bool]]:
+    return [(micro.batch["x"].flatten().tolist(), micro.real) for micro in loader.micros(epoch, step)]
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(ROWS, batch_size=2, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
+
+
+def foreign(loader: Any, world: int = 1, rank: int = 0) -> ForeignLoader:
+    return ForeignLoader(loader, accumulation=2, data_parallel_size=world, rank=rank, seed=1, drop_last=False)
 
 
 def train_loader(
@@ -190,18 +204,7 @@ def test_starting_ten_million_samples_in_costs_what_starting_at_ten_does() -> No
 # ---------------------------------------------------------------------------------------------------------- evaluation
 @pytest.mark.parametrize(("count", "batch", "world"), [(23, 4, 3), (2, 4, 3), (24, 4, 2), (1, 1, 4)])
 def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batch: int, world: int) -> None:
-    loaders = [
-        EvalLoader(
-            MORE[:count],
-            batch_size=batch,
-            data_parallel_size=world,
-            rank=rank,
-            collate=default_data_collator,
-            seed=0,
-            options=LoaderOptions(),
-        )
-        for rank in range(world)
-    ]
+    loaders = [eval_loader(MORE[:count], batch=batch, world=world, rank=rank) for rank in range(world)]
     assert len({loader.rounds for loader in loaders}) == 1
     rows = sorted(row for loader in loaders for start, stop in loader.slices for row in range(start, stop))
     assert rows == list(range(count))
@@ -209,12 +212,12 @@ def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batc
 
 
 # ------------------------------------------------------------------------------------------------------------ streams
-def eval_loader(dataset: Any) -> EvalLoader:
+def eval_loader(dataset: Any, *, batch: int = 1, world: int = 1, rank: int = 0) -> EvalLoader:
     return EvalLoader(
         dataset,
-        batch_size=1,
-        data_parallel_size=1,
-        rank=0,
+        batch_size=batch,
+        data_parallel_size=world,
+        rank=rank,
         collate=default_data_collator,
         seed=0,
         options=LoaderOptions(),
@@ -332,3 +335,98 @@ def test_a_stream_with_a_generator_is_reseeded_every_epoch() -> None:
     first, second = read(loader, epoch=0), read(loader, epoch=1)
     assert first != second
     assert read(iterable(Generated()), epoch=1) == second
+
+
+def test_a_loader_of_ones_own_is_dealt_out_to_ranks_in_one_order() -> None:
+    alone = [x for x, _ in read(foreign(shuffled()), epoch=1)]
+    ranks = [read(foreign(shuffled(), 2, rank), epoch=1) for rank in (0, 1)]
+    assert [x for pair in zip(*ranks, strict=True) for x, _ in pair] == alone
+    assert foreign(shuffled()).steps_per_epoch == 6
+    assert alone != [x for x, _ in read(foreign(shuffled()), epoch=0)]
+
+
+def test_a_loader_of_ones_own_is_read_up_to_the_position() -> None:
+    assert read(foreign(shuffled()), epoch=1, step=2) == read(foreign(shuffled()), epoch=1)[4:]
+
+
+def test_an_epoch_of_a_loader_with_a_generator_depends_on_no_earlier_epoch() -> None:
+    def own(generator: torch.Generator) -> DataLoader[Any]:
+        order = RandomSampler(ROWS, generator=generator)
+        batches = BatchSampler(order, batch_size=2, drop_last=False)
+        return DataLoader(ROWS, batch_sampler=batches, collate_fn=default_data_collator)  # type: ignore[arg-type]
+
+    generator = torch.Generator().manual_seed(7)
+    plain = [batch["x"].flatten().tolist() for batch in own(torch.Generator().manual_seed(7))]
+    source = foreign(own(generator))
+    first, second = read(source), read(source, epoch=1)
+    assert [x for x, _ in first] == plain
+    assert first != second
+    assert read(foreign(own(torch.Generator().manual_seed(7))), epoch=1) == second
+    source.close()
+    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
+
+
+def test_a_closed_source_leaves_the_loader_as_it_was() -> None:
+    """Another source of the same loader gives the same epochs, as after a rollback to the start."""
+    generator = torch.Generator().manual_seed(7)
+    rows: Any = ROWS
+    order = RandomSampler(rows, generator=generator)
+    seeded: DataLoader[Any] = DataLoader(rows, batch_size=2, sampler=order, collate_fn=default_data_collator)
+    for loader in (shuffled(), seeded):
+        first = foreign(loader)
+        epochs = [read(first, epoch=epoch) for epoch in (0, 1)]
+        next(first.micros(1, 0))
+        first.close()
+        assert [read(foreign(loader), epoch=epoch) for epoch in (0, 1)] == epochs
+
+
+def test_a_batch_sampler_says_how_large_a_step_is() -> None:
+    batches = BatchSampler(SequentialSampler(ROWS), batch_size=2, drop_last=False)
+    loader: DataLoader[Any] = DataLoader(ROWS, batch_sampler=batches)  # type: ignore[arg-type]
+    assert foreign(loader).step_samples(0) == 4
+
+
+def test_a_loader_with_state_is_put_back() -> None:
+    class Stateful:
+        def __init__(self) -> None:
+            self.at = 0
+            self.batch_size = 1
+
+        def __iter__(self) -> Any:
+            while self.at < 6:
+                self.at += 1
+                yield {"x": torch.tensor([float(self.at)])}
+            self.at = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    source = foreign(Stateful())
+    micros = source.micros(0, 0)
+    next(micros), next(micros)
+    resumed = foreign(Stateful())
+    resumed.load_state(source.state(), epoch=0, step=1)
+    assert [x for x, _ in read(resumed, step=1)] == [[3.0], [4.0], [5.0], [6.0]]
+
+
+THREE = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"x": torch.zeros(4, 2), "names": ["a", "b"]}, 4),
+        ({"features": {"x": torch.zeros(4, 2)}, "names": ["a", "b"]}, 4),
+        ({"label": [THREE, THREE], "texts": ["a", "b"]}, 2),
+        ({"label": [THREE, THREE], "texts": [["a", "b", "c"], ["d", "e", "f"]]}, 2),
+        ({"inputs": [THREE, THREE]}, 3),
+        (["a", "b"], 2),
+        ([{"x": THREE}, {"x": THREE}], 2),
+        (3.5, None),
+    ],
+)
+def test_samples_are_counted_by_tensors_else_by_texts(batch: Any, expected: int | None) -> None:
+    assert count_samples(batch) == expected

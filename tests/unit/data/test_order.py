@@ -1,9 +1,11 @@
-"""Data order: a permutation that is a pure function of (seed, epoch, position), cut the same for every world size."""
+"""Data order: a pure function of (seed, epoch, position), the same for every world size; generators are put back."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_lib.data.generators import keep_generators, seed_generators
+from trainer_lib.data.generators import keep_generators, watch_generators
 from trainer_lib.data.order import (
     BatchPlan,
     LengthGroupedOrder,
@@ -140,11 +142,70 @@ def test_seeds_of_samples_differ_by_seed_epoch_and_sample() -> None:
     assert len(seeds) == 4000
 
 
-def test_generators_are_put_back() -> None:
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
-    expected = (torch.rand(1).item(), np.random.rand(), random.random())
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "python gauss": lambda: random.gauss(0, 1),
+    "python seed": lambda: random.seed(5),
+    "numpy": np.random.rand,
+    "numpy gauss": np.random.randn,
+    "numpy seed": lambda: np.random.seed(5),
+    "torch": lambda: torch.rand(1),
+    "torch gauss": lambda: torch.randn(1),
+    "torch seed": lambda: torch.manual_seed(5),
+}
+
+
+@pytest.fixture(autouse=True)
+def _known_states() -> Iterator[None]:
     with keep_generators():
-        seed_generators(99)
-        drawn = (torch.rand(1).item(), np.random.rand(), random.random())
-    assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected != drawn
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        yield
+
+
+def _draw_each() -> tuple[float, ...]:
+    return (random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), *torch.randn(2).tolist())
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_noticed_and_put_back(name: str) -> None:
+    with keep_generators():
+        expected = _draw_each()
+    watched = watch_generators()
+    assert watched is not None
+    assert not watched.has_moved()
+    DRAWS[name]()
+    assert watched.has_moved()
+    watched.restore()
+    assert not watched.has_moved()
+    assert _draw_each() == expected
+
+
+def test_half_of_pythons_pair_of_gaussians_is_noticed_and_put_back() -> None:
+    random.gauss(0, 1)  # keeps the second of the pair beside the words
+    with keep_generators():
+        expected = _draw_each()
+    watched = watch_generators()
+    assert watched is not None
+    random.gauss(0, 1)
+    assert watched.has_moved()
+    watched.restore()
+    assert _draw_each() == expected
+
+
+def test_nothing_is_watched_while_numpy_holds_half_a_pair_of_gaussians() -> None:
+    assert watch_generators() is not None
+    np.random.randn()
+    assert watch_generators() is None  # handing out the other half would change no word
+    np.random.randn()
+    assert watch_generators() is not None
+
+
+def test_nothing_is_watched_with_another_generator_in_numpys_place() -> None:
+    given: Any = np.random
+    own = given.get_bit_generator()
+    try:
+        given.set_bit_generator(np.random.PCG64(1))
+        assert watch_generators() is None
+    finally:
+        given.set_bit_generator(own)
+    assert watch_generators() is not None

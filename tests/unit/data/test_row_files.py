@@ -1,23 +1,30 @@
-"""New rows are read alike from every format, in order, and a bad one is named by file and row."""
+"""New rows and predictions: read alike from every format, typed like prepared ones, written as columns or lines."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import GivenRows
+from trainer_lib.data.predictions import build_table, to_parquet
 from trainer_lib.data.row_files import RowReader
+from trainer_lib.data.row_predictions import RowPredictionWriter
 from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.whole_columns import convert_together
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.storage import Store
 
 COLUMNS = {"text": Column("string"), "x": Column("list", "float64"), "n": Column("scalar", "int64")}
 ROWS = [{"id": f"r{n}", "text": f'a "quoted"\nline, {n}', "x": [n / 2, -1.0], "n": n} for n in range(2500)]
@@ -200,3 +207,108 @@ def test_the_id_of_a_row_whose_text_is_bad_is_known(tmp_path: Path) -> None:
     good, bad = _reader(tmp_path / "a.csv").take_all(9)
     assert (good.id, bad.id) == ("a", "b")
     assert bad.place.endswith("a.csv, row 1 (line 3)")
+
+
+VALUES: dict[str, Callable[[random.Random], Any]] = {
+    "int64": lambda draw: draw.choice([0, -1, True, 2**53 + 1, 2**62]),
+    "int8": lambda draw: draw.randrange(-128, 128),
+    "uint64": lambda draw: draw.choice([0, 2**63, 2**64 - 1]),
+    "bool": lambda draw: draw.choice([True, False, 1]),
+    "float32": lambda draw: draw.choice([draw.random(), 1, True, 2**60 + 1, 1e300, -math.inf, 16777217]),
+    "float64": lambda draw: draw.choice([draw.random(), 3, 2**53 + 1]),
+    "string": lambda draw: draw.choice(["", "a", "é"]),
+    "int64[*]": lambda draw: [draw.randrange(9) for _ in range(draw.randrange(1, 5))],
+    "int32[*]": lambda draw: [draw.randrange(9) for _ in range(3)],
+    "float32[*]": lambda draw: [draw.random() for _ in range(draw.randrange(4))],
+    "float32[2,2]": lambda draw: np.full((2, 2), draw.random()),
+    "string[*]": lambda draw: ["x"] * draw.randrange(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # 1e300 as a float32, in both ways
+@pytest.mark.parametrize("kind", VALUES)
+def test_rows_together_have_the_values_of_rows_alone(kind: str) -> None:
+    draw = random.Random(kind)
+    for _ in range(20):
+        rows = [{"v": VALUES[kind](draw)} for _ in range(draw.randrange(1, 12))]
+        together, alone = GivenRows(rows, {"v": kind}), [GivenRows([row], {"v": kind})[0] for row in rows]
+        assert len(together) == len(rows)
+        for mine, expected in zip(together[:], alone, strict=True):
+            assert type(mine["v"]) is type(expected["v"])
+            assert getattr(mine["v"], "dtype", None) == getattr(expected["v"], "dtype", None)
+            assert np.array_equal(mine["v"], expected["v"])
+        assert str(together[-1]) == str(alone[-1])
+
+
+def test_most_columns_are_converted_together() -> None:
+    draw = random.Random(0)
+    slow = {kind for kind in VALUES if convert_together([VALUES[kind](draw)] * 3, Column.parse(kind)) is None}
+    assert slow <= {"float32", "float64", "string[*]"}  # great numbers, and texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "words"),
+    [
+        ("int64", 1, 1.5, "not int64 but float64"),
+        ("int64", 1, "4", "not int64 but <U1"),
+        ("int8", 1, 200, "does not fit into int8"),
+        ("int64", 1, 2**70, "column 'v'"),
+        ("float32", 1.0, None, "not float32"),
+        ("float32", 1.0, [1.0], "the shape is"),
+        ("string", "a", 1, "a value of type str is needed"),
+        ("int64[*]", [1, 2], [[1], [2]], "an array of one dimension"),
+        ("int64[*]", [1, 2], "12", "not int64"),
+        ("int64[*]", [1], [], "not int64"),
+        ("int64[*]", [1, 2], {1: 2}, "not int64"),
+        ("float32[*]", [1.0], [1.0, "a"], "not float32"),
+        ("float32[2,2]", [[1, 2], [3, 4]], [[1, 2]], "the shape is"),
+    ],
+)
+def test_the_first_bad_row_among_good_ones_is_named(kind: str, good: Any, bad: Any, words: str) -> None:
+    rows = [{"v": good}, {"v": good}, {"v": bad}, {"v": bad}]
+    with pytest.raises(DataError, match=words) as refused:
+        GivenRows(rows, {"v": kind}, names=["v"], place="file.jsonl, row {}".format)
+    assert "file.jsonl, row 2, column 'v'" in str(refused.value)
+
+
+def test_a_sample_may_be_changed_without_changing_the_row() -> None:
+    rows = GivenRows(
+        [{"v": [1.0, 2.0], "w": [1]}, {"v": [3.0, 4.0], "w": [2, 3]}], {"v": "float32[*]", "w": "int64[*]"}
+    )
+    for sample in (rows[0], *rows[:], *rows.__getitems__([1, 0])):
+        sample["v"] *= 0
+        sample["w"] *= 0
+    assert [row["v"].tolist() for row in rows[:]] == [[1, 2], [3, 4]]
+    assert [row["w"].tolist() for row in rows[:]] == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 3), (1, 7)])
+def test_an_array_is_written_as_the_list_of_its_rows(dtype: str, shape: tuple[int, ...]) -> None:
+    values: Any = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    if dtype.startswith("float"):
+        values.reshape(-1)[0] = np.nan
+    for array in (values, np.asfortranarray(values), np.repeat(values, 2, axis=0)[::2]):
+        rows = pa.array(range(len(array)))
+        table = build_table(rows, {"v": array}, rows=len(array), of="")
+        expected = build_table(rows, {"v": list(array)}, rows=len(array), of="")
+        assert table.schema == expected.schema
+        assert to_parquet(table) == to_parquet(expected)
+
+
+def test_lists_of_unequal_lengths_are_a_column() -> None:
+    spans: list[Any] = [[[1, 2], [3]], [[4]]]
+    table = build_table(pa.array(range(2)), {"spans": spans}, rows=2, of="")
+    assert table["spans"].to_pylist() == spans
+
+
+def test_a_line_is_json_with_null_for_what_json_has_no_number_for(tmp_path: Path) -> None:
+    writer = RowPredictionWriter(Store.open(str(tmp_path)), "key", "jsonl")
+    columns: dict[str, Any] = {"v": np.array([[0.1, np.nan], [np.inf, -0.0]]), "word": ["é\n", "\u2028"]}
+    entry = writer.write(0, ["a", None], columns, {}, text_ids=True)
+    lines = (tmp_path / entry.path).read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in lines[:-1]] == [
+        {"row_id": "a", "v": [0.1, None], "word": "é\n"},
+        {"row_id": None, "v": [None, -0.0], "word": "\u2028"},
+    ]
+    assert lines[-1] == ""

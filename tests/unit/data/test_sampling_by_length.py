@@ -1,7 +1,8 @@
-"""Sorting by length: less padding, every sample once an epoch, the same under several ranks and after a resume."""
+"""Sorting by length: less padding, every sample once an epoch, results in the rows' own order."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch.utils.data import IterableDataset
 
 from tests.support.seq2seq import Copier, Tokens, seq2seq_trainer
 from tests.support.toys import TokenModel
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import trainer
 from trainer_lib import DataCollatorForLanguageModeling
+from trainer_lib.data.by_length import in_order, longest_first, require_column
 from trainer_lib.data.order import BatchPlan, LengthGroupedOrder, RandomOrder
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DataError
 
 LENGTHS = np.random.default_rng(0).lognormal(3.0, 0.8, 4000).astype(int).clip(1, 400).tolist()
 
@@ -166,20 +168,6 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_seed_and_epoch(tmp_path
     assert order(0, data_seed=5) == order(0, data_seed=5, seed=9) != order(0)
 
 
-def test_resuming_goes_on_with_the_very_next_sample(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2}
-    whole = _trainer(tmp_path / "whole", _rows(30), **given)
-    whole.train()
-    step = preempted_at(_trainer(tmp_path / "cut", _rows(30), callbacks=[StopAt(5)], **given))
-    resumed = _trainer(tmp_path / "cut", _rows(30), **given)
-    resumed.train(resume_from_checkpoint=True)
-    assert 5 <= step <= 6
-    assert_equal(final_state(whole), final_state(resumed))
-    other = [{"input_ids": [*row["input_ids"], 3]} for row in _rows(30)]
-    with pytest.raises(ConfigError, match="train_dataset"):
-        _trainer(tmp_path / "cut", other, **given).train(resume_from_checkpoint=True)
-
-
 def test_sortish_sampling_pads_less_and_shuffles_batches(tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in _rows()]
 
@@ -250,3 +238,25 @@ def test_a_sample_is_masked_alike_in_every_micro_batch_and_anew_every_epoch(tmp_
     assert len(alone) >= 6
     assert masks(4, epoch=1) != fours
     assert masks(4, seed=2) != fours
+
+
+def test_results_of_sorted_rows_come_back_in_order() -> None:
+    draw = random.Random(0)
+    rows = [[draw.random()] * draw.randrange(9) for _ in range(50)]
+    order = longest_first(rows)
+    lengths = [len(rows[place]) for place in order]
+    assert lengths == sorted(lengths, reverse=True)
+    results = np.array([[sum(rows[place]), place] for place in order])
+    assert in_order(results, order).tolist() == [[sum(row), place] for place, row in enumerate(rows)]
+
+
+def test_a_number_is_a_length_and_equal_lengths_keep_their_order() -> None:
+    assert longest_first([2, 5, 2.5, 5]) == [1, 3, 2, 0]
+    assert longest_first(["", "ab", np.zeros(3), "cd", None]) == [2, 1, 3, 0, 4]
+
+
+def test_what_has_no_result_for_each_row_is_refused() -> None:
+    with pytest.raises(DataError, match="returned 2 values for 3 rows"):
+        in_order(np.zeros(2), [2, 0, 1])
+    with pytest.raises(DataError, match="no column 'text'; the nearest is 'texts'"):
+        require_column(["texts"], "text", field="predict.sort_by")

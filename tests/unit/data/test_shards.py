@@ -57,7 +57,7 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
+def test_rows_come_back_as_they_were_also_after_pickling(tmp_path: Path) -> None:
     data = write(tmp_path, iter(ROWS), shard_rows=10)
     split = ArrowSplit(data, "train")
     assert (len(split), len(data["splits"]["train"]["shards"])) == (23, 3)
@@ -71,19 +71,15 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     for index in (23, -24):
         with pytest.raises(IndexError):
             split[index]
-
-
-def test_columns_are_described(tmp_path: Path) -> None:
-    columns = write(tmp_path, ROWS)["splits"]["train"]["columns"]
-    assert columns["image"] == "uint8[2,3]"
-    assert columns["tokens"] == "int64[*]"
+    columns = data["splits"]["train"]["columns"]
+    assert (columns["image"], columns["tokens"]) == ("uint8[2,3]", "int64[*]")
     assert (columns["text"], columns["raw"], columns["flag"], columns["row_id"]) == ("string", "bytes", "bool", "int64")
-
-
-def test_a_row_is_the_readers_own(tmp_path: Path) -> None:
-    split = ArrowSplit(write(tmp_path, ROWS), "train")
     split[5]["image"][:] = 0
-    assert (split[5]["image"] == 5).all()
+    assert (split[5]["image"] == 5).all(), "a row is the reader's"
+    assert pickle.loads(pickle.dumps(split))[7]["count"] == 7
+    with pytest.raises(ConfigError) as caught:
+        ArrowSplit(data, "valid")
+    assert "train" in (caught.value.remedy or "")
 
 
 def test_row_ids_count_unless_given(tmp_path: Path) -> None:
@@ -96,12 +92,6 @@ def test_row_ids_count_unless_given(tmp_path: Path) -> None:
     assert texts.row_ids(0, 2).tolist() == ["007", "7"]
     with pytest.raises(DataError, match="row ids must be integers or texts"):
         write(tmp_path / "d", [{"x": 1, "row_id": 0.5}])
-
-
-def test_a_split_survives_pickling_and_is_reopened(tmp_path: Path) -> None:
-    split = ArrowSplit(write(tmp_path, ROWS, shard_rows=5), "train")
-    assert split[7]["count"] == 7
-    assert pickle.loads(pickle.dumps(split))[7]["count"] == 7
 
 
 def test_lists_of_texts_come_back_and_new_rows_have_them_too(tmp_path: Path) -> None:
@@ -120,22 +110,16 @@ def test_lists_of_texts_come_back_and_new_rows_have_them_too(tmp_path: Path) -> 
         write(tmp_path / "b", [*rows, {"words": [1]}], shard_rows=3)
 
 
-def test_an_unknown_split_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ArrowSplit(write(tmp_path, ROWS), "valid")
-    assert "train" in (caught.value.remedy or "")
-
-
 @pytest.mark.parametrize("rows", [[], iter(())])
 def test_an_empty_split_is_refused(tmp_path: Path, rows: Any) -> None:
     with pytest.raises(DataError, match="split 'train' is empty"):
         write(tmp_path, rows)
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
-def test_a_split_must_be_nameable(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match="cannot be the name of a split"):
-        SplitWriter(Store.open(tmp_path), name)
+def test_a_split_must_be_nameable(tmp_path: Path) -> None:
+    for name in ("", "../up", "a/b", ".hidden", "a b"):
+        with pytest.raises(DataError, match="cannot be the name of a split"):
+            SplitWriter(Store.open(tmp_path), name)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +168,7 @@ def test_numbers_are_widened_within_the_first_rows_and_never_narrowed_after(tmp_
     assert mixed["splits"]["train"]["columns"]["x"] == "float64"
     with pytest.raises(DataError, match="float64 does not fit int64"):
         write(tmp_path / "b", [{"x": [1]}, {"x": [2.5]}], shard_rows=1)
-
-
-def test_nan_is_kept_when_it_is_allowed(tmp_path: Path) -> None:
-    split = ArrowSplit(write(tmp_path, [{"x": float("nan")}], allow_nan=True), "train")
+    split = ArrowSplit(write(tmp_path / "c", [{"x": float("nan")}], allow_nan=True), "train")
     assert np.isnan(split[0]["x"])
 
 
@@ -221,14 +202,10 @@ def test_a_repeated_run_writes_only_what_is_not_finished(tmp_path: Path) -> None
     assert again["files"] == fresh["files"]  # byte for byte
 
 
-def test_other_settings_do_not_reuse_shards(tmp_path: Path) -> None:
-    write(tmp_path, Rows(), shard_rows=10)
-    again = write(tmp_path, Rows(), shard_rows=7)
+def test_other_settings_and_a_record_cut_short_mean_unfinished(tmp_path: Path) -> None:
+    write(tmp_path, Rows(), shard_rows=7)
+    again = write(tmp_path, Rows(), shard_rows=10)
     assert [ArrowSplit(again, "train")[row]["x"] for row in range(25)] == list(range(25))
-
-
-def test_a_record_cut_short_means_unfinished(tmp_path: Path) -> None:
-    write(tmp_path, Rows(), shard_rows=10)
     record = tmp_path / "records/data/train/00001.arrow.json"
     for text in ("", "{", "[]", '{"file": {}}'):
         record.write_text(text)
@@ -294,12 +271,9 @@ def test_any_rows_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list
 # ------------------------------------------------------------------------------------------------- predictions
 
 
-def test_parts_cover_every_row_once(tmp_path: Path) -> None:
-    writer = PredictionWriter(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
-    assert [writer.row_range(part) for part in range(writer.num_parts)] == [(0, 10), (10, 20), (20, 25)]
-
-
 def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
+    parts = PredictionWriter(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
+    assert [parts.row_range(part) for part in range(parts.num_parts)] == [(0, 10), (10, 20), (20, 25)]
     writer = PredictionWriter(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
     columns: dict[str, Any] = {
         "prediction": np.array([1, 2, 3]),
