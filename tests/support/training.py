@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.support.toys import Classifier
+from tests.support.toys import Classifier, classification_rows
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import Preempted
@@ -80,6 +80,14 @@ class Note(TrainerCallback):
 
     def _keep(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.kept.append(self._look(state, **kwargs))
+
+
+def measured(*accuracies: float) -> dict[str, Any]:
+    """Settings of a run whose evaluations give these accuracies in turn; the largest is the best."""
+    values = iter(accuracies)
+    data: list[Any] = classification_rows(4)
+    given: dict[str, Any] = {"eval_dataset": data, "compute_metrics": lambda p: {"accuracy": next(values)}}
+    return {**given, "eval_strategy": "steps", "metric_for_best_model": "accuracy"}
 
 
 def note_heads() -> Note:

@@ -16,7 +16,7 @@ from typing_extensions import override
 from tests.support.faulty import Faults
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
-from tests.support.training import Note, NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, NoteSaves, StopAt, assert_equal, final_state, measured, preempted_at, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.staging import HostCopy
@@ -45,13 +45,6 @@ class At(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.action()
-
-
-def measured(*accuracies: float) -> dict[str, Any]:
-    """Settings of a run whose evaluations give these numbers, of which the largest is the best."""
-    values = iter(accuracies)
-    given: dict[str, Any] = {"eval_dataset": ROWS[:4], "compute_metrics": lambda p: {"accuracy": next(values)}}
-    return {**given, "eval_strategy": "steps", "metric_for_best_model": "accuracy"}
 
 
 def contents(folder: Path) -> dict[str, dict[str, str]]:
