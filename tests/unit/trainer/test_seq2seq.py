@@ -1,4 +1,4 @@
-"""Seq2SeqTrainer with a model that owes nothing to transformers, and what is refused before anything is computed."""
+"""Seq2SeqTrainer with a model that owes nothing to transformers, and with T5 beside the reference's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.seq2seq import END, PAD, Copier, Tokens, rows, seq2seq_trainer
+import trainer_lib
+from tests.support.seq2seq import END, PAD, WORDS, Copier, Tokens, rows, seq2seq_trainer, t5
 from tests.support.toys import Classifier, classification_rows
-from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from trainer_lib import (
+    DataCollatorForSeq2Seq,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 from trainer_lib.errors import ConfigError
 
 ROWS = rows(10)
@@ -190,17 +198,203 @@ def test_arguments_without_generation_settings_are_refused(tmp_path: Path) -> No
         Seq2SeqTrainer(Copier(), TrainingArguments(str(tmp_path), use_cpu=True))
 
 
-@pytest.mark.parametrize("given", [{"predict_with_generate": True}, {"generation_num_beams": 2}])
 def test_a_plain_trainer_ignores_generation_settings_with_a_word(
-    tmp_path: Path, given: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Trainer(Copier(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, **given))
-    [(name, value)] = given.items()
-    assert f"{name} = {value} has no effect without Seq2SeqTrainer." in caplog.text
-    caplog.clear()
     Trainer(Copier(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True))
     assert "has no effect" not in caplog.text
+    args: Any = Seq2SeqTrainingArguments(
+        str(tmp_path), use_cpu=True, predict_with_generate=True, generation_num_beams=2
+    )
+    Trainer(Copier(), args)
+    for name, value in {"predict_with_generate": True, "generation_num_beams": 2}.items():
+        assert f"{name} = {value} has no effect without Seq2SeqTrainer." in caplog.text
 
 
 def test_without_arguments_there_are_basic_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(Seq2SeqTrainer(Copier()).args, Seq2SeqTrainingArguments)
+
+
+ROWS7 = rows(7)
+
+
+def _tokenizer(**settings: Any) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "</s>", "<mask>", *(f"w{number}" for number in range(3, 40))]
+    model = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="</s>"))
+    special: Any = {"pad_token": "<pad>", "eos_token": "</s>", "mask_token": "<mask>"}
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=model, **special, **settings)
+
+
+def _trainer(folder: Path, model: Any = None, **given: Any) -> Any:
+    model, tokens = t5() if model is None else model, _tokenizer()
+    collate = DataCollatorForSeq2Seq(tokens, model=model)
+    return seq2seq_trainer(folder, model, processing_class=tokens, data_collator=collate, **given)
+
+
+def _theirs(folder: Path, model: Any, **given: Any) -> Any:
+    """The same Trainer, of transformers."""
+    import transformers
+
+    settings: dict[str, Any] = {"use_cpu": True, "per_device_eval_batch_size": 3, "report_to": "none"}
+    settings |= {"predict_with_generate": True, "generation_max_length": 8, "disable_tqdm": True}
+    args = transformers.Seq2SeqTrainingArguments(str(folder), **{**settings, **given})
+    tokens = _tokenizer()
+    collate = transformers.DataCollatorForSeq2Seq(tokens, model=model)
+    return transformers.Seq2SeqTrainer(model, args, data_collator=collate, processing_class=tokens)
+
+
+def _generated(model: Any, row: dict[str, list[int]], **settings: Any) -> list[int]:
+    tokens: list[int] = model.eval().generate(input_ids=torch.tensor([row["input_ids"]]), **settings)[0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_predictions_are_those_of_generate_row_by_row(tmp_path: Path, beams: int) -> None:
+    model = t5()
+    found = _trainer(tmp_path, model, generation_num_beams=beams).predict(ROWS7)
+    assert found.predictions.shape == (7, 8)
+    for row, tokens in zip(ROWS7, found.predictions, strict=True):
+        alone = _generated(model, row, max_length=8, num_beams=beams)
+        assert tokens.tolist() == [*alone, *[PAD] * (8 - len(alone))]
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+@pytest.mark.parametrize("per_call", [{}, {"max_length": 8, "num_beams": 2}, {"max_new_tokens": 4}])
+def test_predictions_and_labels_are_those_of_transformers_own_trainer(tmp_path: Path, per_call: dict[str, Any]) -> None:
+    model = t5()
+    model.generation_config.max_length = 8
+    theirs = _theirs(tmp_path / "theirs", model).predict(ROWS7, **per_call)
+    ours = _trainer(tmp_path / "ours", model).predict(ROWS7, **per_call)
+    width = ours.predictions.shape[1]
+    assert np.array_equal(theirs.predictions[:, :width], ours.predictions)
+    assert set(theirs.predictions[:, width:].reshape(-1).tolist()) <= {PAD}
+    # Batch by batch theirs takes the mean of micro-batch means, ours of tokens: losses are not compared.
+    seen = min(width, theirs.label_ids.shape[1])
+    assert np.array_equal(theirs.label_ids[:, :seen], ours.label_ids[:, :seen])
+
+
+def test_decoder_inputs_made_from_labels_are_kept_from_generation(tmp_path: Path) -> None:
+    """The collator adds them (it was given the model); continuing them would leak the answer."""
+    with_decoder_inputs = _trainer(tmp_path, t5()).predict(ROWS7).predictions
+    collate = DataCollatorForSeq2Seq(_tokenizer())
+    without = seq2seq_trainer(tmp_path, t5(), processing_class=_tokenizer(), data_collator=collate)
+    assert np.array_equal(with_decoder_inputs, without.predict(ROWS7).predictions)
+
+
+def test_a_decoder_prompt_of_ones_own_is_continued(tmp_path: Path) -> None:
+    prompted = [{"input_ids": row["input_ids"], "decoder_input_ids": [PAD, 5, 6]} for row in ROWS7]
+    equal = [{**row, "input_ids": (row["input_ids"] * 3)[:5]} for row in prompted]
+    one = seq2seq_trainer(tmp_path, t5(), processing_class=_tokenizer(), data_collator=default_data_collator)
+    assert one.predict(equal).predictions[:, :3].tolist() == [[PAD, 5, 6]] * 7
+
+
+def test_a_generation_configuration_comes_as_object_mapping_file_or_folder_and_holds_for_new_models(
+    tmp_path: Path,
+) -> None:
+    from transformers import GenerationConfig
+
+    make: Any = GenerationConfig
+    config = make(max_length=5, num_beams=2, pad_token_id=PAD, eos_token_id=1, decoder_start_token_id=PAD)
+    config.save_pretrained(tmp_path / "folder")
+    for given in (config, config.to_dict(), tmp_path / "folder", str(tmp_path / "folder" / "generation_config.json")):
+        one = _trainer(tmp_path, generation_config=given, generation_max_length=None)
+        assert one.model.generation_config.num_beams == 2
+        assert one.predict(ROWS7[:2]).predictions.shape == (2, 5)
+        assert one.predict(ROWS7[:2], max_length=6).predictions.shape == (2, 6)
+    assert one.model.generation_config is not config
+    given = {"generation_config": config, "generation_max_length": None, "train_dataset": ROWS7, "max_steps": 1}
+    one = _trainer(tmp_path, **given)
+    one.model_init, one.model = t5, t5()
+    one.train()
+    assert one.predict(ROWS7[:2]).predictions.shape == (2, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*GenerationConfig.*")
+def test_a_generation_configuration_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    with pytest.raises(ConfigError, match=r"generation_config = .*nowhere: The generation settings cannot be used"):
+        _trainer(tmp_path, generation_config=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r'generation_config\.num_beam = 2: .*"num_beams"'):
+        _trainer(tmp_path, generation_config={"num_beam": 2})
+    make: Any = GenerationConfig
+    with pytest.raises(ConfigError, match="GenerationConfig: The generation settings cannot be used"):
+        _trainer(tmp_path, generation_config=make(do_sample=False, temperature=0.5))
+
+
+def test_the_calls_limit_beats_the_configurations(tmp_path: Path) -> None:
+    model = t5()
+    model.generation_config.max_new_tokens = 3
+    model.generation_config.eos_token_id = None
+    one = _trainer(tmp_path, model, generation_max_length=None)
+    assert one.predict(ROWS7[:2]).predictions.shape == (2, 4)
+    assert one.predict(ROWS7[:2], max_length=7).predictions.shape == (2, 7)
+    assert one.predict(ROWS7[:2], max_new_tokens=5).predictions.shape == (2, 6)
+
+
+def test_a_decoder_only_model_continues_its_input(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    kind: Any = GPT2Config
+    config = kind(
+        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1, pad_token_id=0
+    )
+    model: Any = GPT2LMHeadModel(config)
+    equal = [{"input_ids": [2, 3, 4], "labels": [2, 3, 4]} for _ in range(4)]
+    one = _trainer(tmp_path, model, generation_max_length=None)
+    found = one.predict(equal, max_new_tokens=2)
+    assert found.predictions.shape == (4, 5)
+    assert found.predictions[:, :3].tolist() == [[2, 3, 4]] * 4
+
+
+# ----------------------------------------------------------------------------------- collators against transformers'
+ANSWERED = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10, 11]}]
+NAMED = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [5], "label": 0}]
+LONGEST: dict[str, Any] = {"padding": "longest", "label_pad_token_id": 0}
+FIXED: dict[str, Any] = {"padding": "max_length", "max_length": 6}
+COLLATED: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
+    ("DataCollatorForSeq2Seq", ANSWERED, [{}, {"pad_to_multiple_of": 8}, FIXED, LONGEST]),
+    ("DataCollatorForSeq2Seq", [{"input_ids": [3, 4], "label": [5]}], [{}]),
+    ("DataCollatorForSeq2Seq", [{"input_ids": [3]}], [{}, FIXED]),
+    ("DataCollatorWithPadding", NAMED, [{}, {"pad_to_multiple_of": 4}, FIXED]),
+    (
+        "DataCollatorForLanguageModeling",
+        [{"input_ids": [5, 6, 7]}, {"input_ids": [5]}],
+        [{}, {"pad_to_multiple_of": 4}],
+    ),
+    ("DataCollatorForLanguageModeling", [[5, 6], [7]], [{}]),
+]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("name", "rows", "settings"), COLLATED)
+def test_batches_are_transformers_own(name: str, rows: list[Any], settings: list[Any], side: str) -> None:
+    import transformers
+
+    tokens = _tokenizer(padding_side=side)
+    more = {"DataCollatorForSeq2Seq": {"model": t5()}, "DataCollatorForLanguageModeling": {"mlm": False}}.get(name, {})
+    for given in settings:
+        ours, theirs = (
+            getattr(lib, name)(tokens, **more, **given)([dict(row) if isinstance(row, dict) else row for row in rows])
+            for lib in (trainer_lib, transformers)
+        )
+        if "attention_mask" not in theirs:  # of bare lists theirs makes none, and padding is attended to
+            assert torch.equal(ours.pop("attention_mask"), (ours["input_ids"] != PAD).long())
+        theirs = {key: value for key, value in theirs.items() if value is not None}
+        assert set(ours) == set(theirs)
+        for key, value in theirs.items():
+            assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(value)), key
+
+
+def test_labels_as_arrays_and_tensors_are_padded_like_lists() -> None:
+    tokens = _tokenizer()
+    expected = DataCollatorForSeq2Seq(tokens)([dict(row) for row in ANSWERED])["labels"]
+    for make in (np.array, torch.tensor):
+        given = [{"input_ids": row["input_ids"], "labels": make(row["labels"])} for row in ANSWERED]
+        assert torch.equal(DataCollatorForSeq2Seq(tokens)(given)["labels"], expected)

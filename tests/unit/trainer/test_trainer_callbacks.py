@@ -1,18 +1,35 @@
-"""Callbacks in a real training: what each event is given, what `control` does, what a checkpoint remembers."""
+"""What callbacks are given and do in a training, what overrides do, and what a Trainer and its parts tell."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.toys import classification_rows
-from tests.support.training import StopAt, preempted_at, trainer
-from trainer_lib import EarlyStoppingCallback, ExportableState, TrainerCallback
+from tests.support import surface
+from tests.support.overrides import SURFACE, exercise
+from tests.support.toys import Classifier, classification_rows
+from tests.support.training import Note, StopAt, arguments, measured, preempted_at, trainer
+from trainer_lib import (
+    EarlyStoppingCallback,
+    ExportableState,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trainer_lib.callbacks.base import EVENTS
+from trainer_lib.errors import ConfigError
+from trainer_lib.trainer.overrides import CALLABLE, UNCALLED
 
 ROWS = classification_rows(16)
+DOZEN = ROWS[:12]
 
 
 class Everything(TrainerCallback):
@@ -136,33 +153,20 @@ def test_restoring_callback_states_replaces_those_given(restore: bool, counts: l
 
 
 # ----------------------------------------------------------------------------------------------------- early stopping
-ACCURACIES = [0.5, 0.6, 0.55, 0.58, 0.59, 0.9]
-WATCH: dict[str, Any] = {
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "accuracy",
-    "max_steps": 8,
-}
-
-
-def watched(folder: Path, first: int = 0, **given: Any) -> Any:
-    values = iter(ACCURACIES[first:])
-    return trainer(
-        folder, ROWS, eval_dataset=ROWS[:4], compute_metrics=lambda p: {"accuracy": next(values)}, **{**WATCH, **given}
-    )
+def watched(folder: Path, *accuracies: float, callbacks: list[Any]) -> Any:
+    given: dict[str, Any] = {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+    given |= {"load_best_model_at_end": True, **measured(*accuracies)}
+    return trainer(folder, ROWS, callbacks=callbacks, **given)
 
 
 def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
-    whole = watched(tmp_path / "a", callbacks=[EarlyStoppingCallback(3)])
+    whole = watched(tmp_path / "a", 0.5, 0.6, 0.55, 0.58, 0.59, callbacks=[EarlyStoppingCallback(3)])
     whole.train()
     assert whole.state.global_step == 5 and whole.state.best_global_step == 2
-    stopped = watched(tmp_path / "b", callbacks=[EarlyStoppingCallback(3), StopAt(3)])
+    stopped = watched(tmp_path / "b", 0.5, 0.6, callbacks=[EarlyStoppingCallback(3), StopAt(3)])
     assert preempted_at(stopped) == 3
     # The request cut the evaluation of step 3 short: the resumed run makes up for it.
-    resumed = watched(tmp_path / "b", first=2, callbacks=[EarlyStoppingCallback(3)])
+    resumed = watched(tmp_path / "b", 0.55, 0.58, 0.59, callbacks=[EarlyStoppingCallback(3)])
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 5
     assert resumed.state.best_metric == 0.6 and resumed.state.best_model_checkpoint.endswith("checkpoint-2")
@@ -196,3 +200,304 @@ def test_the_memory_report_has_the_references_keys(tmp_path: Path) -> None:
         found = {name for name in metrics or {} if "_mem_" in name}
         assert found == {f"{stage}_mem_cpu_alloc_delta", f"{stage}_mem_cpu_peaked_delta"}
     assert all(isinstance(value, int) for name, value in train.items() if "_mem_" in name)
+
+
+def test_every_overridable_method_is_called_by_a_run(tmp_path: Path) -> None:
+    assert exercise(str(tmp_path)) == SURFACE["called"]
+
+
+def test_no_public_method_of_the_reference_is_left_out() -> None:
+    reference = surface.SURFACE["Trainer_methods"]
+    foreign = {"get_cp_size", "get_sp_size", "get_tp_size"}  # of parallelism inside a layer
+    public = {name for name in reference if not name.startswith("_")} - foreign
+    assert public <= {*SURFACE["called"], *SURFACE["called_by_users_only"]}
+
+
+def test_signatures_are_the_references() -> None:
+    for name, parameters in SURFACE["signatures"].items():
+        found = [p for p in inspect.signature(getattr(Trainer, name)).parameters if p != "self"]
+        assert found[: len(parameters)] == parameters, name
+
+
+class Rewriting(Trainer):
+    """Changes what a method gives, to see that the change arrives."""
+
+    def get_train_dataloader(self) -> Any:
+        rows = [{"x": row["x"].unsqueeze(0), "labels": torch.tensor([row["labels"]])} for row in DOZEN[:2]]
+        return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        assert optimizer is self.optimizer
+        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=0.5, total_iters=99)
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]  # as of old
+        super().log({**logs, "mine": 1.0})
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return {"eval_loss": 7.0}
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return []
+
+
+def test_what_overrides_return_takes_effect(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
+    one = trainer(tmp_path, None, cls=Rewriting, num_train_epochs=2, logging_strategy="steps", logging_steps=1, **given)
+    one.train()
+    assert one.state.global_step == 4
+    assert isinstance(one.optimizer, torch.optim.SGD)
+    assert {entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry} == {0.125}
+    assert all(entry["mine"] == 1.0 for entry in one.state.log_history)
+    assert one.state.best_metric == 7.0
+
+
+def test_callbacks_can_be_added_taken_and_removed_and_their_returned_control_counts(tmp_path: Path) -> None:
+    class Stopping(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_training_stop = True
+            return control
+
+    one = trainer(tmp_path, DOZEN, max_steps=9)
+    one.add_callback(Stopping)
+    one.train()
+    assert one.state.global_step == 1
+    assert isinstance(one.pop_callback(Stopping), Stopping)
+    assert one.pop_callback(Stopping) is None
+    extra = Stopping()
+    one.add_callback(extra)
+    one.remove_callback(extra)
+    one.train()
+    assert one.state.global_step == 9
+
+
+class OfOld(Trainer):
+    """Overrides as written for the Trainers of five years, none of which knew the newest parameters."""
+
+    def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
+        seen.append("training_step")
+        return super().training_step(model, inputs)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False) -> Any:  # type: ignore[override]
+        seen.append("compute_loss")
+        return super().compute_loss(model, inputs, return_outputs)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        seen.append("prediction_step")
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def create_optimizer(self) -> Any:  # type: ignore[override]
+        seen.append("create_optimizer")
+        return super().create_optimizer()
+
+    def _get_train_sampler(self) -> Any:  # type: ignore[override]
+        seen.append("_get_train_sampler")
+        return torch.utils.data.SequentialSampler(DOZEN)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        seen.append("_save")
+        super()._save(output_dir)
+
+    def _wrap_model(self, model: Any, training: bool = True) -> Any:  # type: ignore[override]
+        seen.append("_wrap_model")
+        return super()._wrap_model(model, training)
+
+    def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
+        seen.append("log")
+        super().log(logs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        seen.append("floating_point_ops")
+        return 1
+
+
+seen: list[str] = []
+
+
+def test_overrides_with_the_signatures_of_old_are_called_as_they_take_it(tmp_path: Path) -> None:
+    seen.clear()
+    one = trainer(
+        tmp_path, DOZEN, cls=OfOld, eval_dataset=DOZEN, max_steps=2, logging_strategy="steps", logging_steps=1
+    )
+    one.train()
+    one.evaluate()
+    one.save_model()
+    assert set(seen) == {name for name in vars(OfOld) if not name.startswith("__")}
+    assert one.state.total_flos == 2
+
+
+EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+# ---------------------------------------------------------------------------------------------------------- attributes
+def test_attributes_tell_what_is_going_on(tmp_path: Path) -> None:
+    def look(state: Any, **_: Any) -> Any:
+        assert one.model_wrapped.training and one.optimizer is not None and one.lr_scheduler is not None
+        return one.is_in_train, state.global_step > 0
+
+    step = Note("on_step_end", look)
+    predict = Note("on_predict", lambda *_, **__: (one.is_in_train, one.control.should_training_stop))
+    one = trainer(tmp_path, DOZEN, callbacks=[step, predict], max_steps=1, gradient_accumulation_steps=2)
+    assert one.model_wrapped is one.model and one.optimizer is one.lr_scheduler is None
+    one.train()
+    one.predict(DOZEN)
+    assert (step.kept, predict.kept) == ([(True, True)], [(False, True)])
+    assert one.current_gradient_accumulation_steps == 2
+    assert (one.is_model_parallel, one.place_model_on_device, one.label_names) == (False, True, ["labels"])
+    assert one.args.output_dir == str(tmp_path)
+    assert not one.is_fsdp_enabled and not one.is_deepspeed_enabled
+
+
+def test_the_rank_of_a_single_process_is_zero(tmp_path: Path) -> None:
+    one = trainer(tmp_path, DOZEN)
+    assert one.is_local_process_zero() and one.is_world_process_zero()
+    assert one.state.is_local_process_zero and one.state.is_world_process_zero
+
+
+def test_num_examples_is_the_datasets_length_or_an_estimate_from_the_batches(tmp_path: Path) -> None:
+    one = trainer(tmp_path, DOZEN)
+    assert one.num_examples(one.get_train_dataloader()) == one.num_examples(one.get_eval_dataloader(DOZEN)) == 12
+    assert one.num_examples([{"x": 1}, {"x": 2}]) == 8  # two batches of four
+
+
+def test_end_finishes_the_trackers_and_leaves_the_process_group(tmp_path: Path) -> None:
+    one = trainer(tmp_path, DOZEN, report_to="jsonl", max_steps=1, **EVERY_STEP)
+    closed: list[str] = []
+    [tracking] = [each for each in one.callback_handler.callbacks if type(each).__name__ == "JsonlCallback"]
+    tracking.close = closed.append  # type: ignore[attr-defined]
+    one.train()
+    closed.clear()
+    one.end()
+    assert closed == ["FINISHED"] and not torch.distributed.is_initialized()
+
+
+def test_a_data_collator_of_ones_own_makes_the_batches(tmp_path: Path) -> None:
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        labels = torch.tensor([row["labels"] for row in rows])
+        return {"x": torch.stack([row["x"] * 0 for row in rows]), "labels": labels}
+
+    one = trainer(tmp_path, DOZEN, model=Classifier(0.0), data_collator=collate)
+    logits = one.predict(DOZEN).predictions
+    assert (logits == logits[0]).all()
+
+
+def test_the_sequence_to_sequence_trainers_helpers_can_be_called(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    settings: Any = GenerationConfig
+    settings(max_length=7, num_beams=3).save_pretrained(tmp_path)
+    assert Seq2SeqTrainer.load_generation_config(str(tmp_path)).num_beams == 3
+    args = Seq2SeqTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    one = Seq2SeqTrainer(Classifier(), args, processing_class=SimpleNamespace(pad_token_id=9, eos_token_id=None))
+    assert one._pad_tensors_to_max_len(torch.tensor([[1, 2]]), 4).tolist() == [[1, 2, 9, 9]]
+
+
+# ---------------------------------------------------------------------------------------------------------- accelerator
+class ByHand(Trainer):
+    """A training step that goes through every member of the accelerator."""
+
+    used = False
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        helper, self.used = self.accelerator, True
+        assert (helper.num_processes, helper.process_index, helper.device.type) == (1, 0, "cpu")
+        assert helper.is_main_process and helper.is_local_main_process and helper.sync_gradients
+        inputs = self._prepare_inputs(inputs)
+        with helper.no_sync(model), helper.autocast():
+            loss: torch.Tensor = helper.unwrap_model(model)(**inputs)["loss"]
+            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
+        helper.backward(loss)
+        gradients = [each for each in self.model.parameters() if each.grad is not None]
+        assert helper.clip_grad_norm_(gradients, 1e-9) > 1e-9
+        total = math.sqrt(sum(float((each.grad**2).sum()) for each in gradients if each.grad is not None))
+        assert total == pytest.approx(1e-9, rel=1e-3)
+        helper.wait_for_everyone()
+        assert helper.gather(loss.detach()) == helper.gather_for_metrics(loss.detach()) == loss
+        return loss.detach()
+
+
+def test_the_accelerator_serves_steps_of_ones_own(tmp_path: Path) -> None:
+    one = trainer(tmp_path, DOZEN, cls=ByHand, max_steps=1, bf16=True)
+    one.train()
+    assert one.used  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+def test_every_member_of_the_state_says_where_training_stands(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    given |= {"load_best_model_at_end": True, "num_train_epochs": 2, "logging_strategy": "steps", "logging_steps": 2}
+    one = trainer(tmp_path, DOZEN, eval_dataset=DOZEN[:4], include_num_input_tokens_seen="all", **given)
+    one.train()
+    state = one.state
+    assert (state.epoch, state.global_step, state.max_steps, state.num_train_epochs) == (2.0, 6, 6, 2)
+    assert (state.logging_steps, state.eval_steps, state.save_steps, state.train_batch_size) == (2, 2, 2, 4)
+    assert state.num_input_tokens_seen == 0 and state.total_flos > 0  # rows of numbers have no tokens
+    losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+    assert state.best_metric == min(losses.values()) == losses[state.best_global_step or 0]
+    assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{state.best_global_step}")
+    assert (state.is_hyper_param_search, state.trial_name, state.trial_params) == (False, None, None)
+    assert "TrainerControl" in (state.stateful_callbacks or {})
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+def test_a_subclass_of_the_arguments_may_place_the_model_itself(tmp_path: Path) -> None:
+    given = arguments(tmp_path)
+
+    class Placed(type(given)):  # type: ignore[misc]
+        place_model_on_device = False
+
+    class Watching(Trainer):
+        moved = False
+
+        def _move_model_to_device(self, model: Any, device: Any) -> None:
+            self.moved = True
+
+    assert Watching(Classifier(), given).moved
+    assert not Watching(Classifier(), Placed(str(tmp_path), use_cpu=True)).moved
+
+
+def test_mixed_precision_says_which_number_format_the_arguments_ask_for() -> None:
+    formats = [TrainingArguments("out", **given).mixed_precision for given in ({}, {"bf16": True}, {"fp16": True})]  # type: ignore[arg-type]
+    assert formats == ["no", "bf16", "fp16"]
+
+
+# ------------------------------------------------------------------------------------------------------------ overrides
+@pytest.mark.parametrize("name", sorted(UNCALLED))
+def test_an_override_that_nobody_would_call_is_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
+    assert hasattr(Trainer, name) == (name in CALLABLE)
+    mixin = type("Mixin", (), {name: lambda self, *given: None})
+    cls: Any = type("Mine", (mixin, Trainer), {})
+    with pytest.raises(ConfigError) as caught:
+        trainer(tmp_path, DOZEN, cls=cls)
+    assert caught.value.field == f"Mixin.{name}"
+    assert len(caught.value.remedy or "") > 10
+
+
+def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) -> None:
+    class Own(Trainer):
+        told: list[Any] = []  # noqa: RUF012
+
+        def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+            self.told.append(checkpoint_folder)
+
+        def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+            self.told.append((step, sorted(metrics)[0]))
+
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer(tmp_path / "a", DOZEN, cls=Own, eval_dataset=DOZEN, max_steps=1, **given).train()
+    assert Own.told == [(1, "epoch")]  # nothing is pushed
+    given |= {"push_to_hub": True, "hub_model_id": (tmp_path / "hub").as_uri()}
+    trainer(tmp_path / "b", DOZEN, cls=Own, eval_dataset=DOZEN, max_steps=1, **given).train()
+    assert Own.told[1:] == [(1, "epoch"), str(tmp_path / "b" / "checkpoint-1")]
+
+
+def test_resume_from_checkpoint_may_stand_in_the_arguments(tmp_path: Path) -> None:
+    assert preempted_at(trainer(tmp_path, DOZEN, callbacks=[StopAt(2)], num_train_epochs=2)) == 2
+    for asked in (True, "auto", str(tmp_path / "checkpoint-2")):
+        started = Note("on_train_begin", lambda state, **_: state.global_step)
+        trainer(tmp_path, DOZEN, callbacks=[started], num_train_epochs=2, resume_from_checkpoint=asked).train()
+        assert started.kept == [2]
