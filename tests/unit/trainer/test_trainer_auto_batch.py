@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.toys import Classifier, StatefulStream, classification_rows
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.arguments.fields import Unset
 from trainer_lib.arguments.global_batch import describe_step
@@ -23,6 +23,7 @@ from trainer_lib.errors import ConfigError, OutOfMemoryError
 
 ROWS = classification_rows(26)
 EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+AUTO: dict[str, Any] = {"auto_find_batch_size": True}
 
 
 def cuda() -> Exception:
@@ -52,9 +53,12 @@ class Hungry(Classifier):
         return super().forward(x, labels)
 
 
-def hungry(room: int, **given: Any) -> Hungry:
+def seeded(cls: Any, *given: Any, **more: Any) -> Any:
     torch.manual_seed(0)
-    return Hungry(room, **given)
+    return cls(*given, **more)
+
+
+hungry = functools.partial(seeded, Hungry)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -63,36 +67,26 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
 ) -> None:
     """Samples, losses and weights are those of a run that had the smaller micro-batch from the start."""
     given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **EVERY_STEP}
-    found = trainer(
-        tmp_path / "a",
-        ROWS,
-        model=hungry(3, failure=FAILURES[failure]),
-        per_device_train_batch_size=10,
-        auto_find_batch_size=True,
-        **given,
-    )
+    model = hungry(3, failure=FAILURES[failure])
+    found = trainer(tmp_path / "a", ROWS, model=model, per_device_train_batch_size=10, **AUTO, **given)
     found.train()
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [re.findall(r"micro-batches of (\d+): training continues with (\d+)", line)[0] for line in told[:2]] == [
-        ("10", "5"),
-        ("5", "2"),
-    ]
+    told = re.findall(r"micro-batches of (\d+): training continues with (\d+)", caplog.text)
+    assert told == [("10", "5"), ("5", "2")]
     assert found.state.train_batch_size == 2
     small = trainer(tmp_path / "b", ROWS, model=hungry(3), per_device_train_batch_size=2, **given)
     small.train()
     assert_equal(final_state(found), final_state(small))
-    assert found.model.seen == small.model.seen
+    assert model.seen == small.model.seen
 
 
 def test_odd_sizes_leave_uneven_micro_batches_at_their_exact_weight(tmp_path: Path) -> None:
     given: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 7, **EVERY_STEP}
     model = hungry(4)
     model.dropout = nn.Dropout(0.0)
-    found = trainer(tmp_path / "a", ROWS, model=model, auto_find_batch_size=True, **given)
+    found = trainer(tmp_path / "a", ROWS, model=model, **AUTO, **given)
     found.train()
     assert model.seen[:3] == [3, 3, 1]
-    torch.manual_seed(0)
-    whole = trainer(tmp_path / "b", ROWS, model=Classifier(dropout=0.0), **given)
+    whole = trainer(tmp_path / "b", ROWS, model=seeded(Classifier, dropout=0.0), **given)
     whole.train()
     for one, other in zip(found.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
@@ -103,7 +97,7 @@ def test_it_goes_on_from_the_newest_checkpoint_of_the_same_training(tmp_path: Pa
     given: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **EVERY_STEP}
     given |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
     # 4 steps an epoch (8 + 8 + 8 + 2): memory runs out in step 6, step 4 is saved.
-    found = trainer(tmp_path / "a", ROWS, model=hungry(4, since=5), auto_find_batch_size=True, **given)
+    found = trainer(tmp_path / "a", ROWS, model=hungry(4, since=5), **AUTO, **given)
     found.train()
     stopped = trainer(tmp_path / "b", ROWS, model=hungry(9), callbacks=[StopAt(4)], **given)
     assert preempted_at(stopped) == 4
@@ -120,59 +114,40 @@ def test_a_resumed_run_starts_with_the_micro_batch_that_was_found(tmp_path: Path
     assert model.seen == [4, 4, 2]
 
 
-class Counting(TrainerCallback):
-    def __init__(self) -> None:
-        self.started: list[int] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.started.append(state.global_step)
-
-
 @pytest.mark.parametrize(
     "make", [lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), Several, Lookahead, Outside]
 )
 def test_what_the_user_gave_is_put_back_as_it_was(make: Callable[[Any], torch.optim.Optimizer], tmp_path: Path) -> None:
-    """An optimizer of one's own, a stream with a state, a model_init: none keeps a trace of the failed attempt."""
-    model = hungry(2, since=2)
+    """An optimizer of one's own, a stream with a state: neither keeps a trace of the failed attempt."""
+    model, small_model = hungry(2, since=2), hungry(9)
     optimizer = make(model.parameters())
-    stream, note = StatefulStream(ROWS), Counting()
+    stream, started = StatefulStream(ROWS), Note("on_train_begin", lambda state, **_: state.global_step)
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 4}
-    found = trainer(
-        tmp_path / "a",
-        stream,
-        model=model,
-        optimizers=(optimizer, None),
-        callbacks=[note],
-        auto_find_batch_size=True,
-        **given,
-    )
+    mine: dict[str, Any] = {"model": model, "optimizers": (optimizer, None), "callbacks": [started]}
+    found = trainer(tmp_path / "a", stream, **mine, **AUTO, **given)
     found.train()
     assert found.optimizer is optimizer
-    assert stream.started_at[:2] == [0, 0] and note.started == [0, 0]
-    small_model = hungry(9)
-    small = trainer(
-        tmp_path / "b",
-        StatefulStream(ROWS),
-        model=small_model,
-        optimizers=(make(small_model.parameters()), None),
-        **{**given, "per_device_train_batch_size": 2},
-    )
+    assert stream.started_at[:2] == [0, 0] and started.kept == [0, 0]
+    mine = {"model": small_model, "optimizers": (make(small_model.parameters()), None)}
+    small = trainer(tmp_path / "b", StatefulStream(ROWS), per_device_train_batch_size=2, **mine, **given)
     small.train()
     assert_equal(final_state(found), final_state(small))
 
+
+def test_a_model_is_made_again_for_the_smaller_batch(tmp_path: Path) -> None:
     made: list[Hungry] = []
 
     def model_init() -> nn.Module:
         made.append(Hungry(2))
         return made[-1]
 
-    fresh = trainer(tmp_path / "c", ROWS, model_init=model_init, auto_find_batch_size=True, **given)
+    fresh = trainer(tmp_path, ROWS, model_init=model_init, max_steps=4, global_batch_size=4, **AUTO)
     fresh.train()
     assert fresh.model is made[-1] and made[-1].seen[:2] == [2, 2]
 
 
 def test_one_sample_that_does_not_fit_ends_in_the_typed_failure(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, model=hungry(0), auto_find_batch_size=True, max_steps=2)
+    one = trainer(tmp_path, ROWS, model=hungry(0), max_steps=2, **AUTO)
     with pytest.raises(OutOfMemoryError, match="per_device_train_batch_size = 1: Memory ran out in step 1"):
         one.train()
 
@@ -188,7 +163,7 @@ def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -
             data: Any = ROWS
             return torch.utils.data.DataLoader(data, batch_size=4, collate_fn=self.data_collator)
 
-    one = trainer(tmp_path, None, cls=Own, model=hungry(2), auto_find_batch_size=True, max_steps=2)
+    one = trainer(tmp_path, None, cls=Own, model=hungry(2), max_steps=2, **AUTO)
     with pytest.raises(OutOfMemoryError, match=r"a loader of your own.*Make its batches smaller"):
         one.train()
     split = trainer(tmp_path, None, cls=Own, accelerator_config={"split_batches": True}, max_steps=2)
@@ -197,6 +172,9 @@ def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -
 
 
 # -------------------------------------------------------------------------------------------------- accelerator_config
+GRADIENTS = "gradient_accumulation_kwargs"
+
+
 class Copied(torch.Tensor):
     """Notes how it is copied to the device."""
 
@@ -234,25 +212,13 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (
-            {"dispatch_batches": True},
-            "accelerator_config.dispatch_batches = True: This setting is not supported: no process reads",
-        ),
-        ({"use_seedable_sampler": False}, "accelerator_config.use_seedable_sampler = False: .*_get_train_sampler"),
+        ({"dispatch_batches": True}, "dispatch_batches = True: This setting is not supported: no process reads"),
+        ({"use_seedable_sampler": False}, r"accelerator_config\.use_seedable_sampler = False: .*_get_train_sampler"),
         ({"even_batch": True}, "accelerator_config = even_batch: .*Did you mean .even_batches."),
-        ({"split_batches": "maybe"}, "accelerator_config.split_batches = maybe"),
-        (
-            {"gradient_accumulation_kwargs": {"num_steps": 2}},
-            "gradient_accumulation_kwargs.num_steps: Its num_steps contradicts.*; set gradient_accumulation_steps",
-        ),
-        (
-            {"gradient_accumulation_kwargs": {"adjust_scheduler": False}},
-            "gradient_accumulation_kwargs.adjust_scheduler = False: This setting is not supported",
-        ),
-        (
-            {"gradient_accumulation_kwargs": {"sync": True}},
-            "gradient_accumulation_kwargs.sync = True: No setting has this name",
-        ),
+        ({"split_batches": "maybe"}, r"accelerator_config\.split_batches = maybe"),
+        ({GRADIENTS: {"num_steps": 2}}, "num_steps: Its num_steps contradicts.*; set gradient_accumulation_steps"),
+        ({GRADIENTS: {"adjust_scheduler": False}}, "adjust_scheduler = False: This setting is not supported"),
+        ({GRADIENTS: {"sync": True}}, rf"accelerator_config\.{GRADIENTS}\.sync = True: No setting has this name"),
     ],
 )
 def test_settings_that_cannot_be_served_are_refused_by_name(config: Any, match: str, tmp_path: Path) -> None:
@@ -281,15 +247,14 @@ class Overflows(Classifier):
         return {**found, "loss": found["loss"] * (float("inf") if len(x) == 10 else 1.0)}
 
 
-@pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("model", [Classifier, Overflows])
+@pytest.mark.parametrize(("step", "model"), [(0, Classifier), (2, Overflows)])
 def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, model: Any) -> None:
     """The gradients of the second attempt are unscaled, and its loss scale is that of the beginning."""
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **EVERY_STEP}
     more: dict[str, Any] = {"callbacks": [FullAt(step)], "auto_find_batch_size": True}
-    found = trainer(tmp_path / "a", ROWS, model=_seeded(model), per_device_train_batch_size=10, **more, **given)
+    found = trainer(tmp_path / "a", ROWS, model=seeded(model), per_device_train_batch_size=10, **more, **given)
     found.train()
-    small = trainer(tmp_path / "b", ROWS, model=_seeded(model), per_device_train_batch_size=5, **given)
+    small = trainer(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)
     small.train()
     assert found.state.train_batch_size == 5
     assert_equal(final_state(found), final_state(small))
@@ -300,8 +265,7 @@ def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, m
 def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path: Path, fp16: bool) -> None:
     def build(folder: str, *callbacks: TrainerCallback) -> Trainer:
         given: dict[str, Any] = {"max_steps": 2, "fp16": fp16, "callbacks": list(callbacks)}
-        torch.manual_seed(0)
-        return trainer(tmp_path / folder, ROWS, model=Classifier(dropout=0.0), **given)
+        return trainer(tmp_path / folder, ROWS, model=seeded(Classifier, dropout=0.0), **given)
 
     failed, plain = build("a", FullAt(0)), build("b")
     with pytest.raises(torch.OutOfMemoryError):
@@ -310,11 +274,6 @@ def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path:
     plain.train()
     for one, other in zip(failed.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def _seeded(cls: type[Classifier]) -> Classifier:
-    torch.manual_seed(0)
-    return cls()
 
 
 def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(tmp_path: Path) -> None:
