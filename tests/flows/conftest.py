@@ -10,6 +10,7 @@ import pytest
 
 from flows.spec.spec import load_spec
 from tasks.stage import manifest as _manifests
+from tests.support.command import cli as cli
 from tests.support.once import once_per_run
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project

@@ -3,106 +3,62 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support import toy
-from tests.support.command import trainflow
-from tests.support.sweeps import SWEEP
+from tests.support.command import Cli
 from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
 
-REGISTERED = """
-register: {name: toy}
-"""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A command over a pipeline that has run.
-
-    Attributes:
-        words: its arguments; {free}: the name of a folder that is not there.
-        code: its exit code: 0, or that of a refusal, which has the same form.
-        result: whether it prints its result with `--quiet`.
-    """
-
-    words: str
-    code: int = 0
-    result: bool = False
-
-
+# Commands over a pipeline that has run: the exit code, 0 or that of a refusal, which has the same form, and the words;
+# {free} is the name of a folder that is not there.
 CASES = {
-    "run": Case("pipeline.yaml"),
-    "why": Case("pipeline.yaml train.args.seed=7", result=True),
-    "init": Case("{free}"),
-    "plan": Case("pipeline.yaml train.args.seed=7", result=True),
-    "sweep": Case("sweep.yaml"),
-    "resume": Case("", code=2),
-    "prove-resume": Case("pipeline.yaml --steps 4"),
-    "gc": Case("", result=True),
-    "status": Case("", result=True),
-    "runs": Case("", result=True),
-    "show": Case("last", result=True),
-    "compare": Case("last last", result=True),
-    "logs": Case("last train", result=True),
-    "tag": Case("last good"),
-    "sync": Case(""),
-    "serve": Case("absent.yaml", code=2),
-    "deploy": Case("pipeline.yaml --pool main", code=2),
-    "watch": Case("new toy/toy --every never", code=2),
-    "follow": Case("pipeline.yaml --once"),
-    "join": Case("here", code=2),
-    "predict": Case("last new.jsonl --to {free}"),
-    "models": Case("", result=True),
-    "promote": Case("toy 2", code=2),
-    "rollback": Case("toy", code=2),
-    "lineage": Case("last", result=True),
-    "verify": Case("last"),
-    "reproduce": Case("last"),
-    "checkpoints list": Case("store", result=True),
-    "checkpoints verify": Case("store"),
-    "checkpoints prune": Case("store --keep 9"),
-    "checkpoints import": Case("old out", code=2),
+    "run": (0, "pipeline.yaml"),
+    "why": (0, "pipeline.yaml train.args.seed=7"),
+    "init": (0, "{free}"),
+    "plan": (0, "pipeline.yaml train.args.seed=7"),
+    "sweep": (0, "sweep.yaml"),
+    "resume": (2, ""),
+    "prove-resume": (2, "pipeline.yaml --at 8"),
+    "gc": (0, ""),
+    "status": (0, ""),
+    "runs": (0, ""),
+    "show": (0, "last"),
+    "compare": (0, "last last"),
+    "logs": (0, "last train"),
+    "tag": (0, "last good"),
+    "sync": (0, ""),
+    "serve": (2, "absent.yaml"),
+    "deploy": (2, "pipeline.yaml --pool main"),
+    "watch": (2, "new toy/toy --every never"),
+    "follow": (0, "pipeline.yaml --once train.eval_split=test"),
+    "join": (2, "here"),
+    "predict": (0, "last new.jsonl --to {free}"),
+    "models": (0, ""),
+    "promote": (2, "toy 2"),
+    "rollback": (2, "toy"),
+    "lineage": (0, "last"),
+    "verify": (0, "last"),
+    "reproduce": (0, "last"),
+    "checkpoints list": (0, "store"),
+    "checkpoints verify": (0, "store"),
+    "checkpoints prune": (0, "store --keep 9"),
+    "checkpoints import": (2, "old out"),
 }
+# Those that print their result with `--quiet` as well.
+RESULTS = {"why", "plan", "gc", "status", "runs", "show", "compare", "logs", "models", "lineage", "checkpoints list"}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("project")
-    spec = toy.SPEC.replace("tracking: {enabled: false}", "tracking: {enabled: true}")
-    spec = spec.replace("train:", "train:\n  eval_split: test")
-    toy.project(folder, spec=spec + REGISTERED)
-    (folder / "sweep.yaml").write_text(spec + SWEEP.replace("trials: 4", "trials: 2"))
+@pytest.fixture
+def project(folder: Path) -> Path:
+    spec = (folder / "pipeline.yaml").read_text().replace("kind: process", "kind: in_process")
+    spec = spec.replace("tracking: {enabled: false}", "tracking: {enabled: true}")
+    (folder / "pipeline.yaml").write_text(spec)
+    # What the pipeline has trained is its only trial.
+    few = "{space: {train.args.seed: [1, 2]}, sampler: grid, objective: test_error, direction: minimize, trials: 1}"
+    (folder / "sweep.yaml").write_text(f"{spec}\nsweep: {few}\n")
     (folder / "new.jsonl").write_text('{"x": [0.5]}\n{"x": [-0.25]}\n')
-    planned = trainflow("plan", "pipeline.yaml", "--probe", "--json", cwd=folder)
-    assert planned.code == 0, planned.err
-    (folder / "planned.json").write_text(planned.out)
-    done = trainflow("run", "pipeline.yaml", "--quiet", cwd=folder)
-    assert (done.code, done.out, done.err) == (0, "", "")
     return folder
-
-
-def test_what_a_probe_planned_on_unprepared_data_is_compared_with_what_came(project: Path) -> None:
-    planned = json.loads((project / "planned.json").read_text())
-    stages = {each["stage"]: (each["hit"], each["reason"].split()[0]) for each in planned["stages"]}
-    assert stages["prepare-data"] == (True, "committed"), "the probe has prepared the data"
-    assert stages["train"] == (False, "never")
-    assert (planned["length"]["steps"], planned["length"]["samples"]) == (8, 64)
-    assert planned["time_source"] == "a probe of a few steps"
-    assert planned["missing"] == []
-    assert planned["probe"]["step_s"] > 0
-    shown = json.loads(trainflow("show", "toy-1", "--json", cwd=project).out)
-    compared = {each["quantity"]: each for each in shown["compared"]}
-    assert set(compared) == {"seconds", "peak_bytes", "steps", "samples", "checkpoint_bytes"}
-    for same in ("steps", "samples"):
-        assert compared[same]["difference"] == 0, compared[same]
-    for measured in ("seconds", "peak_bytes", "checkpoint_bytes"):
-        assert compared[measured]["planned"] > 0
-        assert compared[measured]["actual"] > 0
-    assert abs(compared["peak_bytes"]["difference"]) < 0.5, compared["peak_bytes"]
-    assert not list((project / "store").glob("probe-*"))
 
 
 def test_every_command_has_a_case() -> None:
@@ -110,24 +66,22 @@ def test_every_command_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NO_JSON])
-def test_json_is_one_object(project: Path, name: str) -> None:
-    case = CASES[name]
-    words = case.words.format(free=f"{name}-json").split()
-    done = trainflow(*name.split(), *words, "--json", cwd=project)
+def test_json_is_one_object(project: Path, name: str, cli: Cli) -> None:
+    code, words = CASES[name]
+    done = cli(*name.split(), *words.format(free="new-json").split(), "--json", cwd=project)
     answer = json.loads(done.out)
-    assert done.code == case.code, done.err
-    assert (answer["ok"], answer["exit_code"]) == (case.code == 0, case.code)
-    assert case.code == 0 or answer["error"]["message"] in done.err
+    assert done.code == code, done.err
+    assert (answer["ok"], answer["exit_code"]) == (code == 0, code)
+    assert code == 0 or answer["error"]["message"] in done.err
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_QUIET])
-def test_quiet_is_the_result_or_the_failure_alone(project: Path, name: str) -> None:
-    case = CASES[name]
-    words = case.words.format(free=f"{name}-quiet").split()
-    done = trainflow(*name.split(), *words, "--quiet", cwd=project)
-    assert done.code == case.code, done.out + done.err
-    assert done.err.startswith("✗ ") if case.code else done.err == ""
-    if case.result:
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*NO_QUIET, "sweep"}])
+def test_quiet_is_the_result_or_the_failure_alone(project: Path, name: str, cli: Cli) -> None:
+    code, words = CASES[name]
+    done = cli(*name.split(), *words.format(free="new-quiet").split(), "--quiet", cwd=project)
+    assert done.code == code, done.out + done.err
+    assert done.err.startswith("✗ ") if code else done.err == ""
+    if name in RESULTS:
         assert "" not in done.out.splitlines()
     else:
         assert done.out == ""

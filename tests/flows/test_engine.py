@@ -250,19 +250,24 @@ def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callab
     wait_for_no_server()
 
 
-def test_a_configured_server_that_does_not_answer_is_bad_input(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://127.0.0.1:9/api", "No Prefect server answers there: the connection is refused."),
+        ("nonsense", "This is not the address of a server."),
+    ],
+)
+def test_a_configured_server_that_does_not_answer_is_bad_input(url: str, why: str) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    unreachable = "http://127.0.0.1:9/api"
     with (
-        temporary_settings({PREFECT_API_URL: unreachable}),
+        temporary_settings({PREFECT_API_URL: url}),
         pytest.raises(ConfigError) as refused,
         prefect_api(),
     ):
         pytest.fail("entered")
-    assert refused.value.field == "PREFECT_API_URL"
-    assert refused.value.value == unreachable
-    assert "unset PREFECT_API_URL" in str(refused.value)
+    assert (refused.value.field, refused.value.value, refused.value.message) == ("PREFECT_API_URL", url, why)
+    assert "unset" in str(refused.value.remedy)
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:

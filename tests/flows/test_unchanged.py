@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -199,7 +200,9 @@ def test_the_sign_goes_once_prefect_knows_the_end(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_the_sign_stays_where_prefect_did_not_learn_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sign_stays_where_prefect_did_not_learn_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from flows import pipeline as module
 
     spec = spec_of(folder)
@@ -210,6 +213,8 @@ def test_the_sign_stays_where_prefect_did_not_learn_the_end(folder: Path, monkey
         raise httpx.ConnectError("the server is gone")
 
     monkeypatch.setattr(module, "pipeline", without_answer)
-    result = module.run_pipeline(spec)
+    with caplog.at_level(logging.WARNING):
+        result = module.run_pipeline(spec)
     assert result.ok
+    assert "did not learn how the run ended" in caplog.text
     assert len(read_signs(run_folder(spec.storage, result.pipeline_key[:16]))) == 1

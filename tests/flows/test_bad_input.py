@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.support import toy
-from tests.support.command import Done, engine, trainflow
-from tests.support.prefect_home import make_home
+from tests.support.command import Cli, Done
+from tests.support.runs import IN_PROCESS, run
 from tests.support.s3 import NOWHERE, S3_AWAY
 
 # The data has a file of its own, so that a change of the model's file does not prepare it again.
@@ -60,47 +61,39 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").write_text("x")
     (folder / "broken.py").write_text("def prepare(options, out):\n    return {'train': [)}\n")
     (folder / "half.py").write_text("def prepare(options, out): ...\n")
-    (folder / "hidden" / "gcsfs").mkdir(parents=True)
-    (folder / "hidden" / "gcsfs" / "__init__.py").write_text("raise ImportError('not installed')\n")
     return project(folder)
 
 
 MANY = str((os.cpu_count() or 1) + 1)
 
 
+# tests/unit/flows/test_bad_input_words.py has the words for a hundred other values.
 @pytest.mark.parametrize(
     ("override", "where", "why", "do"),
     [
         ("predict.row_per_file=5", "predict.row_per_file = 5", "Unknown key", "'rows_per_file'"),
-        ("train.args.lerning_rate=1", "train.args.lerning_rate", "No argument has this name", '"learning_rate"'),
-        ("tran.args.seed=1", "tran", "Unknown key", "'train'"),
         ("train.args.seed", "train.args.seed", "has the form key=value", "for example train.args.seed=1"),
-        ("train.args.max_steps=many", "train.args.max_steps = many", "not a whole number", "whole number"),
-        ("prepare.shard_rows=[1]", "prepare.shard_rows", "not a whole number", "Give a whole number"),
-        ("recipe=absent.py", "absent.py", "no such file", "recipe's Python file"),
         ("recipe=broken.py", "broken.py", r"not valid Python: .*line 2", "Correct the file"),
         ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),
         ("storage=file", "file", "is a file, not a folder", "Choose a folder"),
         ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),
         ("storage=/proc/trainflow", "/proc/trainflow", "Cannot write there", "another storage|permissions"),
         ("storage=/sys/trainflow", "/sys/trainflow", "Cannot write there", "another storage|permissions"),
-        ("root=absent", "absent", "no such folder", "leave it out"),
-        ("storage=http://host/x", "storage = http://host/x", "none can be written", "AWS_ENDPOINT_URL"),
-        ("tracking={enabled: true, uri: 'mlfow://x'}", "tracking.uri = mlfow://x", "no scheme 'mlfow'", "sqlite"),
         ("storage=s4://bucket/x", "storage = s4://bucket/x", "Unknown URL scheme 's4'", "s3://"),
         ("storage=gs://bucket/x", "storage = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
         ("publish.to=gs://bucket/x", "publish.to = gs://", "a package that is not installed", r'"trainflow\[gcs\]"'),
         (f"train.launch.processes={MANY}", f"train.launch.processes = {MANY}", "cores?", "at most"),
-        ("train.args.hub_token=hf_0123", "train.args.hub_token", "A secret has no place", "HF_TOKEN"),
         ("storage=s3://me:hf_0123@bucket/x", "storage", "A URL with a password", "environment variables"),
     ],
 )
-def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, where: str, why: str, do: str) -> None:
+def test_what_the_spec_can_tell_is_refused_at_once(
+    plain: Path, override: str, where: str, why: str, do: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = plain.parent
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     # An engine that starts would fail.
-    env = {"PYTHONPATH": str(folder / "hidden"), "PREFECT_HOME": "/proc/prefect", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = trainflow("run", plain, override, cwd=folder, env=env)
+    done = cli("run", plain, override, cwd=folder, env={"PREFECT_API_URL": "http://127.0.0.1:9/api"})
     rows = told(done, 2, "bad input")
     assert done.out == ""
     assert where in rows["where"]
@@ -108,26 +101,6 @@ def test_what_the_spec_can_tell_is_refused_at_once(plain: Path, override: str, w
     assert re.search(do, rows["do"]), rows
     assert "hf_0123" not in done.err
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-
-
-@pytest.mark.parametrize(
-    ("url", "why", "do"),
-    [
-        (
-            "http://127.0.0.1:9/api",
-            "No Prefect server answers there: the connection is refused.",
-            "unset PREFECT_API_URL",
-        ),
-        ("nonsense", "This is not the address of a server.", "unset it for a server of the command's own"),
-    ],
-)
-def test_a_configured_server_that_does_not_answer_is_named(tmp_path: Path, url: str, why: str, do: str) -> None:
-    spec = project(tmp_path)
-    env = {"PREFECT_API_URL": url, "PREFECT_HOME": str(tmp_path / "not" / "yet" / "there")}
-    rows = told(trainflow("run", spec, env=env), 2, "bad input")
-    assert rows["where"] == f"PREFECT_API_URL = {url}"
-    assert rows["why"] == why
-    assert do in rows["do"]
 
 
 SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, direction: minimize, trials: 2}"
@@ -154,10 +127,10 @@ SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, directi
     ],
 )
 def test_what_is_out_of_reach_is_named_in_plain_words(
-    plain: Path, command: str, override: str, where: str, why: str
+    plain: Path, command: str, override: str, where: str, why: str, cli: Cli
 ) -> None:
     more = (SWEEP,) if command == "sweep" else ()
-    done = trainflow(command, plain, override, *more, cwd=plain.parent, env=S3_AWAY)
+    done = cli(command, plain, override, *more, cwd=plain.parent, env=S3_AWAY)
     rows = told(done, 14, "storage out of reach")
     assert rows["where"].startswith(where)
     assert why in rows["why"]
@@ -166,50 +139,30 @@ def test_what_is_out_of_reach_is_named_in_plain_words(
 
 
 # ------------------------------------------------------------------------------------------ found when the recipe runs
-@dataclass(frozen=True)
-class Ground:
-    """A storage in which the sound recipe's stages are committed, and how its first commands went."""
-
-    storage: Path
-    env: dict[str, str]
-    commands: list[Done]
-    commits: list[int]
-
-
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Iterator[Ground]:
-    """One project whose storage is a file at first, then whose data has a NaN, and which is sound at last."""
-    folder = tmp_path_factory.mktemp("ground")
-    storage = folder / "store"
-    nan = DATA.replace('{"x": [x]', '{"x": [float("nan") if _ == 7 else x]')
-    spec = project(folder, data=nan)
-    with engine(make_home(folder / "prefect", prefect_database)) as env:
-        env |= {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder)}
-        found = Ground(storage, env, [], [])
-
-        def run() -> None:
-            arguments = ("run", spec, "predict.enabled=false", "publish.enabled=false")
-            found.commands.append(trainflow(*arguments, env=env))
-            found.commits.append(len(committed(storage)))
-
-        storage.write_text("in the way")
-        run()
-        storage.unlink()
-        run()
-        (folder / "data.py").write_text(DATA)
-        run()
-        yield found
+def ground(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
+    """A storage in which the sound recipe's stages are committed."""
+    folder = project(tmp_path_factory.mktemp("ground")).parent
+    run(folder, "predict.enabled=false", "publish.enabled=false").raise_for_error()
+    return folder / "store"
 
 
-def test_the_same_command_works_once_its_cause_is_repaired(ground: Ground) -> None:
-    unwritable, nan, sound = ground.commands
-    assert "is a file, not a folder" in told(unwritable, 2, "bad input")["why"]
+@pytest.mark.usefixtures("prefect_server")
+def test_the_same_command_works_once_its_cause_is_repaired(tmp_path: Path, cli: Cli) -> None:
+    spec = project(tmp_path, data=DATA.replace('{"x": [x]', '{"x": [float("nan") if _ == 7 else x]'))
+    words = ("run", spec, *IN_PROCESS, "predict.enabled=false", "publish.enabled=false")
+    (tmp_path / "store").write_text("in the way")
+    assert "is a file, not a folder" in told(cli(*words), 2, "bad input")["why"]
+    (tmp_path / "store").unlink()
+    nan = cli(*words)
     rows = told(nan, 11, "bad data")
     assert "NaN in split 'train', row 7, column 'x'" in rows["why"]
     assert "prepare.allow_nan=true" in rows["do"]
     assert re.search(r"^  train +skipped +prepare-data failed$", nan.out, re.M), nan.out
-    assert sound.code == 0, sound.out + sound.err
-    assert ground.commits == [0, 0, 3]
+    assert committed(tmp_path / "store") == set()
+    (tmp_path / "data.py").write_text(DATA)
+    assert cli(*words).code == 0
+    assert len(committed(tmp_path / "store")) == 3
 
 
 @dataclass(frozen=True)
@@ -301,19 +254,20 @@ TITLES = {2: "bad input", 10: "your code raised", 11: "bad data"}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_what_shows_when_it_runs_ends_its_stage(ground: Ground, case: Case, tmp_path: Path) -> None:
-    before = committed(ground.storage)
+def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: Case, tmp_path: Path, cli: Cli) -> None:
+    before = committed(ground)
     users = {str(tmp_path / name) for name in ("data.py", "recipe.py", "measures.py")}
-    spec = project(tmp_path, data=case.data, model=case.model, storage=ground.storage)
+    spec = project(tmp_path, data=case.data, model=case.model, storage=ground)
     (tmp_path / "measures.py").write_text(case.measures)
-    done = trainflow("run", spec, *case.spec, cwd=tmp_path, env=ground.env)
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    done = cli("run", spec, *IN_PROCESS, *case.spec, cwd=tmp_path, env=env)
     rows = told(done, case.code, TITLES[case.code])
     assert case.where in rows["where"]
     assert re.search(case.why, rows["why"]), rows
     assert case.do in rows["do"]
     if case.code == 10:  # kept in a file: what --debug would have shown, cut to the user's own frames
         assert {file for file, _, _ in frames(Path(rows["more"].split(" (")[0]).read_text())} <= users
-    assert committed(ground.storage) == before, "what was committed stays, and nothing else looks complete"
+    assert committed(ground) == before, "what was committed stays, and nothing else looks complete"
     outcomes = dict(re.findall(r"^  (\S+) +(cached|ran|failed|skipped)\b", done.out, re.M))
     order = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
     place = order.index(case.stage)
@@ -322,17 +276,18 @@ def test_what_shows_when_it_runs_ends_its_stage(ground: Ground, case: Case, tmp_
     assert all(outcomes[stage] == "skipped" for stage in order[place + 1 :]), done.out
 
 
-def test_a_stage_alone_needs_what_comes_before_it(ground: Ground, tmp_path: Path) -> None:
-    done = trainflow("run", project(tmp_path), "--only", "predict", env=ground.env)
+def test_a_stage_alone_needs_what_comes_before_it(tmp_path: Path, cli: Cli, prefect_server: str) -> None:
+    done = cli("run", project(tmp_path), "--only", "predict")
     rows = told(done, 2, "bad input")
     assert rows["where"] == "--only = predict"
     assert "prepare-data comes before it and has no committed result" in rows["why"]
     assert done.out == "", "no table of nothing"
 
 
-def test_a_traceback_is_shown_when_it_is_asked_for(ground: Ground, tmp_path: Path) -> None:
-    spec = project(tmp_path, data=CASES["prepare raises"].data, storage=ground.storage)
-    done = trainflow("run", spec, "--debug", env=ground.env)
+@pytest.mark.usefixtures("prefect_server")
+def test_a_traceback_is_shown_when_it_is_asked_for(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the run's files are kept
+    done = cli("run", project(tmp_path, data=CASES["prepare raises"].data), *IN_PROCESS, "--debug")
     assert done.code == 10
     assert frames(done.err) == [(str(tmp_path / "data.py"), "6", "prepare")]
 
