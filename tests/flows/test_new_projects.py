@@ -1,8 +1,9 @@
-"""A new project of each recipe runs through all stages, with few rows and steps; one of them with adapters as well."""
+"""Projects of every recipe, and of Keras, run through all stages with few rows and steps; an example passes its gate."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from flows.cli.main import main
 from flows.spec.spec import load_spec
 from tests.support.model_folders import remove_fetched_code
-from tests.support.runs import ALL, ran, run
+from tests.support.repository import ROOT
+from tests.support.runs import ALL, IN_PROCESS, ran, run
+from tests.support.toy import RECIPE, project
 from trainer_lib import load_model
 from trainer_lib.recipe_names import ABOUT
 
@@ -46,6 +49,59 @@ def test_a_new_project_runs_through_all_stages(tmp_path: Path, recipe: str) -> N
     assert {gate.removeprefix("test_") for gate in gates} <= set(measured), "the gate is on a metric that is measured"
     assert list(stages.glob("predict/*/predictions/test/*"))
     assert list(folder.glob(".trainflow/limited/hub/*/revisions/*/README.md"))
+
+
+PARTS = (
+    *("prepare.options.split={validation: 0, test: 0.3}", "train.args.eval_strategy=no", "train.eval_split=null"),
+    "train.model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 2}",
+    *("train.args.learning_rate=1.0e-2", "train.args.max_steps=100", "evaluate.splits=[test]"),
+)
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path) -> None:
+    from flows.pipeline import run_pipeline
+
+    example = ROOT / "examples" / "token_classification" / "parts.yaml"
+    run_pipeline(load_spec(example, (f"storage={tmp_path}", *IN_PROCESS, *PARTS))).raise_for_error()
+    [metrics] = tmp_path.glob("stages/evaluate/*/metrics.json")
+    assert json.loads(metrics.read_text())["test"]["accuracy_over_usual_low"] > 0
+    [published] = tmp_path.glob("hub/*/revisions/*/model.safetensors")
+    card = (published.parent / "README.md").read_text()
+    assert " | without a model | margin |" in card
+    assert all((published.parent / link).exists() for link in re.findall(r"!\[.*?\]\((.*?)\)", card))
+    loaded = load_model(str(published.parent), trust_code=True)
+    assert "prediction" in loaded.predict([{"words": ["def", "main", "(", ")", ":"]}])
+    remove_fetched_code()  # a process does it when it ends
+
+
+KERAS = """
+def build_model(options, data):
+    import keras
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    return model
+
+
+"""
+
+
+@pytest.mark.needs("keras")
+@pytest.mark.usefixtures("prefect_server")
+def test_a_keras_model_goes_through_every_stage(tmp_path: Path) -> None:
+    """In one process the same code builds four models, whose layers Keras numbers on and on."""
+    data, _, rest = RECIPE.partition("def build_model")
+    folder = project(
+        tmp_path, recipe=data + KERAS.lstrip() + "def compute_metrics" + rest.split("def compute_metrics")[1]
+    )
+    result = run(folder.parent, "train.args.max_steps=40")
+    result.raise_for_error()
+    assert ran(result) == ALL
+    [metrics] = tmp_path.glob("store/stages/evaluate/*/metrics.json")
+    measured = json.loads(metrics.read_text())["test"]
+    assert measured["error"] < 0.5 and measured["loss"] < 0.5
+    assert list(tmp_path.glob("store/stages/predict/*/predictions/test/*"))
 
 
 @pytest.mark.usefixtures("prefect_server")

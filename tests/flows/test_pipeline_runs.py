@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 import uuid
@@ -18,7 +19,6 @@ from flows.pipeline import run_pipeline
 from flows.plan import Plan, explain
 from flows.results import PipelineResult
 from flows.spec.spec import load_spec
-from flows.stages import stage_names
 from tasks.prefect_client import quick_client
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
@@ -27,7 +27,6 @@ from tasks.stage.manifest import StageManifest
 from tests.support.mlflow_store import runs
 from tests.support.runs import (
     ALL,
-    IN_PROCESS,
     artifacts_of,
     broken,
     newest_flow_run,
@@ -37,37 +36,10 @@ from tests.support.runs import (
     run,
     spec_of,
 )
-from trainer_lib.errors import CodeError, ConfigError, DataError, Interrupted
+from trainer_lib.errors import CodeError, Interrupted
+from trainer_lib.storage import Store
 
 PATIENCE_S = 60.0
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "stage", "kind", "words"),
-    [
-        ('out.info["slope"] = 2.0', "raise KeyError('no such column')", "prepare-data", CodeError, "no such column"),
-        ("points(rows, 0)", "points(0, 0)", "prepare-data", DataError, "train"),
-        ('"x": [x]', '"x": [float("nan")]', "prepare-data", DataError, "x"),
-        ("y = self.linear(x.float())", "raise ValueError('wrong shape')", "train", CodeError, "wrong shape"),
-        ('return {"error"', 'return {"error": 1 / 0, "e"', "evaluate", CodeError, "division by zero"),
-    ],
-)
-def test_a_failure_comes_back_typed_and_leaves_nothing_that_counts_as_done(
-    folder: Path, old: str, new: str, stage: str, kind: type[Exception], words: str
-) -> None:
-    broken(folder, old, new)
-    shutil.rmtree(folder / "store")
-    result = run(folder)
-    assert type(result.error) is kind
-    assert words in str(result.error)
-    failed = stage_names().index(stage)
-    statuses = [outcome.status for outcome in result.stages]
-    assert statuses == ["ran"] * failed + ["failed"] + ["skipped"] * (4 - failed)
-    assert not list((folder / "store" / "stages" / stage).glob("*/COMMIT.json"))
-    assert Path(result.report_url or "").is_file()
-    with pytest.raises(kind):
-        result.raise_for_error()
-    json.dumps(result.to_dict())
 
 
 def test_a_mistake_before_the_first_training_step_leaves_no_run_in_mlflow(folder: Path) -> None:
@@ -79,48 +51,19 @@ def test_a_mistake_before_the_first_training_step_leaves_no_run_in_mlflow(folder
     assert len(runs(f"sqlite:///{folder / 'store' / 'mlflow.db'}")) == known
 
 
-def test_a_storage_that_cannot_be_written_is_bad_input(folder: Path) -> None:
-    result = run(folder, "storage=/proc/nowhere")
-    assert isinstance(result.error, ConfigError)
-    assert result.error.field == "storage"
-
-
-def test_the_run_folder_holds_what_another_machine_needs(folder: Path) -> None:
-    [run_folder] = (folder / "store" / "runs").iterdir()
-    assert (run_folder / "source" / "recipe.py").read_text() == (folder / "recipe.py").read_text()
-    assert load_spec(run_folder / "spec.yaml", IN_PROCESS).name == "toy"
-    assert "<html" in (run_folder / "report.html").read_text()
-
-
-def test_ctrl_c_passes_through_and_the_next_run_continues(folder: Path) -> None:
-    shutil.rmtree(folder / "store" / "stages" / "evaluate")
-
-    def interrupt(event: dict[str, Any]) -> None:
-        if event["stage"] == "evaluate" and event.get("status") == "started":
-            raise KeyboardInterrupt
-
-    with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
-        run(folder)
-    assert newest_state() == "Cancelled"
-    assert ran(run(folder)) == {"evaluate"}
-    assert newest_state() == "Completed"
-
-
-@pytest.mark.parametrize("kind", ["memory", "s3"])
-def test_the_same_code_runs_on_other_stores(
-    s3_server: object, folder: Path, kind: str, request: pytest.FixtureRequest
-) -> None:
-    url = request.getfixturevalue(f"{kind}_url")
-    first = run(folder, f"storage={url}/store")
+def test_the_same_code_runs_on_s3_and_leaves_no_credentials_there(folder: Path, s3_url: str) -> None:
+    first = run(folder, f"storage={s3_url}/store")
     first.raise_for_error()
     assert ran(first) == ALL
-    assert ran(run(folder, f"storage={url}/store")) == set()
+    assert ran(run(folder, f"storage={s3_url}/store")) == set()
     manifests = {outcome.stage: StageManifest.from_dict(outcome.manifest or {}) for outcome in first.stages}
     local = StageManifest.from_dict(run(folder).outcome("train").manifest or {})  # type: ignore[union-attr]
     assert manifests["train"].content_digest == local.content_digest
     manifests["predict"].store().delete(manifests["predict"].files[0].path)
     _manifests._verified.clear()
-    assert ran(run(folder, f"storage={url}/store")) == {"predict"}
+    assert ran(run(folder, f"storage={s3_url}/store")) == {"predict"}
+    store, secret = Store.open(s3_url), os.environ["AWS_SECRET_ACCESS_KEY"].encode()
+    assert [info.path for info in store.list() if secret in store.read_bytes(info.path)] == []
 
 
 # -- MLflow -----------------------------------------------------------------------------------------------------------
@@ -213,9 +156,15 @@ def test_prefect_mlflow_and_the_report_show_the_name_of_a_run_and_how_it_went(
 
 
 def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
-    recipe = (folder / "recipe.py").read_text()
+    from prefect.settings import get_current_settings
+
+    # Prefect writes the exception that ends a flow, whatever the flow persists, by default as a pickle in base64.
+    results = Path(get_current_settings().results.local_storage_path)
+    recipe, before = (folder / "recipe.py").read_text(), set(results.rglob("*"))
     broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
     failed = tracked(folder)
+    written = [path for path in set(results.rglob("*")) - before if path.is_file()]
+    assert [json.loads(path.read_bytes())["__exc_type__"] for path in written] == ["trainer_lib.errors.CodeError"]
     assert mlflow_run(failed).info.status == "FAILED"
     tags = mlflow_run(failed).data.tags
     assert (tags["trainflow.failed_stage"], "division by zero" in tags["trainflow.failure"]) == ("evaluate", True)
@@ -247,19 +196,7 @@ def test_a_damaged_publication_is_seen_by_why_and_made_again_in_an_mlflow_run_th
     assert tracked(folder).mlflow_run_id == result.mlflow_run_id
 
 
-def test_a_failure_leaves_no_pickle_in_prefects_storage(folder: Path) -> None:
-    """Prefect writes the exception that ends a flow, whatever the flow persists, by default as a pickle in base64."""
-    from prefect.settings import get_current_settings
-
-    results = Path(get_current_settings().results.local_storage_path)
-    before = set(results.rglob("*"))
-    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
-    assert isinstance(run(folder).error, CodeError)
-    written = [path for path in set(results.rglob("*")) - before if path.is_file()]
-    assert [json.loads(path.read_bytes())["__exc_type__"] for path in written] == ["trainer_lib.errors.CodeError"]
-
-
-def test_ctrl_c_ends_the_mlflow_run_as_killed(folder: Path) -> None:
+def test_ctrl_c_passes_through_ends_the_mlflow_run_as_killed_and_the_next_run_continues(folder: Path) -> None:
     shutil.rmtree(folder / "store" / "stages" / "evaluate")
     spec = spec_of(folder, "tracking.enabled=true")
 
@@ -269,10 +206,12 @@ def test_ctrl_c_ends_the_mlflow_run_as_killed(folder: Path) -> None:
 
     with _progress.subscribe(interrupt), pytest.raises(KeyboardInterrupt):
         run_pipeline(spec)
+    assert newest_state() == "Cancelled"
     [path] = (folder / "store" / "runs").glob("*/run.json")
     record = json.loads(path.read_text())
     assert record["status"] == "KILLED"
     result = tracked(folder)
+    assert (ran(result), newest_state()) == ({"evaluate"}, "Completed")
     assert result.mlflow_run_id == record["mlflow_run_id"]
     assert mlflow_run(result).info.status == "FINISHED"
 
@@ -317,22 +256,6 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------
-
-
-def test_the_stages_run_in_processes_of_their_own_and_only_there_is_torch(folder: Path) -> None:
-    lines: list[str] = []
-
-    def listen(event: dict[str, Any]) -> None:
-        if event["event"] == "line":
-            lines.append(event["message"])
-
-    broken(folder, "return Line()", "import os\n\n    print('worker', os.getpid(), os.getppid())\n    return Line()")
-    with _progress.subscribe(listen):
-        result = run_pipeline(load_spec(folder / "pipeline.yaml", ["evaluate.enabled=false", "predict.enabled=false"]))
-    result.raise_for_error()
-    manifest = StageManifest.from_dict(result.stages[1].manifest or {})
-    assert manifest.facts.global_step == 8
-    assert any(line.startswith("worker") for line in lines)
 
 
 def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
