@@ -1,16 +1,19 @@
-"""What an evaluation cannot measure is refused before the training, as the data and the recipe show it by then."""
+"""What an evaluation cannot measure is refused before the training; a metric that chooses the weights is the only one
+that counts for train."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from flows.full_plan import plan_in_full
 from flows.plan import Plan
-from flows.results import PipelineResult
-from tasks.stage import progress
-from tests.support.runs import ran, run, spec_of
+from tasks.stage import progress, runner
+from tasks.stage.stage_code import code_of
+from tests.support.runs import ran, reason, run, spec_of
 from tests.support.toy import RECIPE, project
 from trainer_lib.errors import ConfigError, StorageGoneError
 
@@ -28,67 +31,46 @@ UNREADY = GROUPED.replace(
 ).replace("Linear(1, 1)\n", "Linear(1, 1)\n            torch.nn.init.zeros_(self.linear.weight)\n")
 
 
+OBJECT_ALONE = "import torchmetrics\n\ncompute_metrics = torchmetrics.MeanSquaredError()\n"
+PINBALL = "{name: sklearn.metrics:mean_pinball_loss, alhpa: 0.9}"
+
+
 @pytest.fixture
 def fresh(tmp_path: Path, prefect_server: str) -> Path:
-    project(tmp_path / "project", recipe=GROUPED)
-    return tmp_path / "project"
+    return project(tmp_path / "project", recipe=GROUPED).parent
 
 
-def refused(folder: Path, *overrides: str, field: str) -> ConfigError:
-    """The refusal of a run whose training never began, which a plan of the prepared data finds as well."""
-    result = run(folder, *overrides)
-    assert isinstance(result.error, ConfigError), result.error
-    assert ran(result) == {"prepare-data"}
-    assert not (folder / "store" / "stages" / "train").exists(), "no attempt, let alone a commit"
-    assert result.error.field == field
-    assert result.error.remedy
-    planned = plan_in_full(Plan.of(spec_of(folder, *overrides)))
-    assert [(each.field, each.is_fatal) for each in planned.obstacles] == [(field, True)]
-    assert planned.obstacles[0].what == result.error.message
-    return result.error
-
-
-def test_a_column_of_too_many_values_is_no_slice(fresh: Path) -> None:
-    splits = "evaluate.splits=[test, train]"  # of 16 rows and of 64
-    error = refused(fresh, "evaluate.slices=[sign, group]", splits, field="evaluate.slices")
-    assert error.value == "group"
-    assert "'train'" in error.message
-
-
-def test_a_gate_on_a_metric_that_does_not_exist(fresh: Path) -> None:
-    error = refused(fresh, "evaluate.require={test_eror: < 9}", field="evaluate.require.test_eror")
-    assert error.remedy == 'Did you mean "test_error"?'
-
-
-def test_a_metric_of_the_other_kind(fresh: Path) -> None:
-    error = refused(fresh, "evaluate.metrics=[rmse, f1_macro]", field="evaluate.metrics")
-    assert error.value == "f1_macro"
-    assert "median_absolute_error" in str(error.remedy)
-
-
-def test_a_metric_of_a_package_that_cannot_be_called(fresh: Path) -> None:
-    written = "{name: sklearn.metrics:mean_pinball_loss, alhpa: 0.9}"
-    error = refused(fresh, f"evaluate.metrics=[mae, {written}]", field="evaluate.metrics")
-    assert (error.value, error.remedy) == ("alhpa", 'Did you mean "alpha"?')
-
-
-@pytest.mark.parametrize("setting", ["metrics=[mae]", "confidence=0.9"])
-def test_what_needs_all_rows_beside_a_metric_object(fresh: Path, setting: str) -> None:
-    (fresh / "recipe.py").write_text(OBJECT)
-    name, _, value = setting.partition("=")
-    error = refused(fresh, f"evaluate.{setting}", field=f"evaluate.{name}")
-    assert "batch by batch" in error.message
-    assert value.strip("[]") in str(error.value)
-
-
-def test_what_needs_all_rows_beside_metrics_by_batch(fresh: Path) -> None:
-    refused(fresh, "evaluate.confidence=0.9", "evaluate.args.batch_eval_metrics=true", field="evaluate.confidence")
-
-
-def test_a_recipe_of_evaluate_alone_counts(fresh: Path) -> None:
-    own = fresh / "measured.py"
-    own.write_text("import torchmetrics\n\ncompute_metrics = torchmetrics.MeanSquaredError()\n")
-    refused(fresh, f"evaluate.recipe={own}", "evaluate.slices=[sign]", field="evaluate.slices")
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "field", "value", "words"),
+    [
+        # Splits of 16 rows and of 64.
+        (GROUPED, ("slices=[sign, group]", "splits=[test, train]"), "slices", "group", "'train'"),
+        (GROUPED, ("require={test_eror: < 9}",), "require.test_eror", None, 'Did you mean "test_error"?'),
+        (GROUPED, ("metrics=[rmse, f1_macro]",), "metrics", "f1_macro", "median_absolute_error"),
+        (GROUPED, (f"metrics=[mae, {PINBALL}]",), "metrics", "alhpa", 'Did you mean "alpha"?'),
+        (OBJECT, ("metrics=[mae]",), "metrics", "mae", "batch by batch"),
+        (OBJECT, ("confidence=0.9",), "confidence", "0.9", "batch by batch"),
+        (GROUPED, ("confidence=0.9", "args.batch_eval_metrics=true"), "confidence", "0.9", "batch"),
+        (GROUPED, ("recipe={own}", "slices=[sign]"), "slices", None, ""),
+    ],
+    ids=["slice", "gate", "kind", "argument", "metric object", "object's interval", "by batch", "own recipe"],
+)
+def test_what_cannot_be_measured_is_refused_by_the_run_before_it_trains_and_by_a_plan(
+    fresh: Path, recipe: str, overrides: tuple[str, ...], field: str, value: str | None, words: str
+) -> None:
+    (fresh / "recipe.py").write_text(recipe)
+    (fresh / "measured.py").write_text(OBJECT_ALONE)
+    wanted = [f"evaluate.{each}".replace("{own}", str(fresh / "measured.py")) for each in overrides]
+    error = run(fresh, *wanted).error
+    assert isinstance(error, ConfigError), error
+    assert not (fresh / "store" / "stages" / "train").exists(), "no attempt, let alone a commit"
+    assert list(fresh.glob("store/stages/prepare-data/*/COMMIT.json"))
+    assert error.field == f"evaluate.{field}"
+    assert value is None or value in str(error.value)
+    assert error.remedy
+    assert words in f"{error.message} {error.remedy}"
+    [obstacle] = plan_in_full(Plan.of(spec_of(fresh, *wanted))).obstacles
+    assert (obstacle.field, obstacle.is_fatal, obstacle.what) == (error.field, True, error.message)
 
 
 def test_what_can_be_measured_trains_and_is_not_tried_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +84,8 @@ def test_what_can_be_measured_trains_and_is_not_tried_again(fresh: Path, monkeyp
         first = run(fresh, *good)
     first.raise_for_error()
     assert events == []
-    assert {"mae", "r2", "most", "most/sign/0", "rows/sign/1"} <= set(metrics_of(first)["test"])
+    [metrics] = fresh.glob("store/stages/evaluate/*/metrics.json")
+    assert {"mae", "r2", "most", "most/sign/0", "rows/sign/1"} <= set(json.loads(metrics.read_text())["test"])
     # The model is there: another metric is measured, and nothing is tried before.
     monkeypatch.setattr("flows.run_stages.rehearse_evaluation", None)
     again = run(fresh, *good, "evaluate.metrics=[mae, bias]")
@@ -120,15 +103,11 @@ def test_a_trial_that_fails_by_itself_does_not_stop_the_training(fresh: Path) ->
     assert any("could not be tried before the training" in each and "not trained yet" in each for each in warned)
 
 
-def metrics_of(result: PipelineResult) -> dict[str, dict[str, float]]:
-    outcome = result.outcome("evaluate")
-    assert outcome is not None
-    assert outcome.manifest is not None
-    found: dict[str, dict[str, float]] = outcome.manifest["metrics"]
-    return found
-
-
-def test_a_storage_that_is_renamed_while_the_training_runs_ends_it_and_is_not_made_again(fresh: Path) -> None:
+def test_a_storage_that_is_renamed_while_the_training_runs_ends_it_and_is_not_made_again(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # This process lives on, so the lease that it could not release has to expire.
+    monkeypatch.setattr(runner, "acquire_lease", partial(runner.acquire_lease, ttl_s=6.0))
     store, renamed = fresh / "store", fresh / "renamed"
 
     def rename(event: progress.Event) -> None:
@@ -145,3 +124,84 @@ def test_a_storage_that_is_renamed_while_the_training_runs_ends_it_and_is_not_ma
     again = run(fresh)
     assert again.ok
     assert "train" in ran(again)
+
+
+# -- the metric that chooses -------------------------------------------------------------------------------------------
+CHOSEN = (
+    "evaluate.metrics=[mae, r2]",
+    "train.eval_split=test",
+    "train.args.eval_strategy=steps",
+    "train.args.eval_steps=4",
+    "train.args.load_best_model_at_end=true",
+    "train.args.metric_for_best_model=mae",
+    "train.args.greater_is_better=false",
+    "publish.enabled=false",
+)
+PACKAGES = "sklearn.metrics:median_absolute_error"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return project(tmp_path / "project").parent
+
+
+def train_key(folder: Path, *overrides: str) -> str:
+    return Plan.of(spec_of(folder, *overrides)).early_keys["train"].digest
+
+
+def test_a_metric_that_chooses_is_measured_while_training_and_others_train_nothing_again(
+    folder: Path, prefect_server: str
+) -> None:
+    first = run(folder, *CHOSEN)
+    first.raise_for_error()
+    [history] = folder.glob("store/stages/train/*/history.json")
+    evaluations = [entry for entry in json.loads(history.read_text()) if "eval_loss" in entry]
+    assert [entry["step"] for entry in evaluations] == [4, 8]
+    assert all({"eval_mae", "eval_error"} <= set(entry) for entry in evaluations)
+    assert not any("eval_r2" in entry for entry in evaluations)
+    [state] = folder.glob("store/stages/train/*/checkpoints/checkpoint-8/trainer_state.json")
+    assert json.loads(state.read_text())["best_metric"] == min(entry["eval_mae"] for entry in evaluations)
+    again = run(folder, *CHOSEN, "evaluate.metrics=[mae, bias]")
+    again.raise_for_error()
+    assert {"train", "evaluate"} & ran(again) == {"evaluate"}
+    assert reason(again, "evaluate").startswith("metrics")
+
+
+def test_only_the_metric_that_chooses_counts_for_the_key_of_train(folder: Path) -> None:
+    plain = train_key(folder)
+    assert train_key(folder, "evaluate.metrics=[mae]") == plain, "it chooses nothing"
+    chosen = train_key(folder, *CHOSEN)
+    assert train_key(folder, *CHOSEN, "evaluate.metrics=[bias, mae]") == chosen
+    assert train_key(folder, *CHOSEN, f"evaluate.metrics=[{{name: {PACKAGES}, as: mae}}]") != chosen
+    own = (*CHOSEN, "train.args.metric_for_best_model=error")
+    assert train_key(folder, *own) == train_key(folder, *own, "evaluate.metrics=[]"), "it is the recipe's own"
+
+
+def test_a_metric_of_a_package_chooses_by_the_name_of_its_result(folder: Path) -> None:
+    spec = spec_of(folder, f"evaluate.metrics=[{PACKAGES}]", *CHOSEN[1:])
+    name = "train.args.metric_for_best_model=eval_median_absolute_error"
+    found = Plan.of(spec_of(folder, f"evaluate.metrics=[{PACKAGES}]", *CHOSEN[1:], name)).context.metrics
+    assert [each.name for each in found] == [PACKAGES]
+    assert Plan.of(spec).context.metrics == ()  # mae is left to the recipe, which has a compute_metrics
+
+
+def test_less_is_better_of_some(folder: Path) -> None:
+    without = [each for each in CHOSEN if "greater_is_better" not in each]
+    with pytest.raises(ConfigError, match="Less is better of mae") as caught:
+        Plan.of(spec_of(folder, *without))
+    assert caught.value.field == "train.args.greater_is_better"
+    assert Plan.of(spec_of(folder, *without, "train.args.metric_for_best_model=r2")).context.metrics
+
+
+def test_a_metric_that_nothing_gives_is_refused_before_the_training(folder: Path) -> None:
+    (folder / "recipe.py").write_text(RECIPE.partition("def compute_metrics")[0])
+    wanted = (*CHOSEN, "evaluate.metrics=[r2]", "train.args.metric_for_best_model=eval_r22")
+    with pytest.raises(ConfigError, match="gives the loss alone") as caught:
+        Plan.of(spec_of(folder, *wanted))
+    assert (caught.value.field, caught.value.value) == ("train.args.metric_for_best_model", "eval_r22")
+    assert caught.value.remedy == 'Did you mean "r2"?'
+    with pytest.raises(ConfigError) as caught:
+        Plan.of(spec_of(folder, *wanted, "train.args.metric_for_best_model=accuracy"))
+    assert "evaluate.metrics" in str(caught.value.remedy)
+    plan = Plan.of(spec_of(folder, *wanted, "train.args.metric_for_best_model=loss"))
+    assert not code_of(plan.spec.train, plan.context).defines("compute_metrics")
