@@ -254,26 +254,27 @@ def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch
 class TestRetried:
     """A run that is retried in Prefect's UI has the id, and for a moment the labels, of the process that ended."""
 
-    def test_the_sign_of_the_ended_process_does_not_end_the_one_at_work(self, tmp_path: Path) -> None:
-        run_id = flow_run(HERE)
-        alive = storage_with(tmp_path, run_id, before=GONE, now=HERE)
-        sweep(str(tmp_path), find_statuses(str(tmp_path)))
-        assert state_of(run_id) == "RUNNING"
-        assert [path.name for path in alive.iterdir()] == ["now.json"]
+    @pytest.mark.parametrize(
+        ("labels", "states", "signs", "state", "left"),
+        [
+            (HERE, (), {"before": GONE, "now": HERE}, "RUNNING", ["now.json"]),
+            # The sign of the process at work is not written yet.
+            (HERE, (), {"before": GONE}, "RUNNING", None),
+            # It waits for a worker.
+            (GONE, ("CRASHED", "SCHEDULED"), {"before": GONE}, "SCHEDULED", None),
+        ],
+        ids=["at work", "beginning", "waiting"],
+    )
+    def test_what_the_ended_process_left_ends_nothing(
+        self, tmp_path: Path, labels: Holder, states: tuple[str, ...], signs: Any, state: str, left: list[str] | None
+    ) -> None:
+        from prefect.client.schemas.objects import State, StateType
 
-    def test_the_labels_of_another_process_count_where_its_sign_is_not_written_yet(self, tmp_path: Path) -> None:
-        run_id = flow_run(HERE)
-        storage_with(tmp_path, run_id, before=GONE)
+        run_id = flow_run(labels, *(State(type=StateType(each)) for each in states))
+        alive = storage_with(tmp_path, run_id, **signs)
         sweep(str(tmp_path), find_statuses(str(tmp_path)))
-        assert state_of(run_id) == "RUNNING"
-
-    def test_while_it_waits_for_a_worker_nothing_of_it_is_ended(self, tmp_path: Path) -> None:
-        from prefect.states import AwaitingRetry, Crashed
-
-        run_id = flow_run(GONE, Crashed(), AwaitingRetry())
-        storage_with(tmp_path, run_id, before=GONE)
-        sweep(str(tmp_path), find_statuses(str(tmp_path)))
-        assert state_of(run_id) == "SCHEDULED"
+        assert state_of(run_id) == state
+        assert left is None or [path.name for path in alive.iterdir()] == left
 
     @pytest.mark.parametrize("is_begun", [False, True])
     def test_while_it_starts_its_old_labels_say_nothing(

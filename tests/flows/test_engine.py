@@ -21,7 +21,7 @@ from flows.server.api import prefect_api, quiet_environment
 from tests.support.prefect_server import wait_for
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 
-# A command that runs a flow of three tasks inside prefect_api, then stays until its standard input ends.
+# A command with a flow inside prefect_api: each line of standard input is a further task.
 COMMAND = """
 import sys
 from flows.server.api import prefect_api, quiet_environment
@@ -29,14 +29,17 @@ quiet_environment()
 with prefect_api() as url:
     from prefect import flow, task
     @task
-    def one(i):
-        return i
+    def one(waits):
+        if waits:
+            print(url, flush=True)
+            sys.stdin.readline()
     @flow(name="probe-" + sys.argv[1])
     def probe():
-        return [one(i) for i in range(3)]
+        one(sys.argv[1] == "stopped")
+        print(url, flush=True)
+        for line in sys.stdin:
+            one(False)
     probe()
-    print(url, flush=True)
-    sys.stdin.read()
 print("left", flush=True)
 """
 
@@ -44,10 +47,10 @@ print("left", flush=True)
 class Command:
     """A process inside `prefect_api`; `url` once it is there."""
 
-    def __init__(self, name: str, program: str = COMMAND, **env: str) -> None:
+    def __init__(self, name: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, name],
-            env={**os.environ, "PREFECT_LOGGING_LEVEL": "WARNING", **env},
+            [sys.executable, "-c", COMMAND, name],
+            env={**os.environ, "PREFECT_LOGGING_LEVEL": "WARNING"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -59,6 +62,11 @@ class Command:
         line = self.process.stdout.readline().strip()
         assert line.startswith("http://127.0.0.1:"), self.process.communicate()
         return line
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
 
     def finish(self) -> tuple[str, str]:
         out, err = self.process.communicate(timeout=60)
@@ -82,8 +90,8 @@ def start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     monkeypatch.setenv("PREFECT_HOME", str(home))
     commands: list[Command] = []
 
-    def start(name: str, **env: str) -> Command:
-        commands.append(Command(name, **env))
+    def start(name: str) -> Command:
+        commands.append(Command(name))
         return commands[-1]
 
     yield start
@@ -132,11 +140,11 @@ def test_a_command_gets_a_private_server_and_leaves_no_noise_and_no_process(star
     assert description.stat().st_mode & 0o077 == 0
     assert json.loads(description.read_bytes())["auth"] not in " ".join(server.cmdline())
 
+    command.say("a second task")
     out, err = command.finish()
-    assert out == "left\n"
-    assert err == ""
+    assert (out, err) == ("left\n", "")
     assert not server.is_running()
-    assert task_states("probe-quiet") == ["COMPLETED"] * 3, "task states travel as events: the last must not be lost"
+    assert task_states("probe-quiet") == ["COMPLETED"] * 2, "task states travel as events: the last must not be lost"
 
 
 def test_concurrent_commands_share_a_server_that_outlives_its_starter_but_no_client(
@@ -153,78 +161,30 @@ def test_concurrent_commands_share_a_server_that_outlives_its_starter_but_no_cli
     wait_for_no_server()
 
 
-# Like COMMAND, but another task follows each line of standard input.
-LONGER = """
-import sys
-from flows.server.api import prefect_api, quiet_environment
-quiet_environment()
-with prefect_api() as url:
-    from prefect import flow, task
-    @task
-    def one(line):
-        return line
-    @flow(name="probe-" + sys.argv[1])
-    def probe():
-        one("")
-        print(url, flush=True)
-        for line in sys.stdin:
-            one(line)
-    probe()
-print("left", flush=True)
-"""
-
-
 def test_a_killed_server_is_started_again_where_it_was_and_learns_all_that_happened(
     start: Callable[..., Command],
 ) -> None:
-    command = start("outlives", program=LONGER)
+    command = start("outlives")
     url = command.url()
     [server] = servers()
     server.kill()
     server.wait()
-    assert command.process.stdin is not None
-    command.process.stdin.write("while no server is there\n")
-    command.process.stdin.flush()
-    deadline = time.monotonic() + 60
-    while not _answers(url) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert _answers(url), "at its old address, which the flow's client knows"
+    command.say("while no server is there")
+    wait_for("a server at its old address, which the flow's client knows", lambda: _answers(url), 60)
     assert command.finish()[0] == "left\n"
     assert task_states("probe-outlives") == ["COMPLETED"] * 2
     wait_for_no_server()
 
 
-# A flow of one task; the task and the flow each end with a line of standard input.
-ONE_TASK = """
-import sys
-from flows.server.api import prefect_api, quiet_environment
-quiet_environment()
-with prefect_api() as url:
-    from prefect import flow, task
-    def say():
-        print(url, flush=True)
-        sys.stdin.readline()
-    one = task(say, name="one")
-    @flow(name="probe-" + sys.argv[1])
-    def probe():
-        one()
-        say()
-    probe()
-print("left", flush=True)
-"""
-
-
 def test_the_end_of_a_task_that_a_stopped_server_never_read_is_sent_to_its_successor(
     start: Callable[..., Command],
 ) -> None:
-    command = start("stopped", program=ONE_TASK)
+    command = start("stopped")
     command.url()
     [server] = servers()
     wait_for("the task's begin", lambda: task_states("probe-stopped") == ["RUNNING"])
     server.suspend()
-    assert command.process.stdin is not None
-    command.process.stdin.write("the task ends\n")
-    command.process.stdin.flush()
+    command.say("the task ends")
     command.url()
     time.sleep(0.5)  # by now the kernel has the event
     server.kill()
@@ -242,10 +202,7 @@ def _answers(url: str) -> bool:
 
 def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callable[..., Command]) -> None:
     command = start("killed-early")
-    deadline = time.monotonic() + 30
-    while not servers() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert servers()
+    wait_for("the server to start", servers, 30)
     command.kill()
     wait_for_no_server()
 
@@ -304,16 +261,12 @@ def test_an_unusable_home_is_named(tmp_path: Path) -> None:
     assert failed.value.field == "PREFECT_HOME"
 
 
-def test_quiet_environment_keeps_what_the_user_set() -> None:
+def test_quiet_environment_keeps_what_the_user_set_and_tells_a_proxy_to_spare_the_loopback() -> None:
     environ = {"PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
     quiet_environment(environ)
     assert environ["PREFECT_SERVER_ANALYTICS_ENABLED"] == "true"
-    assert environ["DO_NOT_TRACK"] == "true"
-    assert environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+    assert environ["DO_NOT_TRACK"] == environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert "NO_PROXY" not in environ
-
-
-def test_a_proxy_is_told_to_spare_the_loopback() -> None:
     environ = {"HTTP_PROXY": "http://proxy:3128", "NO_PROXY": "example.org"}
     quiet_environment(environ)
     assert environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"

@@ -98,23 +98,13 @@ def registered(uri: str) -> list[tuple[str, str, set[str]]]:
     return [(str(each.version), each.run_id, set(each.aliases)) for each in named]
 
 
-@pytest.mark.parametrize("how", [{"only": "push-to-hub"}, {"start": "push-to-hub"}, {"only": "evaluate"}])
-def test_no_choice_of_stages_goes_around_a_gate(folder: Path, how: dict[str, str]) -> None:
-    assert isinstance(run(folder, MISSED, **how).error, GateError)
-    assert run(folder, PASSED, **how).ok
-
-
-def test_a_stage_that_no_gate_guards_runs_alone(folder: Path) -> None:
-    assert run(folder, MISSED, only="predict").ok
-
-
-def test_the_results_of_an_earlier_run_are_checked_too(folder: Path) -> None:
-    first = run(folder)
-    assert isinstance(run(folder, MISSED, from_run=first.pipeline_key[:16], start="publish").error, GateError)
-
-
-def test_without_publication_the_command_fails_all_the_same(folder: Path) -> None:
+def test_no_choice_of_stages_goes_around_a_gate(folder: Path) -> None:
+    ways: list[dict[str, str]] = [{"only": "push-to-hub"}, {"start": "push-to-hub"}, {"only": "evaluate"}]
+    for how in (*ways, {"from_run": run(folder).pipeline_key[:16], "start": "publish"}):
+        assert isinstance(run(folder, MISSED, **how).error, GateError), how
+        assert run(folder, PASSED, **how).ok
     assert isinstance(run(folder, MISSED, "publish.enabled=false").error, GateError)
+    assert run(folder, MISSED, only="predict").ok, "no gate guards it"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.model_folders import remove_fetched_code
 from tests.support.repository import ROOT
-from tests.support.runs import broken
+from tests.support.runs import broken, ran, run, spec_of
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.model_folder.description import FILE, read_description
@@ -41,18 +42,12 @@ def _only(folder: Path) -> Path:
     return found
 
 
-def _store(folder: Path) -> Path:
-    return folder / "store"
-
-
 def _predicted(folder: Path) -> list[float]:
-    parts = sorted(_only(_store(folder) / "stages" / "predict").rglob("*.parquet"))
+    parts = sorted(_only((folder / "store") / "stages" / "predict").rglob("*.parquet"))
     return [float(value[0]) for part in parts for value in pq.read_table(part)["prediction"].to_pylist()]
 
 
-def _test_rows(folder: Path) -> list[dict[str, list[float]]]:
-    import random
-
+def _test_rows() -> list[dict[str, list[float]]]:
     draw, rows = random.Random(1), []
     for _ in range(16):
         rows.append({"x": [draw.uniform(-1, 1)]})
@@ -61,7 +56,7 @@ def _test_rows(folder: Path) -> list[dict[str, list[float]]]:
 
 
 def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(folder: Path) -> None:
-    store = _store(folder)
+    store = folder / "store"
     stage = _only(store / "stages" / "train")
     expected = _predicted(folder)
     newest = max((stage / "checkpoints").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -69,16 +64,16 @@ def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(fo
         loaded = load_model(str(address))
         assert isinstance(loaded, LoadedModel)
         assert not loaded.model.training
-        predictions = loaded.predict(_test_rows(folder))["prediction"]
+        predictions = loaded.predict(_test_rows())["prediction"]
         assert [float(value[0]) for value in predictions] == expected
-        few = loaded.predict(_test_rows(folder)[:3], batch_size=1)["prediction"]
+        few = loaded.predict(_test_rows()[:3], batch_size=1)["prediction"]
         assert np.allclose([float(value[0]) for value in few], expected[:3], rtol=1e-6)
 
 
 def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: Path, tmp_path: Path) -> None:
     expected = _predicted(folder)
     published = tmp_path / "elsewhere"
-    revision = _only(_only(_store(folder) / "hub") / "revisions")
+    revision = _only(_only((folder / "store") / "hub") / "revisions")
     shutil.copytree(revision, published)
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="not trusted") as refused:
@@ -90,13 +85,13 @@ def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: 
         load_model(str(published), trust_code="0" * 64)
     for trust in (digest, True):
         loaded = load_model(str(published), trust_code=trust)
-        assert [float(value[0]) for value in loaded.predict(_test_rows(folder))["prediction"]] == expected
+        assert [float(value[0]) for value in loaded.predict(_test_rows())["prediction"]] == expected
 
 
 @pytest.mark.parametrize("damaged", ["code/recipe.py", "model.safetensors"])
 def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path, damaged: str) -> None:
     published = tmp_path / "elsewhere"
-    shutil.copytree(_only(_only(_store(folder) / "hub") / "revisions"), published)
+    shutil.copytree(_only(_only((folder / "store") / "hub") / "revisions"), published)
     path = published / damaged
     (tmp_path / "executed").unlink(missing_ok=True)
     data = path.read_bytes()
@@ -108,7 +103,7 @@ def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path
 
 
 def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
-    store = _store(folder)
+    store = folder / "store"
     with pytest.raises(ConfigError, match="This is the result of evaluate"):
         load_model(str(_only(store / "stages" / "evaluate")))
     with pytest.raises(ConfigError, match=r"There is no model") as nothing:
@@ -131,7 +126,7 @@ def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder: Path) -> None:
-    loaded = load_model(str(_only(_store(folder) / "runs")))
+    loaded = load_model(str(_only((folder / "store") / "runs")))
     for rows, words in (
         ([], "no rows"),
         ([{"label": [1.0]}], "the nearest is 'labels'"),
@@ -145,32 +140,28 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
 
 
 def test_the_code_on_the_card_runs_as_it_stands(folder: Path) -> None:
-    card = (_store(folder) / "hub" / "toy" / "README.md").read_text()
+    card = ((folder / "store") / "hub" / "toy" / "README.md").read_text()
     program = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
     command = [sys.executable, "-c", f"{program}\nprint(list(model.predict([{{'x': [0.25]}}])))"]
-    where = _only(_store(folder) / "hub" / "toy" / "revisions")
+    where = _only((folder / "store") / "hub" / "toy" / "revisions")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['prediction']\n"), done.stderr
 
 
 def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: Path) -> None:
-    from tests.support.runs import ran, run
-
     broken(
         folder,
         "def compute_metrics(p):",
         "def prediction_columns(p, data):\n    return {'y': p[:, 0]}\n\n\ndef compute_metrics(p):",
     )
     assert ran(run(folder)) == {"predict", "push-to-hub"}
-    revisions = sorted((_only(_store(folder) / "hub") / "revisions").iterdir())
+    revisions = sorted((_only((folder / "store") / "hub") / "revisions").iterdir())
     assert len(revisions) == 2
     assert list(load_model(str(revisions[-1]), trust_code=True).predict(ROWS)) == ["y"]
 
 
 def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tests.support.runs import ran, run
-
     expected = _predicted(folder)
     with HubServer() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
@@ -181,7 +172,7 @@ def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.Monk
         digest = read_description(json.dumps(head).encode(), FILE).code_digest
         assert f'load_model("hf://org/toy", trust_code="{digest}")' in _text(hub, "README.md")
         loaded = load_model("hf://org/toy", trust_code=digest)
-        assert [float(value[0]) for value in loaded.predict(_test_rows(folder))["prediction"]] == expected
+        assert [float(value[0]) for value in loaded.predict(_test_rows())["prediction"]] == expected
         with pytest.raises(ConfigError, match=r"refuses the download \(404\)"):
             load_model("hf://org/nothing", trust_code=True)
 
@@ -190,23 +181,24 @@ def _text(hub: HubServer, path: str) -> str:
     return hub.repos["org/toy"].commits[-1].files[path].data.decode()
 
 
-@pytest.mark.parametrize("address", ["runs/*", "stages/train/*", "stages/train/*/checkpoints/*-8"])
-def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(
-    folder: Path, tmp_path: Path, address: str
-) -> None:
-    shutil.copytree(_store(folder), tmp_path / "strangers")
-    [model] = (tmp_path / "strangers").glob(address)
-    with pytest.raises(ConfigError, match="not trusted") as refused:
-        load_model(str(model))
-    [digest] = re.findall("[0-9a-f]{64}", refused.value.message)
-    assert load_model(str(model), trust_code=digest).predict(ROWS)
-    trust_storage(str(tmp_path / "strangers"))
-    assert load_model(str(model)).predict(ROWS)
+def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(folder: Path, tmp_path: Path) -> None:
+    strangers = shutil.copytree(folder / "store", tmp_path / "strangers")
+    places = ("runs/*", "stages/train/*", "stages/train/*/checkpoints/*-8")
+    models = [str(model) for place in places for model in strangers.glob(place)]
+    assert len(models) == 3
+    for model in models:
+        with pytest.raises(ConfigError, match="not trusted") as refused:
+            load_model(model)
+        [digest] = re.findall("[0-9a-f]{64}", refused.value.message)
+        assert load_model(model, trust_code=digest).predict(ROWS)
+    trust_storage(str(strangers))
+    for model in models:
+        assert load_model(model).predict(ROWS)
 
 
 def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tmp_path: Path) -> None:
-    revision = _only(_only(_store(folder) / "hub") / "revisions")
-    run = _only(_store(folder) / "runs")
+    revision = _only(_only((folder / "store") / "hub") / "revisions")
+    run = _only((folder / "store") / "runs")
     for number, place in enumerate(("elsewhere", "runs/stolen")):
         published = tmp_path / str(number) / place
         shutil.copytree(revision, published)
@@ -221,7 +213,7 @@ def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tm
 
 
 def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path) -> None:
-    record = json.loads((_only(_only(_store(folder) / "hub") / "revisions") / FILE).read_text())
+    record = json.loads((_only(_only((folder / "store") / "hub") / "revisions") / FILE).read_text())
 
     def digest(**changed: object) -> str:
         return read_description(json.dumps(record | changed).encode(), FILE).code_digest
@@ -237,8 +229,6 @@ def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path)
 
 
 def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path) -> None:
-    import random
-
     import torch
 
     torch.manual_seed(3)
@@ -246,7 +236,7 @@ def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path)
     expected = torch.rand(1).item(), random.random()
     torch.manual_seed(3)
     random.seed(3)
-    loaded = load_model(str(_only(_store(folder) / "runs")))
+    loaded = load_model(str(_only((folder / "store") / "runs")))
     usual = loaded._args.per_device_eval_batch_size
     loaded.predict(ROWS, batch_size=1)
     assert (torch.rand(1).item(), random.random()) == expected
@@ -256,7 +246,6 @@ def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path)
 def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folder: Path) -> None:
     from flows.plan import Plan
     from tasks.stage.portable_model import describe_model
-    from tests.support.runs import spec_of
 
     plan = Plan.of(spec_of(folder))
     data, model = plan.reasons["prepare-data"].manifest, plan.reasons["train"].manifest
@@ -269,8 +258,6 @@ def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folde
 
 
 def test_code_with_a_token_is_not_published_and_code_can_stay_at_home(folder: Path, tmp_path: Path) -> None:
-    from tests.support.runs import ran, run
-
     assert ran(run(folder, "publish.code=false", f"publish.to={tmp_path / 'bare'}")) == {"push-to-hub"}
     bare = _only(tmp_path / "bare" / "revisions")
     assert not (bare / "code").exists()

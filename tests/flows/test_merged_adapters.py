@@ -64,7 +64,7 @@ def _published(folder: Path) -> Path:
     return max((folder / "store" / "hub" / "adapted" / "revisions").iterdir())
 
 
-def test_merged_weights_are_published_with_the_adapters_beside_them(tmp_path: Path) -> None:
+def test_merged_weights_are_published_with_the_adapters_beside_them_and_lineage_has_both(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = _project(tmp_path / "project")
@@ -81,7 +81,8 @@ def test_merged_weights_are_published_with_the_adapters_beside_them(tmp_path: Pa
     with torch.no_grad():
         merged = plain.eval()(**batch).logits.softmax(-1)
     shutil.move(folder / "away", folder / "base")
-    for address in (published, folder / "store" / "runs" / _run(folder)):
+    [recorded] = (folder / "store" / "runs").iterdir()
+    for address in (published, recorded):
         scores = load_model(str(address), trust_code=True).predict(NEW)["scores"]
         assert np.allclose(merged.numpy(), np.stack(list(scores)), atol=1e-5), address
     remove_fetched_code()
@@ -89,37 +90,20 @@ def test_merged_weights_are_published_with_the_adapters_beside_them(tmp_path: Pa
     assert "BertForSequenceClassification.from_pretrained" in card and "AutoPeftModel" not in card
     assert "with the trained adapters merged in" in card
     assert 'load_file("model.safetensors")' in card
-
-
-def _run(folder: Path) -> str:
-    [found] = (folder / "store" / "runs").iterdir()
-    return found.name
-
-
-def test_lineage_has_the_digests_of_the_merged_weights_and_of_the_adapters(tmp_path: Path) -> None:
-    folder = _project(tmp_path / "project")
-    run(folder, *OFF).raise_for_error()
-    published = _published(folder)
     lineage = read_lineage_file(Store.open(published))
     assert lineage is not None
     digests = {entry.path: entry.sha256 for entry in lineage.files}
     assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= digests.keys()
-    address = str(folder / "store" / "runs" / _run(folder))
-    checks = {each.link: each for each in verify_chain(find_chain(address), TrackingConfig(enabled=False))}
+    checks = {each.link: each for each in verify_chain(find_chain(str(recorded)), TrackingConfig(enabled=False))}
     assert checks["publication"].state == "held", checks["publication"]
-    [train] = (folder / "store" / "stages" / "train").glob("*/COMMIT.json")
-    commit = json.loads(train.read_text())
+    commit = json.loads((trained.parent.parent / "COMMIT.json").read_text())
     committed = {entry["path"]: entry["sha256"] for entry in commit["files"]}
     assert committed["model/adapter_model.safetensors"] == digests["adapter/adapter_model.safetensors"]
-
-
-def test_the_setting_belongs_to_the_publication_alone(tmp_path: Path) -> None:
-    folder = _project(tmp_path / "project")
-    run(folder, *OFF).raise_for_error()
+    # The setting belongs to the publication alone.
     assert ran(run(folder, *OFF)) == set()
     again = run(folder, *OFF, "publish.merge_adapters=false")
     again.raise_for_error()
     assert ran(again) == {"push-to-hub"}
     assert "merge_adapters" in reason(again, "push-to-hub")
-    published = _published(folder)
-    assert (published / "adapter_model.safetensors").exists() and not (published / "model.safetensors").exists()
+    second = _published(folder)
+    assert (second / "adapter_model.safetensors").exists() and not (second / "model.safetensors").exists()

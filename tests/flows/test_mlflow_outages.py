@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.run_record import RunRecord
-from tests.support.command import running, trainflow
+from tests.support.command import Cli, running
 from tests.support.mlflow_store import client, points, runs
 from tests.support.runs import ALL, ran, run
 from tests.support.toy import project
@@ -76,16 +76,16 @@ def test_a_run_without_mlflow_is_delivered_whole_by_the_next_one_which_finds_eve
     assert len(runs(uri(folder))) == 2
 
 
-def test_sync_delivers_by_itself(folder: Path, away: Any) -> None:
+def test_sync_delivers_by_itself(folder: Path, away: Any, cli: Cli) -> None:
     settings = ("tracking.enabled=true", "predict.rows_per_file=7")
     away(True)
     assert run(folder, *settings).mlflow_waiting
-    refused = trainflow("sync", "pipeline.yaml", cwd=folder)
+    refused = cli("sync", "pipeline.yaml", cwd=folder)
     assert refused.code == 14
     assert "still waits for MLflow" in refused.err
     assert "Traceback" not in refused.err
     away(False)
-    done = trainflow("sync", "pipeline.yaml", "--json", cwd=folder)
+    done = cli("sync", "pipeline.yaml", "--json", cwd=folder)
     assert (done.code, json.loads(done.out)["ok"]) == (0, True), done.err
     assert [each.info.status for each in runs(uri(folder))] == ["FINISHED", "FINISHED"]
     assert run(folder, *settings).mlflow_waiting is None

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
 
-from flows.plan import explain
+from flows.cli import presentation
+from flows.past_runs import list_runs
+from flows.pipeline import run_pipeline
+from flows.plan import Plan, StageReason, explain
+from flows.spec.spec import load_spec
 from flows.stages import stage_names
+from tasks.stage import closure
 from tasks.stage import progress as _progress
-from tests.support.runs import ALL, newest_flow_run, ran, reason, run, spec_of
+from tasks.stage.resolver import Resolver
+from tests.support.runs import ALL, broken, newest_flow_run, ran, reason, run, spec_of
+from tests.support.toy import project
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError
+from trainer_lib.launch import config
 
 AFTER_TRAIN = ALL - {"prepare-data"}
-
-
-def stage_folder(folder: Path, stage: str) -> Path:
-    [found] = (folder / "store" / "stages" / stage).iterdir()
-    return found
 
 
 def test_an_unchanged_spec_starts_nothing(folder: Path) -> None:
@@ -37,15 +43,9 @@ def test_an_unchanged_spec_starts_nothing(folder: Path) -> None:
     assert all(one.hit for one in explain(spec_of(folder)))
 
 
-@pytest.mark.parametrize(
-    "override", ["train.args.logging_steps=3", "train.args.save_steps=3", "train.launch.threads=2", "train.retries=1"]
-)
-def test_settings_that_change_no_result_run_nothing(folder: Path, override: str) -> None:
-    assert ran(run(folder, override)) == set()
-
-
-def test_the_same_global_batch_cut_up_otherwise_runs_nothing(folder: Path) -> None:
-    assert ran(run(folder, "train.args.per_device_train_batch_size=2")) == set()
+def test_settings_that_change_no_result_and_a_batch_cut_up_otherwise_run_nothing(folder: Path) -> None:
+    others = ("train.args.logging_steps=3", "train.args.save_steps=3", "train.launch.threads=2", "train.retries=1")
+    assert ran(run(folder, *others, "train.args.per_device_train_batch_size=2")) == set()
 
 
 def test_a_training_argument_runs_train_and_what_follows_but_not_prepare(folder: Path) -> None:
@@ -65,34 +65,34 @@ def test_prepares_options_run_everything(folder: Path) -> None:
     assert reason(result, "train").startswith("data changed")
 
 
-@pytest.mark.parametrize("stage", sorted(ALL))
-def test_deleting_one_stage_runs_that_stage_only(folder: Path, stage: str) -> None:
-    shutil.rmtree(folder / "store" / "stages" / stage)
-    if stage == "push-to-hub":
-        shutil.rmtree(folder / "store" / "hub")
-    result = run(folder)
-    assert ran(result) == {stage}  # what it makes is the same, bit for bit: what follows is kept
-    assert reason(result, stage) == "never run before"
+def test_deleting_one_stage_runs_that_stage_only(folder: Path) -> None:
+    for stage in sorted(ALL):
+        shutil.rmtree(folder / "store" / "stages" / stage)
+        if stage == "push-to-hub":
+            shutil.rmtree(folder / "store" / "hub")
+        result = run(folder)
+        assert ran(result) == {stage}  # what it makes is the same, bit for bit: what follows is kept
+        assert reason(result, stage) == "never run before"
 
 
-@pytest.mark.parametrize(
-    ("stage", "pattern"),
-    [
-        ("prepare-data", "data/train/*.arrow"),
-        ("train", "model/model.safetensors"),
-        ("evaluate", "metrics.json"),
-        ("predict", "predictions/test/*.parquet"),
-    ],
-)
-def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Path, stage: str, pattern: str) -> None:
-    [file, *_] = sorted(stage_folder(folder, stage).glob(pattern))
-    file.write_bytes(file.read_bytes()[:-1])
-    planned = {one.stage: one for one in explain(spec_of(folder))}
-    assert file.name in planned[stage].reason
-    result = run(folder)
-    assert ran(result) == {stage}
-    assert "damaged" in reason(result, stage)
-    assert file.name in reason(result, stage)
+DAMAGED = {
+    "prepare-data": "data/train/*.arrow",
+    "train": "model/model.safetensors",
+    "evaluate": "metrics.json",
+    "predict": "predictions/test/*.parquet",
+}
+
+
+def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Path) -> None:
+    for stage, pattern in DAMAGED.items():
+        [file, *_] = sorted(folder.glob(f"store/stages/{stage}/*/{pattern}"))
+        file.write_bytes(file.read_bytes()[:-1])
+        planned = {one.stage: one for one in explain(spec_of(folder))}
+        assert file.name in planned[stage].reason
+        result = run(folder)
+        assert ran(result) == {stage}
+        assert "damaged" in reason(result, stage)
+        assert file.name in reason(result, stage)
 
 
 def edit(folder: Path, old: str, new: str) -> int:
@@ -118,33 +118,20 @@ def test_a_fixed_metric_runs_evaluate_and_what_follows_and_a_comment_nothing(fol
     assert ran(run(folder)) == {"evaluate", "push-to-hub"}
 
 
-def test_an_edited_model_runs_all_but_prepare_and_says_so(folder: Path) -> None:
-    line = edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
-    result = run(folder)
-    assert "prepare-data" not in ran(result)
-    assert {"train", "evaluate", "predict"} <= ran(result)
-    start = (folder / "recipe.py").read_text().splitlines().index("def build_model(options, data):") + 1
-    assert start < line
-    assert reason(result, "train") == f"build_model changed (recipe.py:{start})"
-
-
 def test_a_stage_that_runs_whatever_comes_before_it_gives_its_own_reason(folder: Path) -> None:
     edit(folder, "rows = int(", "rows = 0 + int(")
     planned = {one.stage: one for one in explain(spec_of(folder))}
     assert planned["prepare-data"].reason == "prepare changed (recipe.py:5)"
     assert (planned["train"].certain, planned["train"].reason.partition(";")[0]) == (False, "prepare-data runs first")
-    edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
+    line = edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
     planned = {one.stage: one for one in explain(spec_of(folder))}
-    assert planned["train"].certain
-    assert planned["train"].reason.startswith("build_model changed (recipe.py:")
-
-
-def test_a_statement_that_may_change_anything_runs_all_and_is_shown(folder: Path) -> None:
+    start = (folder / "recipe.py").read_text().splitlines().index("def build_model(options, data):") + 1
+    assert start < line
+    assert (planned["train"].certain, planned["train"].reason) == (True, f"build_model changed (recipe.py:{start})")
     edit(folder, "def compute_metrics", "points.__doc__ = 'x'\n\n\ndef compute_metrics")
-    result = run(folder)
-    assert {"prepare-data", "train", "evaluate", "predict"} <= ran(result)
-    assert "a statement that runs at import added (recipe.py:" in reason(result, "train")
-    assert "points.__doc__ = 'x'" in reason(result, "train")
+    shown = {one.stage: one for one in explain(spec_of(folder))}["evaluate"].reason
+    assert "a statement that runs at import added (recipe.py:" in shown
+    assert "points.__doc__ = 'x'" in shown
 
 
 def test_a_stage_with_its_own_recipe_is_edited_alone(folder: Path) -> None:
@@ -194,28 +181,14 @@ def test_sources_and_declared_paths_reach_the_recipe_resolved_from_any_folder(
     assert ran(run(folder.parent / "moved")) == set()
 
 
-def test_force_runs_a_stage_again(folder: Path) -> None:
-    result = run(folder, force=["evaluate"])
-    assert ran(result) == {"evaluate"}
-    assert reason(result, "evaluate") == "forced"
-
-
-def test_one_stage_alone_and_a_later_start(folder: Path) -> None:
+def test_one_stage_alone_a_later_start_and_a_forced_stage(folder: Path) -> None:
+    forced = run(folder, force=["evaluate"])
+    assert (ran(forced), reason(forced, "evaluate")) == ({"evaluate"}, "forced")
     only = run(folder, "predict.rows_per_file=3", only="predict")
     assert ran(only) == {"predict"}
     assert {outcome.stage for outcome in only.stages} == set(stage_names())
     later = run(folder, "evaluate.splits=[train, test]", start="evaluate")
     assert ran(later) == {"evaluate", "push-to-hub"}
-
-
-def test_only_and_start_demand_what_comes_before(folder: Path) -> None:
-    result = run(folder, "train.args.seed=5", only="evaluate")
-    assert isinstance(result.error, ConfigError)
-    assert (result.error.field, result.error.value) == ("--only", "evaluate")
-    assert "train" in result.error.message
-    unknown = run(folder, start="trian")
-    assert isinstance(unknown.error, ConfigError)
-    assert unknown.error.field == "--from"
 
 
 def test_stages_that_are_switched_off_are_left_out(folder: Path) -> None:
@@ -240,3 +213,176 @@ def test_a_spec_larger_than_prefects_parameters_runs_and_is_deployed(folder: Pat
         parameters = client.read_deployment(deployment).parameters
         client.delete_deployment(deployment)
     assert deployed_pipeline.validate_parameters(parameters)["spec"] == spec
+
+
+# -- a check on a few rows ---------------------------------------------------------------------------------------------
+
+# A generator that fails where a check has no business.
+ENDLESS = """
+    def numbered():
+        for number, row in enumerate(points(10**9, 0)):
+            assert number < 6, "read too far"
+            yield row
+    return {"train": numbered(), "test": points(16, 1)}
+"""
+
+
+def test_a_check_goes_through_every_stage_and_leaves_real_results_alone(folder: Path) -> None:
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    result = run(folder, "limit=6", "publish.to=hf://nowhere/at-all")
+    result.raise_for_error()
+    assert ran(result) == ALL
+    [data, model, *_] = (outcome.manifest or {} for outcome in result.stages)
+    assert data["metrics"] == {"train_rows": 6, "test_rows": 6}
+    assert model["meta"]["global_step"] == 4
+    changed = {path for path in folder.rglob("*") if path.is_file()} - before
+    limited = folder / "store" / "limited"
+    assert all(path.is_relative_to(limited) or path.suffix == ".pyc" for path in changed)
+    assert (limited / "hub" / "toy").is_dir()
+    # Neither is a hit for the other, and each is one for itself.
+    assert all(reason.hit for reason in explain(spec_of(folder)))
+    assert ran(run(folder, "limit=6")) == set()
+    assert not any(reason.hit for reason in explain(spec_of(folder, "limit=7")))
+    [note, _] = presentation.check_note(result, 6)
+    assert "a check on 6 rows of each split: it went through every stage" in note.plain
+
+
+def test_a_check_reads_a_generator_no_further_than_its_rows(folder: Path) -> None:
+    broken(folder, '    return {"train": points(rows, 0), "test": points(16, 1)}\n', ENDLESS)
+    run(folder, "limit=6", only="prepare-data").raise_for_error()
+
+
+# -- a run that begins in the middle, with what an earlier one has made ------------------------------------------------
+
+
+def newest(folder: Path) -> str:
+    return list_runs(str(folder / "store"))[0].id
+
+
+def plan(folder: Path, *overrides: str, **how: Any) -> Plan:
+    return Plan.of(spec_of(folder, *overrides), **how)
+
+
+def hits(reasons: Mapping[str, StageReason]) -> set[str]:
+    return {name for name, each in reasons.items() if each.hit}
+
+
+def test_a_failed_run_goes_on_at_its_failed_stage_with_what_it_had_made(folder: Path) -> None:
+    sound = (folder / "recipe.py").read_text()
+    broken(folder, 'return {"error"', 'return {"error": 1 / 0, "e"')
+    assert run(folder, "train.args.learning_rate=1e-2").error is not None
+    failed = newest(folder)
+    (folder / "recipe.py").write_text(sound.replace("Linear(1, 1)", "Linear(1, 1, bias=True)"))
+    ways: tuple[str, ...] = ("train.args.learning_rate=3e-2",)
+    planned = plan(folder, *ways, from_run=failed[:6])
+    assert planned.start == "evaluate"
+    assert hits(planned.reasons) == {"prepare-data", "train"}
+    assert planned.reasons["train"].reason.startswith(f"taken from run {failed}, committed ")
+    [sentence] = planned.warnings["train"]
+    assert sentence.startswith(f"The result of train is that of run {failed}; since then: ")
+    assert "build_model changed (recipe.py:" in sentence
+    assert "args.learning_rate: 0.01 -> 0.03" in sentence
+    assert planned.warnings["prepare-data"] == []
+
+    result = run(folder, *ways, from_run=failed)
+    result.raise_for_error()
+    assert ran(result) == {"evaluate", "predict", "push-to-hub"}
+    assert {each.stage: each.reason for each in result.stages if each.status == "cached"} == {
+        name: planned.reasons[name].reason for name in ("prepare-data", "train")
+    }
+    # What it ran is found again, and a plain run trains with the settings of the spec.
+    assert ran(run(folder, *ways, from_run=failed)) == set()
+    past = list_runs(str(folder / "store"))[0]
+    assert (past.from_run, past.start, past.is_finished) == (failed, "evaluate", True)
+    assert not plan(folder, *ways).reasons["train"].hit
+
+
+def test_a_run_that_changed_nothing_is_the_same_run(folder: Path) -> None:
+    finished = newest(folder)
+    assert plan(folder, from_run=finished, start="train").pipeline_key == plan(folder).pipeline_key
+    other = plan(folder, "train.args.learning_rate=1e-2", from_run=finished, start="evaluate")
+    assert other.pipeline_key != plan(folder, "train.args.learning_rate=1e-2").pipeline_key
+    assert hits(other.reasons) == set(other.stages), "the model is the same, so is what follows"
+    only = run(folder, "predict.rows_per_file=3", "train.args.learning_rate=1e-2", from_run=finished, only="predict")
+    assert ran(only) == {"predict"}
+    assert reason(only, "train").startswith("taken from run")
+
+
+def test_what_a_run_does_not_have_is_refused_with_what_to_do(folder: Path) -> None:
+    finished = newest(folder)
+
+    def refused(**how: Any) -> ConfigError:
+        result = run(folder, **how)
+        assert isinstance(result.error, ConfigError)
+        assert result.error.exit_code == 2
+        assert result.error.remedy
+        return result.error
+
+    assert "has finished" in refused(from_run=finished).message
+    assert "--from STAGE" in str(refused(from_run=finished).remedy)
+    assert f"Did you mean {finished}?" in str(refused(from_run=finished[:-1] + "x").remedy)
+    shutil.rmtree(folder / "store" / "stages" / "train")
+    gone = refused(from_run=finished, start="evaluate")
+    assert gone.message == f"The stage train cannot be taken: its result in run {finished} is gone from the storage."
+    assert gone.remedy == "Begin with it: --from train."
+    broken(folder, "y = self.linear(x.float())", "raise ValueError('wrong shape')")
+    assert run(folder, "name=second").error is not None
+    failed = newest(folder)
+    assert "a run of the pipeline 'second', and the spec is that of 'toy'" in refused(from_run=failed).message
+    missing = run(folder, "name=second", from_run=failed, start="predict").error
+    assert missing is not None
+    assert missing.message == f"The stage train cannot be taken: run {failed} has no committed result of it."
+
+
+def test_a_stage_that_takes_a_later_ones_place_needs_all_its_inputs(folder: Path) -> None:
+    shutil.rmtree(folder / "store" / "stages" / "evaluate")
+    error = run(folder, start="predict").error
+    assert isinstance(error, ConfigError)
+    assert "evaluate comes before it and has no committed result" in error.message
+
+
+# -- before the first optimizer step, arguments, launches and closures are worked out once -----------------------------
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    found: Counter[str] = Counter()
+
+    def counting(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[what] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(TrainingArguments, "__post_init__", "arguments")
+    counting(config, "check_installed", "launch checks")
+    counting(closure._Walk, "visit", "closures")
+    return found
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_arguments_launches_and_closures_are_worked_out_once(tmp_path: Path, counts: Counter[str]) -> None:
+    spec = load_spec(project(tmp_path / "project"), (), Resolver())
+    before_the_first_step: dict[str, int] = {}
+
+    def stop_when_training_starts(event: dict[str, Any]) -> None:
+        if event["stage"] == "train" and event["event"] == "start":
+            before_the_first_step.update(counts)
+            raise KeyboardInterrupt
+
+    with _progress.subscribe(stop_when_training_starts), pytest.raises(KeyboardInterrupt):
+        run_pipeline(spec)
+    # Launches: prepare's and train's. Evaluate and predict ask for the same arguments and the same launch as train.
+    assert before_the_first_step == {"arguments": 1, "launch checks": 2, "closures": 1}
+
+
+def test_a_spec_of_your_own_is_resolved_anew_by_every_run(tmp_path: Path, counts: Counter[str]) -> None:
+    path = project(tmp_path / "project")
+    spec = load_spec(path)
+    before = dict(counts)
+    assert spec.resolver is not spec.resolver
+    spec.check()
+    assert counts["closures"] == before["closures"] + 1, "its recipe may have been edited since"

@@ -1,4 +1,4 @@
-"""The report page: whole, escaped, self-contained."""
+"""The report page: whole, escaped, self-contained; and the closing summary of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 from flows.charts import MAX_POINTS, draw_charts
+from flows.cli.presentation import summary, where
 from flows.plan_record import Comparison
 from flows.report import render_report
 from flows.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
+from flows.results import PipelineResult, StageOutcome
+from flows.stages import find_stage
+from tasks.stage.facts import PublishFacts
+from tasks.stage.manifest import StageManifest
 from tasks.stage.outcome_tables import Outcome
 from tests.support.repository import ROOT
 from trainer_lib.trackers.mlflow_registry import Registered, Registration, Score, Verdict
@@ -381,3 +386,27 @@ def test_a_plan_is_shown_beside_what_came_of_it() -> None:
     assert "Plan and outcome" in text
     assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2 MB", "1.9 MB", "peak memory"))
     assert "Plan and outcome" not in render_report({"name": "toy"})
+
+
+# -- the closing summary on the command line ---------------------------------------------------------------------------
+
+REVISION = "https://huggingface.co/me/toy/tree/0f3a"
+
+
+def test_the_published_revision_is_shown_not_only_its_repository() -> None:
+    stage = find_stage("publish")
+    assert stage is not None
+    facts = PublishFacts("hf://me/toy", REVISION, "0f3a", "d" * 64)
+    manifest = StageManifest("push-to-hub", "", "store/stages/push-to-hub/0123", "", facts=facts)
+    outcome = StageOutcome("push-to-hub", "ran", "forced", 1.0, manifest.to_dict(), stage.places(manifest))
+    result = PipelineResult("toy", "key", "store", [outcome])
+    assert where(result)["published"] == REVISION
+    assert any(REVISION in line.plain for line in summary(result, ["trainflow", "ui"]))
+
+
+def test_a_metric_is_shown_with_its_interval_and_a_count_in_full() -> None:
+    measured = {"test_accuracy": 0.95, "test_accuracy_low": 0.9312, "test_accuracy_high": 0.97, "test_words": 12345}
+    manifest = {"metrics": {"test": {**measured, "test_runtime": 3.0}}}
+    result = PipelineResult("p", "k", "s", [StageOutcome("evaluate", "ran", "why", manifest=manifest)])
+    shown = "\n".join(line.plain for line in summary(result, ["trainflow", "ui"]))
+    assert "  test         accuracy 0.95 (0.9312 to 0.97)  words 12,345\n" in shown

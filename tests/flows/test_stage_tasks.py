@@ -97,8 +97,11 @@ def test_memory_running_out_halves_the_batch_until_nothing_is_left(
     manifest = in_flow(as_task(local, toy, retries=0, max_halvings=2))
     assert [attempt.batch_halvings for attempt in toy.attempts] == [0, 1, 2]
     assert manifest.batch_halvings == 2
+    ended = Toy(OutOfMemoryError("a"), OutOfMemoryError("b"))
     with pytest.raises(OutOfMemoryError):
-        in_flow(as_task(local + "/other", Toy(OutOfMemoryError("a"), OutOfMemoryError("b")), max_halvings=1))
+        in_flow(as_task(local + "/other", ended, max_halvings=1))
+    in_flow(as_task(local + "/other", ended, max_halvings=1))  # the next command begins with what memory allowed
+    assert [attempt.batch_halvings for attempt in ended.attempts] == [0, 1, 1]
 
 
 def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str, quick: None) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps from Python and in the lists of runs: trials of one parent in MLflow, early ends, what a mistake says."""
+"""Sweeps from Python, in the lists of runs and in Prefect: one parent, early ends, limits, what a mistake says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 import trainflow
+from flows.spec.spec import load_spec
 from flows.sweeps.sweeping import run_sweep
 from tests.support import toy
 from tests.support.command import command_words
@@ -100,16 +101,11 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     space = "sweep.space={train.args.learning_rate: [1.0e-4, 0.3], train.model.shift: [0, 9]}"
     several = ("sweep.objective=[test_error, test_size]", "sweep.direction=[minimize, minimize]")
     words = (space, *several, "sweep.sampler=grid", "sweep.trials=", "train.args.weight_decay=0")
-    told = command("sweep", path, *words)
-    assert told.code == 0, told.err
-    assert "best so far" not in told.out
-    folder = tmp_path / "store" / "sweeps" / "toy-sweep"
-    assert told.out.count("not beaten") == 2
-    assert sorted(each.name for each in folder.glob("best*.yaml")) == ["best-0.yaml", "best-2.yaml"]
-
     sweep = trainflow.Spec.load(path, *words).sweep(progress=False)
     table = sweep.trials
     assert sweep.best == [0, 2]
+    folder = tmp_path / "store" / "sweeps" / "toy-sweep"
+    assert sorted(each.name for each in folder.glob("best*.yaml")) == ["best-0.yaml", "best-2.yaml"]
     assert table["test_error"][2] < table["test_error"][0]
     assert table["test_size"][0] < table["test_size"][2]
     page = sweep.report()
@@ -131,12 +127,6 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     chosen = trainflow.Spec.load(sweep.spec_file(2))
     assert chosen.why()["hit"][["prepare-data", "train", "evaluate"]].all()
     assert chosen.run().metrics["value"]["test_error"] == table["test_error"][2]
-
-    # The same ledger with another spec: its trials would not compare.
-    refused = command("sweep", path, *words, "train.args.max_steps=9")
-    assert refused.code == 2, refused.out + refused.err
-    assert "made with something else: args.max_steps: 8 -> 9" in refused.err
-    assert len(sweep.trials) == 4
 
 
 def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path: Path, prefect_server: str) -> None:
@@ -176,3 +166,66 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
     ]
     assert [each.objective for each in result.trials] == [(max(1, num_cores() // 2),)] * 2
     assert all(ends.count("committed") == 1 for ends in attempts(tmp_path / "store").values())
+
+
+# -- slots that Prefect shows ------------------------------------------------------------------------------------------
+
+SPACE = "sweep.space={train.model.width: [1, 2, 13]}"
+WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "sweep.runner=prefect")
+
+
+@pytest.mark.timeout(300)
+def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
+    tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    # A rate that is no number of steps fails in training alone: of four trials one is to fail.
+    recipe = SLOW_RECIPE.replace(
+        "def build_model(options, data):",
+        "def build_model(options, data):\n    if options.get('width') == 13:\n        raise ValueError('unlucky')",
+    )
+    with get_client(sync_client=True) as client:
+        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="one-training", limit=1))
+    events: list[Any] = []
+    spec = load_spec(sweep_project(tmp_path, recipe=recipe), (*WORDS, "sweep.limits=one-training"))
+    result = run_sweep(spec, listener=events.append)
+    result.raise_for_error()
+
+    at_work: list[int] = []
+    for event in events:
+        if event["event"] == "progress" and event["trial"] not in at_work:
+            assert not at_work, "two trials shared a limit of one"
+            at_work.append(event["trial"])
+        elif event["event"] == "ended" and event["trial"] in at_work:
+            at_work.remove(event["trial"])
+    assert {"event": "waiting", "for": "one-training"}.items() <= next(
+        event for event in events if event["event"] == "waiting"
+    ).items()
+
+    with get_client(sync_client=True) as client:
+        named = FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
+        [run] = client.read_flow_runs(flow_run_filter=named)
+        mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
+        tasks = {each.name: each.state for each in client.read_task_runs(flow_run_filter=mine)}
+    assert run.state is not None
+    assert (run.state.name, run.parameters["sweep"]["space"]) == ("Completed", {"train.model.width": [1, 2, 13]})
+    assert sorted(tasks) == ["trial-0", "trial-1", "trial-2"]
+    for trial in result.trials:
+        state: Any = tasks[f"trial-{trial.number}"]
+        if trial.state == "failed":
+            assert (state.name, "unlucky" in state.message) == ("Failed", True)
+        else:
+            assert trial.objective is not None
+            assert (state.name, state.message) == ("Completed", f"test_error {trial.objective[0]:.4g}")
+    assert [trial.state for trial in result.trials].count("failed") == 1
+    assert "Task run" not in capfd.readouterr().err, "Prefect's log is for its page"
+
+
+def test_a_limit_that_prefect_does_not_know_is_refused(tmp_path: Path, prefect_server: str) -> None:
+    spec = load_spec(sweep_project(tmp_path), (*WORDS, "sweep.limits=gpus"))
+    with pytest.raises(ConfigError, match=r"(?s)no global concurrency limit.*prefect gcl create gpus"):
+        run_sweep(spec)
+    assert not (tmp_path / "store" / "stages").exists()

@@ -24,7 +24,7 @@ from flows.stages import all_stages
 from flows.unchanged import result_if_unchanged
 from tasks.stage import manifest as _manifests
 from tests.support.command import trainflow
-from tests.support.runs import ALL, IN_PROCESS, ran
+from tests.support.runs import ALL, IN_PROCESS, broken, ran
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -78,7 +78,9 @@ def test_the_command_loads_neither_prefect_nor_mlflow(folder: Path) -> None:
     words = ["run", str(folder / "pipeline.yaml"), *IN_PROCESS, "tracking.enabled=true", "--json"]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {stage["status"] for stage in json.loads(done.stdout)["stages"]} == {"cached"}
+    answer = json.loads(done.stdout)
+    assert {stage["status"] for stage in answer["stages"]} == {"cached"}
+    assert Path(answer["places"]["model"], "model.safetensors").exists()
     assert done.stderr.count("cached: committed") == len(ALL)
 
 
@@ -91,17 +93,8 @@ def test_a_change_is_refused_by_a_server_that_is_not_there(folder: Path) -> None
 
 
 def damage_the_model(folder: Path) -> None:
-    [weights] = (folder / "store" / "stages" / "train").glob("*/model/model.safetensors")
+    [weights] = folder.glob("store/stages/train/*/model/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-
-
-def remove_the_predictions(folder: Path) -> None:
-    [stage] = (folder / "store" / "stages" / "predict").iterdir()
-    shutil.rmtree(stage)
-
-
-def remove_the_publication(folder: Path) -> None:
-    shutil.rmtree(folder / "store" / "hub")
 
 
 def forget_the_end(folder: Path) -> None:
@@ -109,25 +102,17 @@ def forget_the_end(folder: Path) -> None:
     write_record(Store.open(str(record.parent)), {**read_record(Store.open(str(record.parent))), "status": "RUNNING"})
 
 
-def forget_the_run(folder: Path) -> None:
-    shutil.rmtree(folder / "store" / "runs")
-
-
-def change_the_metric(folder: Path) -> None:
-    recipe = folder / "recipe.py"
-    recipe.write_text(recipe.read_text().replace("def compute_metrics(p):", "def compute_metrics(p):\n    p = p"))
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
         damage_the_model,
-        remove_the_predictions,
-        remove_the_publication,
+        lambda folder: shutil.rmtree(folder / "store" / "stages" / "predict"),
+        lambda folder: shutil.rmtree(folder / "store" / "hub"),
         forget_the_end,
-        forget_the_run,
-        change_the_metric,
+        lambda folder: shutil.rmtree(folder / "store" / "runs"),
+        lambda folder: broken(folder, "def compute_metrics(p):", "def compute_metrics(p):\n    p = p"),
     ],
+    ids=["the model", "predictions", "publication", "the end", "the run", "the metric"],
 )
 def test_anything_that_is_left_to_do_is_left_to_a_run(folder: Path, spoil: Callable[[Path], object]) -> None:
     _manifests._verified.clear()
@@ -140,13 +125,10 @@ def test_anything_that_is_left_to_do_is_left_to_a_run(folder: Path, spoil: Calla
     ["train.args.seed=5", "register.name=toy", "evaluate.require={test_error: '< 0'}", "tracking.enabled=false"],
 )
 def test_a_wish_that_is_not_met_yet_is_left_to_a_run(folder: Path, override: str) -> None:
+    assert result_if_unchanged(spec_of(folder), force=["train"]) is None
     found = result_if_unchanged(spec_of(folder, override))
     # Without MLflow nothing more is wanted than what is there.
     assert (found is None) == (override != "tracking.enabled=false")
-
-
-def test_force_is_left_to_a_run(folder: Path) -> None:
-    assert result_if_unchanged(spec_of(folder), force=["train"]) is None
 
 
 @pytest.mark.usefixtures("prefect_server")
