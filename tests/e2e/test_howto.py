@@ -1,10 +1,14 @@
-"""The how-to pages, done literally in a new project outside of the repository: their files, settings and commands."""
+"""README, tutorial, notebook and how-to pages, done literally outside of the repository."""
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import random
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 from tests.support.pages import Block, blocks
@@ -215,3 +220,147 @@ def _merged(base: Any, more: Any) -> Any:
     if not isinstance(base, dict) or not isinstance(more, dict):
         return more
     return {**base, **{name: _merged(base.get(name), value) for name, value in more.items()}}
+
+
+# -- the tutorial -----------------------------------------------------------------------------------------------------
+
+MARK = "@@ command "
+
+
+@dataclass
+class Step:
+    """One command, and what the page shows of its output; nothing shown: anything."""
+
+    command: str
+    shown: list[str]
+
+    def matches(self, output: str) -> bool:
+        """Whether the output is what is shown; `…` is any text in a line, or any lines."""
+        lines = [re.escape(line).replace("…", ".*") + r" *\n" if line != "…" else r"(.*\n)*?" for line in self.shown]
+        return not self.shown or re.fullmatch("".join(lines), output.lstrip("\n")) is not None
+
+
+def _steps() -> list[Step]:
+    steps = []
+    for block in blocks("tutorial.md"):
+        if block.language == "python":
+            steps.append(Step(f"python - <<'END'\n{block.text}END", []))
+        elif block.language == "console":
+            for line in block.text.splitlines():
+                if line.startswith("$ "):
+                    steps.append(Step(line[2:], []))
+                else:
+                    steps[-1].shown.append(line)
+    return steps
+
+
+def test_only_the_installation_is_left_out() -> None:
+    assert [block.text for block in blocks("tutorial.md") if block.language not in ("console", "python")] == [
+        'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt ".[torch]"\n'
+    ]
+    assert len(_steps()) > 10
+
+
+@pytest.mark.timeout(900)
+def test_every_command_of_the_tutorial_does_what_the_page_shows(tmp_path: Path) -> None:
+    steps = _steps()
+    script = "".join(f"echo '{MARK}{number}'\n{step.command}\n" for number, step in enumerate(steps))
+    # Not so narrow that tables lose columns; a terminal of the reader's is as wide.
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"}
+    folder, log = tmp_path / "empty", tmp_path / "log"
+    folder.mkdir()
+    with log.open("wb") as output:
+        bash = subprocess.Popen(
+            ["bash", "-e", "-c", script], cwd=folder, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = bash.wait(840)
+        except subprocess.TimeoutExpired:
+            os.killpg(bash.pid, signal.SIGKILL)
+            code = bash.wait()
+    text = log.read_text(encoding="utf-8")
+    assert code == 0, text
+    outputs = re.split(rf"^{MARK}\d+\n", text, flags=re.MULTILINE)[1:]
+    # What bash says of the command that the page kills.
+    outputs = [re.sub(r"^bash: line \d+: .* Killed .*\n", "", output, flags=re.MULTILINE) for output in outputs]
+    wrong = [
+        f"$ {step.command}\n{output}" for step, output in zip(steps, outputs, strict=True) if not step.matches(output)
+    ]
+    assert wrong == []
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_snippet_runs_as_it_is(tmp_path: Path) -> None:
+    (snippet,) = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "Trainer(Line()" in block]
+    for _ in range(2):  # the second time it goes on from the last checkpoint
+        done = subprocess.run(
+            [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert float(done.stdout.splitlines()[-1]) < 1e-6
+
+
+def test_the_pictures_are_small() -> None:
+    pictures = [ROOT / name for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT)]
+    assert len(pictures) >= 2
+    assert [picture.name for picture in pictures if not 1_000 < picture.stat().st_size < 150_000] == []
+
+
+# -- the notebook -----------------------------------------------------------------------------------------------------
+
+NOTEBOOK = ROOT / "examples" / "notebook" / "pipeline.ipynb"
+
+
+def test_it_is_kept_without_outputs() -> None:
+    notebook = _read(NOTEBOOK)
+    assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []
+
+
+@pytest.mark.timeout(600)
+def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> None:
+    for name in ("notebook", "tabular"):
+        shutil.copytree(ROOT / "examples" / name, tmp_path / name)
+    folder = tmp_path / "notebook"
+    given = (folder / NOTEBOOK.name).read_text("utf-8")
+    several = given.replace("train.args.max_steps=60", 'train.args.max_steps=60\\", \\"train.launch.processes=2')
+    assert several != given
+    (folder / NOTEBOOK.name).write_text(several, "utf-8")
+    # A process of its own: the client leaves threads, and the kernel is a child of it.
+    client = [sys.executable, "-c", "from nbclient.cli import main; main()"]
+    command = [*client, NOTEBOOK.name, "--output", "executed.ipynb", "--timeout", "500"]
+    env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    executed = _read(folder / "executed.ipynb")
+    shown = [_shown(cell) for cell in executed.cells if cell.cell_type == "code"]
+    assert "'wine'" in shown[0]
+    assert "never run before" in shown[1]
+    assert shown[3].endswith("'finished'")
+    # Lines below the cell say how it goes.
+    assert re.search(r"train +.*step \d+/60", shown[3]), shown[3]
+    [commit] = (folder / ".trainflow" / "stages" / "train").glob("*/COMMIT.json")
+    assert json.loads(commit.read_text("utf-8"))["meta"]["meta"]["world_size"] == 2
+    assert "test_accuracy" in shown[4]
+    assert len(shown[5].splitlines()) >= 4
+    assert "row_id" in shown[6]
+    assert "push-to-hub" in shown[7]
+    assert "prediction" in shown[8]
+    last = html.unescape(executed.cells[-1].outputs[-1]["data"]["text/html"])
+    assert "<svg" in last
+    assert "push-to-hub" in last
+    assert (folder / ".trainflow" / "hub" / "wine").is_dir()
+
+
+def _read(path: Path) -> nbformat.NotebookNode:
+    notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    return notebook
+
+
+def _shown(cell: nbformat.NotebookNode) -> str:
+    """What is below a cell, as text."""
+    texts = [each.get("text") or each.get("data", {}).get("text/plain", "") for each in cell.outputs]
+    return "\n".join(texts).strip()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.cli import inventory, presentation
+from flows.cli import inventory
 from tests.support.checkpoints import save
 from tests.support.command import Cli
 from tests.support.imported import peer_run
@@ -118,8 +118,6 @@ def test_every_damaged_byte_is_found_by_verify_which_shows_how_far_it_is(
     assert url.endswith("checkpoint-2")
     assert problems[0].startswith("optimizer.safetensors: digest")
     assert told(cli, "verify", root / "checkpoint-1")[0] == 0
-
-
 
 
 # -------------------------------------------------------------------------------------------------------------- prune

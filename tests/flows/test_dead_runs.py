@@ -1,15 +1,20 @@
-"""Prefect runs whose process died without a word: the next command ends them, and leaves those that live alone."""
+"""How runs end: those whose process died without a word, and those that meet a signal after their last stage."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,14 @@ import httpx
 import pytest
 
 from flows import heartbeat, prefect_runs
+from flows.cli.signals import stoppable
+from flows.ending import Ending, expect_ending
+from flows.run_record import RunRecord
 from flows.run_status import find_statuses, sweep
+from tasks.stage.manifest import StageManifest
 from tests.support.prefect_server import wait_for
+from tests.support.runs import newest_state, run
+from trainer_lib.errors import Interrupted, Preempted, TrainflowError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
@@ -85,23 +96,23 @@ class Run:
 
 @pytest.fixture
 def two_runs(prefect_server: str) -> Iterator[tuple[Run, Run]]:
-    runs = Run(), Run()
-    for run in runs:
-        run.wait()
-    yield runs
-    for run in runs:
-        if run.process.poll() is None:
-            run.kill()
+    both = Run(), Run()
+    for begun in both:
+        begun.wait()
+    yield both
+    for begun in both:
+        if begun.process.poll() is None:
+            begun.kill()
 
 
-def states(run: Run) -> tuple[str, list[str]]:
+def states(begun: Run) -> tuple[str, list[str]]:
     """The state of a flow run, and those of its task runs in order."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter
 
     with get_client(sync_client=True) as client:
-        flow_run = client.read_flow_run(run.id)
-        mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
+        flow_run = client.read_flow_run(begun.id)
+        mine = FlowRunFilter.model_validate({"id": {"any_": [begun.id]}})
         tasks = client.read_task_runs(flow_run_filter=mine)
     ordered = sorted(tasks, key=lambda task: task.expected_start_time or 0)
     return str(flow_run.state_name), [str(task.state_name) for task in ordered]
@@ -122,7 +133,7 @@ def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs:
     killed.kill()
     # A run that changes between the two looks of a sweep, by an event that came late, is left to the next one.
     swept = wait_for("a dead run", prefect_runs.sweep_dead_runs)
-    assert [run.flow_run_id for run in swept] == [killed.id]
+    assert [dead.flow_run_id for dead in swept] == [killed.id]
     ended = ("Crashed", ["Completed", "Crashed"])
     wait_for("the end of both", lambda: states(killed) == ended)
     assert f"(process {killed.process.pid} on " in read(killed.id).state.message
@@ -179,7 +190,7 @@ def test_a_task_whose_end_was_lost_ends_as_its_flow_run_did_once_its_process_is_
     with get_client(sync_client=True) as client:
         train = client.create_task_run(stage, run_id, dynamic_key="0", state=Running())
         ended = read(run_id).state
-        swept = {run.flow_run_id for run in prefect_runs.sweep_dead_runs()}
+        swept = {dead.flow_run_id for dead in prefect_runs.sweep_dead_runs()}
         assert client.read_task_run(train.id).state_type == left
         assert swept == (set() if left == "RUNNING" else {run_id})
         assert read(run_id).state == ended, "the flow run stays as it is"
@@ -197,11 +208,11 @@ def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
 
     labels = {f"trainflow.{name}": value for name, value in asdict(holder).items()}
     with get_client(sync_client=True) as client:
-        run = client.create_flow_run(pipeline)
+        run_id = client.create_flow_run(pipeline).id
         for state in (Running(), *states):
-            client.set_flow_run_state(run.id, state, force=True)
-        client.update_flow_run_labels(run.id, labels)
-    return run.id
+            client.set_flow_run_state(run_id, state, force=True)
+        client.update_flow_run_labels(run_id, labels)
+    return run_id
 
 
 def state_of(run_id: uuid.UUID) -> str:
@@ -239,15 +250,15 @@ def test_a_death_is_kept_until_the_server_that_knows_the_run_learns_of_it(
 
 
 def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Store.open(tmp_path)
+    recorded = Store.open(tmp_path)
     for url, api in ((None, None), ("https://me:secret-1@team/api", "https://***@team/api")):
         if url is not None:
             monkeypatch.setenv("PREFECT_API_URL", url)
-        heart = heartbeat._Heart(run.child("alive"))
+        heart = heartbeat._Heart(recorded.child("alive"))
         heart.write()
-        [sign] = heartbeat.read_signs(run)
+        [sign] = heartbeat.read_signs(recorded)
         assert sign.api == api
-        heartbeat.remove_sign(run, sign)
+        heartbeat.remove_sign(recorded, sign)
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -317,3 +328,90 @@ class TestRetried:
 
         pipeline()
         assert len(tries) == 2
+
+
+# -- a signal after the last stage ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_last_commit_does_not_undo_the_run(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunRecord._write_report
+
+    def signalled(record: RunRecord) -> None:
+        os.kill(os.getpid(), number)
+        write(record)
+
+    monkeypatch.setattr(RunRecord, "_write_report", signalled)
+    before = signal.getsignal(number)
+    with stoppable(lambda _: None, remedy="") as stop:
+        result = run(folder)
+        assert signal.getsignal(number) is not before
+        stop.too_late = True
+        os.kill(os.getpid(), number)  # while the summary is shown
+    assert result.ok
+    assert signal.getsignal(number) is before
+    assert newest_state() == "Completed"
+
+
+@pytest.mark.parametrize("moment", ["as the last lease ends", "as the last task ends", "as the flow has ended"])
+def test_a_signal_at_the_very_end_does_not_undo_the_run(
+    folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(folder / "store" / "stages" / "push-to-hub")
+
+    def signal_once(owner: type, name: str, is_last: Callable[[Any], bool]) -> None:
+        method = getattr(owner, name)
+        sent: list[int] = []
+
+        def signalled(self: Any, *args: Any, **options: Any) -> Any:
+            if not sent and is_last(self):
+                sent.append(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            return method(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, signalled)
+
+    if moment == "as the last lease ends":
+        committed = partial(folder.glob, "store/stages/push-to-hub/*/COMMIT.json")
+        signal_once(threading.Thread, "join", lambda each: "-lease-" in each.name and any(committed()))
+    elif moment == "as the last task ends":
+        signal_once(StageManifest, "store", lambda manifest: manifest.stage == "push-to-hub")
+    else:
+        monkeypatch.setattr(Ending, "restore", lambda ending: os.kill(os.getpid(), signal.SIGINT))
+    with stoppable(lambda _: None, remedy="") as stop:
+        result = run(folder, on_closing=stop.come_too_late)
+    assert result.ok
+    assert [outcome.status for outcome in result.stages][-1] == "ran"
+    assert newest_state() == "Completed"
+    assert [*folder.glob("store/stages/push-to-hub/*/lease/*.released")]
+    [record] = folder.glob("store/runs/*/run.json")
+    assert json.loads(record.read_text())["status"] == "FINISHED"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(signal.SIGINT, Interrupted, 130), (signal.SIGTERM, Preempted, 19), (signal.SIGUSR2, Preempted, 19)],
+)
+def test_a_signal_before_the_last_commit_stops_the_run(number: int, kind: type[TrainflowError], code: int) -> None:
+    said: list[str] = []
+    with pytest.raises(kind) as stopped, stoppable(said.append, remedy="The same command continues."), expect_ending():
+        os.kill(os.getpid(), number)
+    assert (stopped.value.exit_code, stopped.value.remedy) == (code, "The same command continues.")
+    assert ["running work is saved first" in text for text in said] == [True]
+
+
+def test_a_report_that_cannot_be_made_changes_nothing_about_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(record: RunRecord) -> None:
+        raise ValueError("no such template")
+
+    monkeypatch.setattr(RunRecord, "_write_report", broken)
+    shutil.rmtree(folder / "store" / "stages" / "predict")
+    with caplog.at_level(logging.WARNING):
+        assert run(folder, "tracking.enabled=true").ok
+    assert "The run's report could not be written: no such template" in caplog.text
+    [record] = folder.glob("store/runs/*/run.json")
+    assert json.loads(record.read_bytes())["status"] == "FINISHED"

@@ -16,6 +16,7 @@ from tasks.stage.stage_code import code_of
 from tests.support.runs import ran, reason, run, spec_of
 from tests.support.toy import RECIPE, project
 from trainer_lib.errors import ConfigError, StorageGoneError
+from trainer_lib.locks.lease import acquire_lease
 
 GROUPED = RECIPE.replace('yield {"x"', 'yield {"group": f"{x:.9f}", "sign": int(x > 0), "x"')
 OBJECT = (
@@ -107,7 +108,7 @@ def test_a_storage_that_is_renamed_while_the_training_runs_ends_it_and_is_not_ma
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process lives on, so the lease that it could not release has to expire.
-    monkeypatch.setattr(runner, "acquire_lease", partial(runner.acquire_lease, ttl_s=6.0))
+    monkeypatch.setattr(runner, "acquire_lease", partial(acquire_lease, ttl_s=6.0))
     store, renamed = fresh / "store", fresh / "renamed"
 
     def rename(event: progress.Event) -> None:

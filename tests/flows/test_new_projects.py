@@ -1,4 +1,4 @@
-"""Projects of every recipe, and of Keras, run through all stages with few rows and steps; an example passes its gate."""
+"""Projects of every recipe, and of Keras, run through all stages with few rows and steps."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flows import prefect_artifacts
+from flows import prefect_artifacts, run_images, run_record
 from flows.past_runs import list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan, explain
@@ -24,7 +25,8 @@ from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
-from tests.support.mlflow_store import runs
+from tests.support.command import trainflow
+from tests.support.mlflow_store import client, fresh_store, runs
 from tests.support.runs import (
     ALL,
     artifacts_of,
@@ -36,6 +38,7 @@ from tests.support.runs import (
     run,
     spec_of,
 )
+from tests.support.toy import project
 from trainer_lib.errors import CodeError, Interrupted
 from trainer_lib.storage import Store
 
@@ -281,3 +284,142 @@ def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: py
         state = client.read_flow_run(uuid.UUID(asked[0])).state
     assert state is not None
     assert state.is_cancelled()
+
+
+# -- the loss is drawn whatever logging_steps is ----------------------------------------------------------------------
+
+LOSS = re.compile(r"<h3>Loss</h3>.*?</svg>", re.DOTALL)
+FAILS = (
+    'return {"loss": ((y - labels) ** 2).mean()',
+    'self.calls = getattr(self, "calls", 0) + 1\n            if self.calls > 6:\n'
+    '                raise ValueError("the seventh step")\n            return {"loss": ((y - labels) ** 2).mean()',
+)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, prefect_server: str) -> Path:
+    return project(tmp_path / "project").parent
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
+    """The pictures that each run drew for Prefect."""
+    drawn: list[dict[str, bytes]] = []
+    draw = run_images.draw_pictures
+
+    def keep(*args: Any, **how: Any) -> dict[str, bytes]:
+        drawn.append(draw(*args, **how))
+        return drawn[-1]
+
+    monkeypatch.setattr(run_record, "draw_pictures", keep)
+    return drawn
+
+
+def page(result: PipelineResult) -> str:
+    return Path(result.report_url or "").read_text()
+
+
+def test_a_training_that_logs_nothing_has_a_curve_of_every_step(fresh: Path, pictures: list[dict[str, bytes]]) -> None:
+    result = run(fresh, "train.args.logging_steps=1000", "predict.enabled=false", "publish.enabled=false")
+    assert result.ok
+    trained = result.outcome("train")
+    assert trained is not None
+    assert trained.manifest is not None
+    losses = json.loads((Path(trained.manifest["url"]) / "losses.json").read_text())
+    assert [entry["step"] for entry in losses] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(LOSS.findall(page(result))) == 1
+    assert pictures[-1]["loss"].startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("logging_steps", [1, 1000])
+def test_a_training_that_fails_has_the_curve_until_then(
+    fresh: Path, pictures: list[dict[str, bytes]], logging_steps: int
+) -> None:
+    # Logged at every step, or known to the checkpoint of step 4 alone.
+    broken(fresh, *FAILS)
+    result = run(fresh, f"train.args.logging_steps={logging_steps}")
+    assert "the seventh step" in str(result.error)
+    assert ran(result) == {"prepare-data"}
+    assert len(LOSS.findall(page(result))) == 1
+    assert pictures[-1]["loss"].startswith(b"\x89PNG")
+
+
+def test_a_training_that_never_took_a_step_has_no_curve(fresh: Path, pictures: list[dict[str, bytes]]) -> None:
+    broken(fresh, "y = self.linear(x.float())", "raise ValueError('wrong shape')")
+    result = run(fresh)
+    assert result.error is not None
+    assert LOSS.findall(page(result)) == []
+    assert pictures[-1] == {}
+
+
+# -- what became of the champion --------------------------------------------------------------------------------------
+
+
+def report_of(result: PipelineResult) -> str:
+    result.raise_for_error()
+    assert result.report_url is not None
+    return " ".join(Path(result.report_url).read_text().split())
+
+
+def test_the_report_has_the_comparison_with_the_champion(fresh: Path, tmp_path: Path) -> None:
+    uri = fresh_store(tmp_path / "mlflow")
+    wanted: tuple[str, ...] = ("tracking.enabled=true", f"tracking.uri={uri}", "register.name=toy-line")
+    wanted += ("register.metric=test_error", "register.greater_is_better=false", "publish.enabled=false")
+    first = report_of(run(fresh, *wanted, "train.args.max_steps=2"))
+    assert "<p>toy-line version 1. It is the first champion.</p>" in first
+    better = run(fresh, *wanted, "train.args.max_steps=60")
+    text = report_of(better)
+    assert "toy-line version 2. test_error is better than that of version 1" in text
+    assert "<td>1</td><td>test_error</td>" in text
+    assert "<td>replaced</td>" in text
+    assert int(client(uri).get_model_version_by_alias("toy-line", "champion").version) == 2
+    # The copy in MLflow is that of the run's folder.
+    [kept] = [each.path for each in client(uri).list_artifacts(better.mlflow_run_id) if each.path == "report.html"]
+    logged: Any = client(uri).get_run(better.mlflow_run_id).info.artifact_uri
+    assert "<td>replaced</td>" in (Path(logged.removeprefix("file://")) / kept).read_text()
+    worse = report_of(run(fresh, *wanted, "train.args.max_steps=3"))
+    assert "<td>2</td><td>test_error</td>" in worse
+    assert "<td>kept</td>" in worse
+
+
+def test_a_server_that_is_away_holds_up_no_report(fresh: Path) -> None:
+    away = ("tracking.enabled=true", "tracking.uri=http://127.0.0.1:9", "register.name=toy-line")
+    text = report_of(run(fresh, *away, "publish.enabled=false"))
+    assert "toy-line: MLflow had not answered when this was written." in text
+
+
+# -- files of trackers ------------------------------------------------------------------------------------------------
+
+
+def test_files_of_trackers_stay_and_are_not_part_of_the_result(folder: Path) -> None:
+    reports = ("train.args.report_to=[jsonl, tensorboard]", "train.args.logging_steps=1", "train.args.seed=5")
+    result = run(folder, *reports)
+    result.raise_for_error()
+    outcome = result.outcome("train")
+    assert outcome is not None and outcome.manifest is not None
+    stage = Path(outcome.manifest["url"])
+    steps = [json.loads(line)["step"] for line in (stage / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
+    assert steps[0] == 1 and steps == sorted(steps)
+    assert any((stage / "checkpoints" / "runs").iterdir())
+    committed = {file["path"] for file in json.loads((stage / "COMMIT.json").read_text())["files"]}
+    assert not {path for path in committed if "metrics.jsonl" in path or "runs" in path}
+    assert ran(run(folder, *reports)) == set()
+
+
+@pytest.mark.needs("wandb")
+def test_wandb_offline_keeps_the_curve_of_a_pipelines_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
+    settings = (
+        "train.args.report_to=wandb",
+        "train.args.logging_steps=1",
+        "train.args.seed=6",
+        "evaluate.enabled=false",
+    )
+    done = trainflow("run", "pipeline.yaml", "--only", "train", *settings, cwd=folder)
+    assert done.code == 0, done.err
+    [kept] = (tmp_path / "wandb").rglob("*.wandb")
+    content = kept.read_bytes()
+    assert content.count(b"train/loss") >= 8 and b"train/learning_rate" in content

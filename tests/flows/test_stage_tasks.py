@@ -1,9 +1,13 @@
-"""Stages as Prefect tasks: cached, retried, shown and failing there as an engineer would expect."""
+"""A stage runs once: its result is verified and used; as a Prefect task it is cached, retried and shown."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +15,19 @@ from typing import Any
 
 import pytest
 
+from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import task as _task
-from tasks.stage.runner import StageAttempt, StageManifest, StageOutput, run_stage, stage_key
+from tasks.stage.keys import StageKey
+from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
+from tasks.stage.runner import StageAttempt, StageOutput, run_stage, stage_key
 from tasks.stage.task import stage_task
 from tests.support.stage import KEY, Toy, ToyFacts, in_storage, run
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
     InfrastructureError,
+    LeaseLostError,
     OutOfMemoryError,
     Preempted,
     StorageError,
@@ -179,3 +187,243 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert drawn() == (100.0, "committed"), "a stage that has ended is done, wherever its last report was"
+
+
+# -- the committed result ---------------------------------------------------------------------------------------------
+
+
+def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
+    toy = Toy()
+    first = run(storage, toy)
+    assert run(storage, toy) == first
+    assert toy.runs == 1
+    manifest = StageManifest.from_dict(first.to_dict())
+    assert manifest == first
+    assert [entry.path for entry in manifest.files] == ["b.txt", "out/a.txt"]
+    assert manifest.metrics == {"rows": 2}
+    assert manifest.reason == "never run before"
+    assert manifest.store().read_bytes("b.txt") == b"beta"
+    assert json.loads(json.dumps(first.to_dict())) == first.to_dict()
+
+
+def test_another_key_runs_and_says_what_differs(storage: str) -> None:
+    toy = Toy()
+    run(storage, toy)
+    other = run(storage, toy, stage_key("toy", {"x": 2}))
+    assert toy.runs == 2
+    assert other.reason == "x: 1 -> 2"
+
+
+def test_another_pipelines_run_in_the_same_storage_explains_nothing(storage: str) -> None:
+    run(storage, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
+    other = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
+    assert other.reason == "never run before"
+    edited = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "3"}}))
+    assert "recipe.b/recipe.py" in edited.reason
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda folder: (folder / "b.txt").write_bytes(b"bet"), "b.txt: 3 bytes, committed 4"),
+        (lambda folder: (folder / "b.txt").write_bytes(b"BETA"), "b.txt: digest"),
+        (lambda folder: (folder / "b.txt").unlink(), "b.txt: missing"),
+        (lambda folder: (folder / "COMMIT.json").write_bytes(b"{}"), "damaged"),
+    ],
+)
+def test_a_damaged_result_is_reported_withdrawn_and_made_again(
+    local: str, harm: Callable[[Path], None], words: str
+) -> None:
+    toy = Toy()
+    first = run(local, toy)
+    folder = Path(first.url)
+    _manifests._verified.clear()  # as in a new process
+    harm(folder)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "kept").write_text("x")
+    again = run(local, toy)
+    assert toy.runs == 2
+    assert words in again.reason
+    assert again.content_digest == first.content_digest
+    assert (folder / "checkpoints" / "kept").exists()
+    assert run(local, toy) == again
+
+
+def test_a_truncated_file_is_noticed_even_right_after_a_look(local: str) -> None:
+    first = run(local, Toy())
+    run(local, Toy())
+    Path(first.url, "b.txt").write_bytes(b"bet")
+    assert "3 bytes" in run(local, Toy()).reason
+
+
+OTHER_KEYS = [stage_key("toy", {"x": 2}), stage_key("other", {"x": 1})]
+
+
+@pytest.mark.parametrize("other", OTHER_KEYS, ids=["another training", "another stage"])
+def test_a_result_under_another_key_or_of_another_stage_is_not_this_one(local: str, other: StageKey) -> None:
+    """A folder that was moved, or restored from a backup, to the wrong place: all of its files are intact."""
+    moved = Path(run(local, Toy(), other).url)
+    (moved / "checkpoints").mkdir()
+    (moved / "checkpoints" / "of_the_other").write_text("x")
+    place = Path(stage_store(local, KEY).url)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    moved.rename(place)
+    toy = Toy()
+    made = run(local, toy)
+    assert toy.runs == 1
+    assert (
+        made.reason
+        == f"its result is damaged: the folder holds the result of {other.stage} under the key {other.folder}"
+    )
+    assert (made.key, made.stage, made.attempt) == (KEY.digest, KEY.stage, 1)
+    assert not (place / "checkpoints" / "of_the_other").exists()
+    assert run(local, toy) == made
+
+
+def test_an_unfinished_training_of_another_key_is_not_continued(local: str) -> None:
+    def stopped(attempt: StageAttempt) -> StageOutput:
+        attempt.store.write_bytes("checkpoints/c1", b"x")
+        raise InfrastructureError("stopped")
+
+    with pytest.raises(InfrastructureError):
+        run(local, stopped, OTHER_KEYS[0])
+    Path(stage_store(local, OTHER_KEYS[0]).url).rename(stage_store(local, KEY).url)
+    made = run(local, Toy())
+    assert made.attempt == 1
+    assert not Path(made.url, "checkpoints").exists()
+
+
+def test_force_discards_the_result_and_what_was_kept_for_continuing(local: str) -> None:
+    toy = Toy()
+    folder = Path(run(local, toy).url)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "old").write_text("x")
+    again = run(local, toy, force=True)
+    assert toy.runs == 2
+    assert again.reason == "forced"
+    assert not (folder / "checkpoints").exists()
+    assert again.attempt == 2
+
+
+def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage: str) -> None:
+    def messy(attempt: StageAttempt) -> StageOutput:
+        attempt.store.write_bytes("out/half.txt", b"half")
+        attempt.store.write_bytes("checkpoints/c1", b"kept")
+        raise InfrastructureError("died")
+
+    with pytest.raises(InfrastructureError):
+        run(storage, messy)
+    manifest, problem = look_up(storage, KEY)
+    assert (manifest, problem) == (None, None)
+    assert explain_miss(storage, KEY).reason == "an earlier attempt did not finish"
+    first = run(storage, Toy())
+    paths = {info.path for info in first.store().list()}
+    assert "out/half.txt" not in paths
+    assert "checkpoints/c1" in paths
+    assert first.attempt == 2
+
+
+def test_a_result_that_names_a_missing_file_is_not_committed(local: str) -> None:
+    def forgetful(attempt: StageAttempt) -> StageOutput:
+        entry = attempt.store.write_bytes("a", b"x")
+        attempt.store.delete("a")
+        return StageOutput([entry])
+
+    with pytest.raises(TrainflowError):
+        run(local, forgetful)
+    assert look_up(local, KEY) == (None, None)
+
+
+def test_ctrl_c_is_recorded_and_passed_on(local: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(local, Toy(KeyboardInterrupt()))
+    [record] = Path(local).glob("stages/toy/*/attempts/0001.end.json")
+    assert json.loads(record.read_text())["outcome"] == "interrupted"
+    run(local, Toy())
+
+
+def test_events_tell_what_happens(local: str) -> None:
+    told: list[dict[str, Any]] = []
+    with _progress.subscribe(told.append):
+        run(local, Toy())
+        run(local, Toy())
+        with pytest.raises(CodeError):
+            run(local, Toy(CodeError("oops")), stage_key("toy", {"x": 9}))
+    assert [event["status"] for event in told] == ["started", "committed", "cached", "started", "failed"]
+    assert told[-1]["message"] == "oops"
+
+
+def test_a_display_that_breaks_does_not_end_the_work(local: str) -> None:
+    def broken(_: dict[str, Any]) -> None:
+        raise ValueError("no terminal")
+
+    told: list[dict[str, Any]] = []
+    with _progress.subscribe(broken), _progress.subscribe(told.append):
+        run(local, Toy())
+    assert len(told) == 2
+
+
+def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -> None:
+    working, go_on = threading.Event(), threading.Event()
+    told: list[dict[str, Any]] = []
+
+    def slow(attempt: StageAttempt) -> StageOutput:
+        working.set()
+        assert go_on.wait(20)
+        return Toy()(attempt)
+
+    results: list[StageManifest] = []
+    first = threading.Thread(target=lambda: results.append(run(local, slow)))
+    first.start()
+    assert working.wait(20)
+    second_toy = Toy()
+
+    def listen(event: dict[str, Any]) -> None:
+        told.append(event)
+        if event["status"] == "waiting":
+            go_on.set()
+
+    with _progress.subscribe(listen):
+        second = run(local, second_toy)
+    first.join()
+    assert second_toy.runs == 0
+    assert results == [second]
+    assert "waiting" in [event["status"] for event in told]
+
+
+CRASH = """
+import os, signal, sys
+from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
+
+def work(attempt):
+    attempt.store.write_bytes("checkpoints/c1", b"kept")
+    print("working", flush=True)
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+context = StageContext(name="test", recipe="recipe.py", storage=sys.argv[1])
+run_stage(stage_key("toy", {"x": 1}), context, work)
+"""
+
+
+def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, local, "die"], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    started = time.monotonic()
+    first = run(local, Toy())
+    assert time.monotonic() - started < 10  # not the lease's time to live
+    assert first.attempt == 2
+    assert Path(first.url, "checkpoints", "c1").exists()
+
+
+def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
+    from trainer_lib.locks.lease import _take_epoch
+
+    def overtaken(attempt: StageAttempt) -> StageOutput:
+        _take_epoch(attempt.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # as another process
+        return Toy()(attempt)
+
+    with pytest.raises(LeaseLostError):
+        run(local, overtaken)
+    assert look_up(local, KEY) == (None, None)
