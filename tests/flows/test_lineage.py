@@ -359,7 +359,7 @@ def test_an_address_that_leads_nowhere_is_bad_input(folder: Path, tmp_path: Path
 def test_a_hostile_lineage_is_refused_and_nothing_of_it_is_used(folder: Path, tmp_path: Path, lenient: bool) -> None:
     good = json.loads((_published(folder) / FILE).read_text())
     hostile: dict[str, Any] = {"files": [{"path": "../../../etc/passwd", "size": 1, "sha256": "a" * 64}]}
-    # tests/unit/model_folder/test_lineage_file.py has the others.
+    # tests/unit/model_folder/test_model_folders.py has the others.
     for record in ({**good, **hostile}, {**good, "format": 99}, [good]):
         (tmp_path / FILE).write_text(json.dumps(record))
         with pytest.raises(ConfigError) as refused:
