@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
 
 Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-def prepare_file(name: str, file: Path, content: str, options: dict[str, Any]) -> Prepared:
-    """The recipe `name`, the rows of each split that it prepares from a file, and what it notes about the data."""
-    file.write_text(content)
-    return prepare_sources(name, [str(file)], options, file.parent)
+@dataclass(frozen=True)
+class RecipeCase:
+    """A recipe by name, the file that its tests write for it, and the options that most of them have."""
+
+    name: str
+    file: str = "data.csv"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def prepare(self, where: Path, content: str, /, **options: Any) -> Prepared:
+        """What the recipe prepares of a file with this content below `where`."""
+        (where / self.file).write_text(content)
+        return prepare_sources(self.name, [str(where / self.file)], {**self.options, **options}, where)
+
+    def refused(self, where: Path, content: str, /, **options: Any) -> TrainflowError:
+        """The refusal of a file with this content, or of the options."""
+        return refusal(lambda: self.prepare(where, content, **options))
 
 
-def prepare_sources(name: str, sources: Sequence[str], options: dict[str, Any], folder: Path) -> Prepared:
+def refusal(call: Callable[[], object]) -> TrainflowError:
+    """The error about bad input that a call raises; it says what to do."""
+    with pytest.raises(TrainflowError) as caught:
+        call()
+    assert isinstance(caught.value, ConfigError | DataError)
+    assert caught.value.remedy
+    return caught.value
+
+
+def prepare_sources(name: str, sources: Sequence[str], options: Mapping[str, Any], folder: Path) -> Prepared:
     """The recipe `name`, the rows of each split that it prepares from sources, and what it notes about the data."""
     recipe = load(recipe_file(name), folder)
     out = PrepareOutput(Store.open(folder / "out"), sources)
@@ -29,6 +56,13 @@ def prepare_sources(name: str, sources: Sequence[str], options: dict[str, Any], 
     rows = {split: {"rows": len(each)} for split, each in splits.items()}
     data = {"url": str(folder / "out"), "info": out.checked_info(), "splits": rows, "files": files}
     return recipe, splits, DataInfo(data)
+
+
+def collate_of(prepared: Prepared) -> Callable[..., Any]:
+    """The recipe's function that makes a batch of rows."""
+    collate = prepared[0].collate_with(prepared[2])
+    assert collate is not None
+    return collate
 
 
 def trainer_of(
@@ -42,20 +76,23 @@ def trainer_of(
     base: type[Trainer] = Trainer,
     **args: Any,
 ) -> Any:
-    """A Trainer of the recipe for so many steps on the CPU, which saves and reports nothing."""
+    """A Trainer of the recipe for so many steps on the CPU, which reports nothing, and saves nothing unless asked."""
+    settings = {"save_strategy": "no", "remove_unused_columns": False, "report_to": "none", "disable_tqdm": True}
     return recipe.trainer_class(base)(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            remove_unused_columns=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            **args,
-        ),
+        args=TrainingArguments(output_dir=str(folder), max_steps=steps, use_cpu=True, **{**settings, **args}),
         data_collator=recipe.collate_with(data),
         train_dataset=rows,
         compute_metrics=recipe.compute_metrics_with(data),
+        compute_loss_func=recipe.compute_loss_func,
+        preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
     )
+
+
+def trained(prepared: Prepared, folder: Path, model: Mapping[str, Any], steps: int, **args: Any) -> Any:
+    """A Trainer of the recipe after so many steps with a model of these options, whose weights a seed gives."""
+    recipe, splits, data = prepared
+    torch.manual_seed(0)
+    trainer = trainer_of(recipe, data, recipe.build_model(model, data), folder, splits["train"], steps, **args)
+    trainer.train()
+    return trainer

@@ -1,10 +1,11 @@
-"""Recipes: loaded from where they lie, filled up with defaults, and their errors cut to what the user wrote."""
+"""Recipes: loaded from where they lie, filled up with defaults, their results checked, their errors the user's own."""
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_lib.errors import CodeError, ConfigError, DataError, MissingExtraError, OutOfMemoryError
+from trainer_lib.errors import (
+    CodeError,
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    OutOfMemoryError,
+    TrainflowError,
+)
 from trainer_lib.recipe_failures import user_error
+from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
 from trainer_lib.storage import Store
 
@@ -77,34 +86,39 @@ def test_hooks_travel_to_spawned_data_workers(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(collate))([1, 2, 3]) == 3
 
 
-@pytest.mark.parametrize("name", ["prepare", "build_model"])
-def test_a_missing_function_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"no function {name}\(\)") as caught:
-        loaded(tmp_path, MINIMAL.replace(name, "something_else"))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (MINIMAL.replace("prepare", "something_else"), r"no function prepare\(\)"),
+        (MINIMAL.replace("build_model", "something_else"), r"no function build_model\(\)"),
+        (MINIMAL + "collate = 3\n", "The name collate is not a function"),
+        (MINIMAL + "def collate(): pass\n", r"cannot be called as collate\(rows\)"),
+        (MINIMAL + "collate = lambda: 5\n", r"cannot be called as collate\(rows\)"),
+        (None, "There is no such file"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        loaded(tmp_path, text) if text else load(tmp_path / "recipe.py", tmp_path)
     assert (caught.value.field, caught.value.value) == ("recipe", str(tmp_path / "recipe.py"))
+    assert caught.value.remedy
+    loaded(tmp_path, MINIMAL + "from math import sin as compute_metrics\n")  # it takes one argument
 
 
-def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="The name collate is not a function"):
-        loaded(tmp_path, MINIMAL + "collate = 3\n")
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="There is no such file") as caught:
-        load(tmp_path / "nowhere.py", tmp_path)
-    assert caught.value.field == "recipe"
-
-
-def test_a_syntax_error_is_the_users_with_its_line(tmp_path: Path) -> None:
-    with pytest.raises(CodeError, match="SyntaxError") as caught:
-        loaded(tmp_path, "x = 1\ndef prepare(:\n")
-    assert caught.value.value == f"{tmp_path}/recipe.py:2 in the file itself"
-
-
-def test_an_error_while_loading_has_the_users_frames_only(tmp_path: Path) -> None:
-    with pytest.raises(CodeError, match="ZeroDivisionError") as caught:
-        loaded(tmp_path, "def half():\n    return 1 / 0\nhalf()\n")
-    assert caught.value.value == f"{tmp_path}/recipe.py:2 in half"
+@pytest.mark.parametrize(
+    ("text", "kind", "place"),
+    [
+        ("x = 1\ndef prepare(:\n", "SyntaxError", "2 in the file itself"),
+        ("def half():\n    return 1 / 0\nhalf()\n", "ZeroDivisionError", "2 in half"),
+    ],
+)
+def test_an_error_while_loading_has_the_users_frames_only(tmp_path: Path, text: str, kind: str, place: str) -> None:
+    with pytest.raises(CodeError, match=kind) as caught:
+        loaded(tmp_path, text)
+    assert caught.value.value == f"{tmp_path}/recipe.py:{place}"
     assert "recipes.py" not in (caught.value.details or "")
 
 
@@ -160,6 +174,9 @@ def test_an_error_that_is_not_the_recipes_says_so(tmp_path: Path) -> None:
     assert "not raised in the recipe" in (error.remedy or "")
 
 
+# -- where modules are from -------------------------------------------------------------------------------------------
+
+
 def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
     written(tmp_path / "project", "VALUE = 5\n", "helper_of_mine.py")
     written(tmp_path / "project", "raise RuntimeError('shadowed')\n", "json.py")
@@ -187,11 +204,92 @@ def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest
     assert caught.value.value == str(tmp_path / "flows")
 
 
-@pytest.mark.parametrize("given", [None, [], {}, [{"x": 1}]])
-def test_prepare_must_name_its_splits(tmp_path: Path, given: object) -> None:
-    recipe = loaded(tmp_path, MINIMAL.replace("{'train': [{'x': 1}]}", repr(given)))
-    with pytest.raises(DataError, match="mapping from split names"):
-        recipe.prepare({}, PrepareOutput(Store.open(tmp_path)))
+# -- what the functions return ----------------------------------------------------------------------------------------
+
+
+def raised(call: Callable[[], Any]) -> TrainflowError:
+    with pytest.raises(TrainflowError) as caught:
+        call()
+    error = caught.value
+    assert "NoneType" not in str(error)
+    assert error.remedy
+    return error
+
+
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        *((result, "mapping from split names") for result in (None, [], {}, [{"x": 1}])),
+        (None, "not None"),
+        ([1], "not a list"),
+        ({"train": 5}, "returned an int for the split 'train'"),
+    ],
+)
+def test_prepare_returns_splits_of_rows(tmp_path: Path, result: object, why: str) -> None:
+    recipe = loaded(tmp_path, MINIMAL.replace("{'train': [{'x': 1}]}", repr(result)))
+    error = raised(lambda: recipe.prepare({}, PrepareOutput(Store.open(tmp_path))))
+    assert isinstance(error, DataError)
+    assert why in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "call", "why"),
+    [
+        ("def collate(rows): pass", lambda one: one.collate([]), "collate() must return a mapping … returned None"),
+        (
+            "def compute_loss_func(outputs, labels): return 1.0",
+            lambda one: one.compute_loss_func({}, None),
+            "compute_loss_func() must return the loss as a tensor, and returned a float",
+        ),
+        ("def callbacks(options): pass", lambda one: one.callbacks({}), "must return a list of callbacks, and"),
+        ("def callbacks(options): return 'early'", lambda one: one.callbacks({}), "and returned a str"),
+        (
+            "def prediction_columns(predictions, data): pass",
+            lambda one: one.prediction_columns(np.zeros(2), data()),
+            "must return a mapping of names to columns, and returned None",
+        ),
+        (
+            "def prediction_columns(predictions, data): return {'p': 1}",
+            lambda one: one.prediction_columns(np.zeros(2), data()),
+            "must return one value per row for 'p', and returned an int",
+        ),
+        (
+            "def outcome_pairs(p): return {'labels': [1]}",
+            lambda one: one.outcome_pairs(None, data()),
+            "must return predictions and labels by name, and returned a dict",
+        ),
+        (
+            "def outcome_pairs(p, data): return {'labels': [1], 'predictions': [1, 2]}",
+            lambda one: one.outcome_pairs(None, data()),
+            "outcome_pairs() returned arrays of different lengths",
+        ),
+        ("class Trainer: pass", lambda one: one.trainer_class(dict), "class Trainer does not derive from"),
+    ],
+)
+def test_a_wrong_result_is_named(tmp_path: Path, text: str, call: Callable[[Recipe], Any], why: str) -> None:
+    error = raised(lambda: call(loaded(tmp_path, f"{MINIMAL}{text}\n")))
+    assert isinstance(error, ConfigError)
+    assert all(part in error.message for part in why.split(" … "))
+
+
+@pytest.mark.parametrize(
+    ("result", "why"),
+    [
+        (None, "metrics and files by name, and returned None"),
+        ([1], "and returned a list"),
+        ({"accuracy": 1}, "unknown keys"),
+        ({"metrics": 5}, "metrics and files by name"),
+        ({"metrics": {"a": "b"}}, "a number for 'a', and returned a str"),
+        ({"files": {"a": 5}}, "bytes or text for the file 'a', and returned an int"),
+    ],
+)
+def test_measurements_after_evaluation(result: Any, why: str) -> None:
+    assert why in raised(lambda: as_measurements(result)).message
+
+
+def test_measurements_and_files_may_be_left_out() -> None:
+    assert as_measurements({}) == ({}, {})
+    assert as_measurements({"metrics": {"a": 1}, "files": {"b": "text"}}) == ({"a": 1.0}, {"b": b"text"})
 
 
 def test_what_prepare_writes_is_what_data_reads(tmp_path: Path) -> None:
@@ -209,6 +307,12 @@ def test_what_prepare_writes_is_what_data_reads(tmp_path: Path) -> None:
     (tmp_path / "assets/tokenizer/vocab.txt").write_bytes(b"2wo")
     with pytest.raises(DataError, match="differs"):
         info.read_file("tokenizer/vocab.txt")
+
+
+def test_an_attempt_to_write_outside_names_the_call(tmp_path: Path) -> None:
+    out = PrepareOutput(Store.open(tmp_path))
+    assert raised(lambda: out.write_file("../a", b"x")).field == "out.write_file"
+    assert "Encode" in str(raised(functools.partial(out.write_file, "a", "text")).remedy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [np.float32(1), float("nan"), object()])

@@ -7,108 +7,86 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import ROOT
 from trainer_lib.arguments import OptimizerNames, Seq2SeqTrainingArguments, TrainingArguments
 from trainer_lib.arguments.fields import declarations
 from trainer_lib.errors import ConfigError
 
-Given = dict[str, Any]
 #: The class without its types: what is refused here, a type checker would refuse already.
 Untyped: Any = TrainingArguments
+BEST = {"load_best_model_at_end": True}
+STEPS = {**BEST, "eval_strategy": "steps"}
 
-REFUSED: list[tuple[Given, str, str]] = [
-    ({"learning_rate": "abc"}, "learning_rate", "abc"),
-    ({"learning_rate": True}, "learning_rate", "True"),
-    ({"learning_rate": float("nan")}, "learning_rate", "nan"),
-    ({"learning_rate": -1.0}, "learning_rate", "-1.0"),
-    ({"learning_rate": [1]}, "learning_rate", "[1]"),
-    ({"num_train_epochs": 0}, "num_train_epochs", "0.0"),
-    ({"num_train_epochs": None}, "num_train_epochs", "none"),
-    ({"max_steps": 0}, "max_steps", "0"),
-    ({"max_steps": 2.5}, "max_steps", "2.5"),
-    ({"seed": -1}, "seed", "-1"),
-    ({"seed": "x"}, "seed", "x"),
-    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size", "0"),
-    ({"global_batch_size": 0}, "global_batch_size", "0"),
-    ({"gradient_accumulation_steps": 2, "global_batch_size": 32}, "gradient_accumulation_steps", "2"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", "0"),
-    ({"warmup_steps": -1}, "warmup_steps", "-1"),
-    ({"warmup_steps": 2.5}, "warmup_steps", "2.5"),
-    ({"torch_empty_cache_steps": 0}, "torch_empty_cache_steps", "0"),
-    ({"optim": "apollo_adamw_layerwise"}, "optim", "apollo_adamw_layerwise"),
-    ({"weight_decay": -0.1}, "weight_decay", "-0.1"),
-    ({"adam_beta1": 1.0}, "adam_beta1", "1.0"),
-    ({"label_smoothing_factor": 1}, "label_smoothing_factor", "1.0"),
-    ({"optim": "adamw_troch"}, "optim", "adamw_troch"),
-    ({"optim": 3}, "optim", "3"),
-    ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type", "cosin"),
-    ({"lr_scheduler_kwargs": "num_cycles=2"}, "lr_scheduler_kwargs", "num_cycles=2"),
-    ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, "lr_scheduler_kwargs", "{num_cycles: 2}"),
-    ({"fp16": True, "bf16": True}, "fp16", "True"),
-    ({"fp16_full_eval": True, "bf16_full_eval": True}, "fp16_full_eval", "True"),
-    ({"bf16": "maybe"}, "bf16", "maybe"),
-    ({"logging_steps": 0}, "logging_steps", "0"),
-    ({"logging_steps": 1.5}, "logging_steps", "1.5"),
-    ({"save_steps": -1}, "save_steps", "-1"),
-    ({"save_steps": 0}, "save_steps", "0"),
-    ({"eval_strategy": "step"}, "eval_strategy", "step"),
-    ({"eval_strategy": True}, "eval_strategy", "True"),
-    ({"save_strategy": "never"}, "save_strategy", "never"),
-    ({"save_strategy": "best", "eval_strategy": "epoch"}, "metric_for_best_model", "none"),
-    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy", "best"),
-    ({"load_best_model_at_end": True}, "load_best_model_at_end", "True"),
-    ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, "save_strategy", "steps"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 10}, "save_steps", "10"),
-    (
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.1, "save_steps": 10},
-        "save_steps",
-        "10",
-    ),
-    (
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.2, "save_steps": 0.5},
-        "save_steps",
-        "0.5",
-    ),
-    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type", "reduce_lr_on_plateau"),
-    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type", "greedy"),
-    ({"save_total_limit": 0}, "save_total_limit", "0"),
-    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor", "2"),
-    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers", "True"),
-    ({"dataloader_num_workers": -1}, "dataloader_num_workers", "-1"),
-    ({"dataloader_multiprocessing_context": "thread"}, "dataloader_multiprocessing_context", "thread"),
-    ({"train_sampling_strategy": "by_length"}, "train_sampling_strategy", "by_length"),
-    ({"include_for_metrics": ["input"]}, "include_for_metrics", "input"),
-    ({"include_num_input_tokens_seen": "some"}, "include_num_input_tokens_seen", "some"),
-    ({"log_level": "loud"}, "log_level", "loud"),
-    ({"report_to": "mflow"}, "report_to", "mflow"),
-    ({"debug": "overflow"}, "debug", "overflow"),
-    ({"fsdp": "full_shrad"}, "fsdp", "full_shrad"),
-    ({"fsdp": "offload"}, "fsdp", "offload"),
-    ({"fsdp": "full_shard", "deepspeed": "ds.json"}, "fsdp", "full_shard"),
-    ({"accelerator_config": {"even_batchs": True}}, "accelerator_config", "even_batchs"),
+#: Arguments -> the field and the value that the error begins with.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"learning_rate": "abc"}, "learning_rate = abc"),
+    ({"learning_rate": True}, "learning_rate = True"),
+    ({"learning_rate": float("nan")}, "learning_rate = nan"),
+    ({"learning_rate": [1]}, "learning_rate = [1]"),
+    ({"num_train_epochs": None}, "num_train_epochs = none"),
+    ({"max_steps": 0}, "max_steps = 0"),
+    ({"max_steps": 2.5}, "max_steps = 2.5"),
+    ({"seed": "x"}, "seed = x"),
+    ({"gradient_accumulation_steps": 2, "global_batch_size": 32}, "gradient_accumulation_steps = 2"),
+    ({"warmup_steps": 2.5}, "warmup_steps = 2.5"),
+    ({"optim": "apollo_adamw_layerwise"}, "optim = apollo_adamw_layerwise"),
+    ({"optim": "adamw_troch"}, "optim = adamw_troch"),
+    ({"optim": 3}, "optim = 3"),
+    ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type = cosin"),
+    ({"lr_scheduler_kwargs": "num_cycles=2"}, "lr_scheduler_kwargs = num_cycles=2"),
+    ({"lr_scheduler_kwargs": "{num_cycles: 2}"}, "lr_scheduler_kwargs = {num_cycles: 2}"),
+    ({"fp16": True, "bf16": True}, "fp16 = True"),
+    ({"fp16_full_eval": True, "bf16_full_eval": True}, "fp16_full_eval = True"),
+    ({"bf16": "maybe"}, "bf16 = maybe"),
+    ({"logging_steps": 0}, "logging_steps = 0"),
+    ({"logging_steps": 1.5}, "logging_steps = 1.5"),
+    ({"save_steps": 0}, "save_steps = 0"),
+    ({"eval_strategy": "step"}, "eval_strategy = step"),
+    ({"eval_strategy": True}, "eval_strategy = True"),
+    ({"save_strategy": "never"}, "save_strategy = never"),
+    ({"save_strategy": "best", "eval_strategy": "epoch"}, "metric_for_best_model = none"),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy = best"),
+    (BEST, "load_best_model_at_end = True"),
+    ({**BEST, "eval_strategy": "epoch"}, "save_strategy = steps"),
+    ({**STEPS, "eval_steps": 3, "save_steps": 10}, "save_steps = 10"),
+    ({**STEPS, "eval_steps": 0.1, "save_steps": 10}, "save_steps = 10"),
+    ({**STEPS, "eval_steps": 0.2, "save_steps": 0.5}, "save_steps = 0.5"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type = reduce_lr_on_plateau"),
+    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type = greedy"),
+    ({"dataloader_prefetch_factor": 2}, "dataloader_prefetch_factor = 2"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers = True"),
+    ({"dataloader_multiprocessing_context": "thread"}, "dataloader_multiprocessing_context = thread"),
+    ({"train_sampling_strategy": "by_length"}, "train_sampling_strategy = by_length"),
+    ({"include_for_metrics": ["input"]}, "include_for_metrics = input"),
+    ({"include_num_input_tokens_seen": "some"}, "include_num_input_tokens_seen = some"),
+    ({"log_level": "loud"}, "log_level = loud"),
+    ({"report_to": "mflow"}, "report_to = mflow"),
+    ({"debug": "overflow"}, "debug = overflow"),
+    ({"fsdp": "full_shrad"}, "fsdp = full_shrad"),
+    ({"fsdp": "offload"}, "fsdp = offload"),
+    ({"fsdp": "full_shard", "deepspeed": "ds.json"}, "fsdp = full_shard"),
+    ({"accelerator_config": {"even_batchs": True}}, "accelerator_config = even_batchs"),
     (
         {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-        "accelerator_config",
-        "gradient_accumulation_kwargs.num_steps",
+        "accelerator_config = gradient_accumulation_kwargs.num_steps",
     ),
-    ({"deepspeed": ""}, "deepspeed", '""'),
-    ({"ddp_backend": "glue"}, "ddp_backend", "glue"),
-    ({"ddp_timeout": 0}, "ddp_timeout", "0"),
-    ({"hub_strategy": "always"}, "hub_strategy", "always"),
-    ({"run_name": 2024}, "run_name", "2024"),
-    ({"output_dir": 3}, "output_dir", "3"),
+    ({"deepspeed": ""}, 'deepspeed = ""'),
+    ({"ddp_backend": "glue"}, "ddp_backend = glue"),
+    ({"hub_strategy": "always"}, "hub_strategy = always"),
+    ({"run_name": 2024}, "run_name = 2024"),
+    ({"output_dir": 3}, "output_dir = 3"),
 ]
 
 
-@pytest.mark.parametrize(("given", "field", "value"), REFUSED, ids=[str(case[0]) for case in REFUSED])
-def test_a_refusal_names_field_value_and_remedy(given: Given, field: str, value: str) -> None:
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[str(case[0]) for case in REFUSED])
+def test_a_refusal_names_field_value_and_remedy(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainingArguments(**{"output_dir": "out", **given})
     error = caught.value
-    assert (error.field, error.value) == (field, value)
+    assert f"{error.field} = {error.value}" == said
     assert error.remedy
     assert error.exit_code == 2
-    assert field in str(error)
-    assert value in str(error)
+    assert str(error).startswith(f"{said}: ")
 
 
 @pytest.mark.parametrize("name", [name for name, known in declarations(TrainingArguments).items() if known.bounds])
@@ -117,7 +95,27 @@ def test_every_bound_is_kept(name: str) -> None:
         beyond: Any = {"ge": bound - 1, "gt": bound, "le": bound + 1, "lt": bound}[sign]
         with pytest.raises(ConfigError) as caught:
             TrainingArguments("out", **{name: beyond})
-        assert caught.value.field == name
+        assert (caught.value.field, float(caught.value.value or "nan")) == (name, beyond)
+        assert caught.value.remedy
+
+
+#: Arguments of the five documents that describe the Trainer -> what the error names, and the row of docs/migration.md.
+IN_MIGRATION: list[tuple[dict[str, Any], str, str]] = [
+    ({"deepspeed": {"amp": {"enabled": True, "opt_level": "O1"}}}, r"deepspeed\.amp", "| the section `amp`"),
+    ({"fsdp": True, "fsdp_config": {"xla": True}}, r"fsdp_config\.xla = True", "| `fsdp_config` with `xla`"),
+    ({"save_safetensors": False}, "save_safetensors", "| `save_safetensors=False`"),
+    ({"optim": "galore_adamw_layerwise"}, "optim = galore_adamw_layerwise", "| optimizers that end in `_layerwise`"),
+    ({"jit_mode_eval": True}, "jit_mode_eval", "`jit_mode_eval`"),
+    ({"mp_parameters": "{}"}, "mp_parameters", "| `mp_parameters`"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("given", "match", "row"), IN_MIGRATION)
+def test_what_is_refused_has_its_row_in_the_page_about_moving(given: dict[str, Any], match: str, row: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        TrainingArguments(output_dir="out", **given)
+    assert caught.value.remedy and row in (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
@@ -150,19 +148,17 @@ def test_a_secret_is_never_shown() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.json: The file cannot be read"):
-        TrainingArguments.from_file(tmp_path / "nowhere.json")
     broken = tmp_path / "broken.yaml"
-    broken.write_text("learning_rate: [1")
-    with pytest.raises(ConfigError, match=r"broken\.yaml: The file cannot be parsed"):
-        TrainingArguments.from_file(broken)
-    broken.write_text("- 1\n- 2\n")
-    with pytest.raises(ConfigError, match="holds no mapping"):
-        TrainingArguments.from_file(broken)
-    broken.write_text("learning_rate: fast\n")
-    with pytest.raises(ConfigError) as caught:
-        TrainingArguments.from_file(broken)
-    assert caught.value.field == "broken.yaml.learning_rate"
+    for content, words in (
+        (None, r"broken\.yaml: The file cannot be read"),
+        ("learning_rate: [1", r"broken\.yaml: The file cannot be parsed"),
+        ("- 1\n- 2\n", "holds no mapping"),
+        ("learning_rate: fast\n", r"^broken\.yaml\.learning_rate"),
+    ):
+        if content:
+            broken.write_text(content)
+        with pytest.raises(ConfigError, match=words):
+            TrainingArguments.from_file(broken)
 
 
 def test_an_optimizer_is_found_by_its_value_before_any_others_name() -> None:

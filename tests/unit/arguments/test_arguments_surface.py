@@ -1,11 +1,14 @@
-"""Every argument of the reference exists here, with its default, its meaning and its unit."""
+"""Every argument of the reference exists here, with its default, its meaning, its unit, and the keys it changes."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import logging
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,10 @@ from trainer_lib.arguments import (
     SchedulerType,
     Seq2SeqTrainingArguments,
     TrainingArguments,
+    evaluation_fields,
+    evaluation_matters,
+    numeric_fields,
+    total_batch_size,
 )
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import Affects, declarations, field_hints, field_map
@@ -26,12 +33,10 @@ from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError
 
-#: Where our default differs from the reference's, and why.
 DIFFERENT = {
     "enable_jit_checkpoint": True,  # a stop request saves by default
     "fsdp": "",  # text or nothing, as in the documents of all ages
 }
-#: Arguments that only we have, or that the newest reference has dropped and we keep as fields.
 OURS = {
     *("global_batch_size", "max_nonfinite_steps", "save_async", "max_failed_saves", "allow_global_batch_change"),
     *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes"),
@@ -61,27 +66,11 @@ def test_every_public_member_exists() -> None:
         assert getattr(args, name) is not None, name
 
 
-@pytest.mark.parametrize(
-    ("name", "enum"),
-    [
-        ("OptimizerNames", OptimizerNames),
-        ("SchedulerType", SchedulerType),
-        ("IntervalStrategy", IntervalStrategy),
-        ("SaveStrategy", SaveStrategy),
-        ("HubStrategy", HubStrategy),
-    ],
-)
-def test_every_choice_of_the_reference_exists(name: str, enum: Any) -> None:
-    assert set(SURFACE[name]) <= {member.value for member in enum}
-
-
-def test_every_tracker_of_the_reference_is_known() -> None:
+def test_every_choice_of_the_reference_exists() -> None:
+    for enum in (OptimizerNames, SchedulerType, IntervalStrategy, SaveStrategy, HubStrategy):
+        assert set(SURFACE[enum.__name__]) <= {member.value for member in enum}, enum
     assert set(SURFACE["report_to"]) <= set(REPORTERS)
-
-
-def test_every_old_argument_is_a_field_or_an_old_name() -> None:
-    known = {*field_map(TrainingArguments), *OLD_NAMES}
-    assert set(SURFACE["old_args"]) <= known
+    assert set(SURFACE["old_args"]) <= {*field_map(TrainingArguments), *OLD_NAMES}
 
 
 def test_groups_are_small_and_every_field_says_what_it_means() -> None:
@@ -106,7 +95,6 @@ def test_every_number_has_a_unit() -> None:
 
 
 def test_output_dir_comes_first() -> None:
-    assert dataclasses.fields(TrainingArguments)[0].name == "output_dir"
     assert TrainingArguments("here").output_dir == "here"
     assert Seq2SeqTrainingArguments("here").output_dir == "here"
 
@@ -144,12 +132,8 @@ def test_assignment_is_checked_again_by_validate() -> None:
 
 def test_what_was_filled_in_follows_a_later_assignment() -> None:
     args = TrainingArguments("out", eval_strategy="steps", load_best_model_at_end=True, save_steps=20, logging_steps=10)
-    assert (args.eval_steps, args.metric_for_best_model, args.greater_is_better, args.do_eval) == (
-        10,
-        "loss",
-        False,
-        True,
-    )
+    filled = (args.eval_steps, args.metric_for_best_model, args.greater_is_better, args.do_eval)
+    assert filled == (10, "loss", False, True)
     args.metric_for_best_model = "accuracy"
     args.logging_steps = 5
     args.validate()
@@ -175,20 +159,14 @@ def test_construction_reads_no_environment_and_touches_no_disk(monkeypatch: pyte
 
 def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     args = TrainingArguments("out")
-    assert (args.world_size, args.process_index, args.local_process_index, args.parallel_mode) == (
-        1,
-        0,
-        0,
-        "not_parallel",
-    )
+
+    def seen() -> tuple[Any, ...]:
+        return args.world_size, args.process_index, args.local_process_index, args.parallel_mode
+
+    assert seen() == (1, 0, 0, "not_parallel")
     for name, value in (("WORLD_SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert (args.world_size, args.process_index, args.local_process_index, args.parallel_mode) == (
-        4,
-        3,
-        1,
-        "distributed",
-    )
+    assert seen() == (4, 3, 1, "distributed")
     assert (args.should_log, args.should_save) == (False, False)
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert (args.should_log, args.should_save) == (True, False)
@@ -198,8 +176,6 @@ def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_log_levels_differ_between_main_and_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-
     args = TrainingArguments("out", log_level_replica="error")
     assert args.get_process_log_level() == logging.INFO
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "critical")
@@ -245,3 +221,85 @@ def test_setters_set_check_and_chain() -> None:
     with pytest.raises(ConfigError):
         args.set_training(batch_size=-1)
     assert args.to_dict() == before
+
+
+# -- what belongs in a content key, and what does not -----------------------------------------------------------------
+
+
+def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
+    return numeric_fields(TrainingArguments("out", **given), data_parallel_size=world_size)
+
+
+#: Changes that can change the weights, and changes that cannot.
+NUMERIC: list[dict[str, Any]] = [
+    *({"learning_rate": 1e-3}, {"seed": 1}, {"optim": "sgd"}, {"bf16": True}, {"num_train_epochs": 4}),
+    *({"per_device_train_batch_size": 16}, {"train_sampling_strategy": "sequential"}, {"dataloader_drop_last": True}),
+    *({"lr_scheduler_kwargs": {"a": 1}}, {"load_best_model_at_end": True, "eval_strategy": "steps"}),
+    {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+]
+OTHER: list[dict[str, Any]] = [
+    *({"logging_steps": 3}, {"report_to": "jsonl"}, {"run_name": "x"}, {"dataloader_num_workers": 4}),
+    *({"save_steps": 3}, {"eval_strategy": "steps", "eval_steps": 3}, {"push_to_hub": True, "hub_token": "t"}),
+    *({"gradient_checkpointing": True}, {"fsdp": "full_shard"}, {"per_device_eval_batch_size": 1}, {"use_cpu": True}),
+    *({"ddp_backend": "gloo"}, {"accelerator_config": {"non_blocking": False, "even_batches": True}}),
+]
+
+
+@pytest.mark.parametrize("change", [*NUMERIC, *OTHER], ids=str)
+def test_what_can_change_the_weights_changes_the_fields_and_nothing_else_does(change: dict[str, Any]) -> None:
+    assert (_fields(**change) != _fields()) == (change in NUMERIC)
+
+
+CUT_UP = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "accelerator_config")
+
+
+@pytest.mark.parametrize("name", [name for name in field_map(Seq2SeqTrainingArguments) if name not in CUT_UP])
+def test_each_argument_is_part_of_the_keys_that_its_declaration_says(name: str) -> None:
+    args = Seq2SeqTrainingArguments("out")
+    changed = copy.copy(args)
+    object.__setattr__(changed, name, {"fp16": {"enabled": True}} if name == "deepspeed" else 77)
+    affects = declarations(type(args))[name].affects
+    trained = [numeric_fields(each, data_parallel_size=1) for each in (args, changed)]
+    measured = [evaluation_fields(each) for each in (args, changed)]
+    decides = name in ("load_best_model_at_end", "metric_for_best_model")  # changed so, evaluations choose the weights
+    assert (trained[0] != trained[1]) == (affects in ("weights", "outputs") or decides)
+    assert (measured[0] != measured[1]) == (affects in ("outputs", "evaluation"))
+
+
+def test_only_the_global_batch_counts() -> None:
+    one = _fields(per_device_train_batch_size=16)
+    assert one["global_batch_size"] == 16
+    assert _fields(per_device_train_batch_size=4, gradient_accumulation_steps=2, world_size=2) == one
+    assert _fields(global_batch_size=16, per_device_train_batch_size=1, world_size=3) == one
+    assert total_batch_size(TrainingArguments("out", global_batch_size=48), data_parallel_size=5) == 48
+    assert _fields(max_steps=10, num_train_epochs=1) == _fields(max_steps=10, num_train_epochs=2)
+
+
+def test_split_batches_keeps_the_global_batch_for_any_number_of_processes(tmp_path: Path) -> None:
+    for processes in (1, 2, 4):
+        given: dict[str, Any] = {"per_device_train_batch_size": 8, "accelerator_config": {"split_batches": True}}
+        assert total_batch_size(TrainingArguments("out", **given), data_parallel_size=processes) == 8
+        # The same training, cut up in another way.
+        assert _fields(processes, **given) == _fields(per_device_train_batch_size=8)
+    config = tmp_path / "accelerator.yaml"
+    config.write_text("split_batches: true\n")
+    given = {"gradient_accumulation_steps": 2, "accelerator_config": str(config)}
+    assert total_batch_size(TrainingArguments("out", **given), data_parallel_size=4) == 16
+    assert _fields(4, **given) == _fields(global_batch_size=16)
+
+
+def test_evaluation_counts_when_it_can_choose_the_weights() -> None:
+    best: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"}
+    assert _fields(**best, eval_steps=5, save_steps=5) != _fields(**best, eval_steps=10, save_steps=10)
+    assert not evaluation_matters(TrainingArguments("out", eval_strategy="epoch"))
+    assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", metric_for_best_model="loss"))
+    assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau"))
+
+
+def test_only_the_numeric_part_of_a_deepspeed_configuration_counts() -> None:
+    offload = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    plain = {"zero_optimization": {"stage": 1}}
+    assert _fields(deepspeed=offload) == _fields(deepspeed=plain)
+    fields = _fields(deepspeed={**plain, "optimizer": {"type": "Adam"}})
+    assert fields != _fields(deepspeed=plain)
+    assert json.loads(json.dumps(fields)) == fields

@@ -168,15 +168,6 @@ def test_transformers_parser_takes_our_fields(cls: Any) -> None:
     HfArgumentParser(cls).format_help()
 
 
-def test_argparse_takes_the_metadata_as_it_is() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    for each in dataclasses.fields(TrainingArguments):
-        parser.add_argument(f"--{each.name}", **each.metadata)
-    parser.format_help()
-
-
 # ------------------------------------------------------------------------------------------------ what other code reads
 def test_the_settings_of_the_accelerator_are_an_object_and_a_mapping() -> None:
     args = TrainingArguments("out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
+from trainer_lib.arguments.deepspeed.deepspeed_config import plan
 from trainer_lib.arguments.environment import ALONE, Ranks, first_host, ranks, tasks_per_node
 from trainer_lib.arguments.schedulers import find_machines
 from trainer_lib.errors import ConfigError
@@ -27,19 +29,12 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_NODELIST": "gpu[007-008]",
 }
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "m", "MASTER_PORT": "1"}
 STARTED: dict[str, tuple[dict[str, str], Ranks]] = {
     "nothing": ({}, ALONE),
-    "torchrun": (
-        {
-            "RANK": "3",
-            "WORLD_SIZE": "4",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "a",
-            "MASTER_PORT": "7",
-        },
-        Ranks(3, 4, 1, 2, ("a", 7), "RANK"),
-    ),
+    "torchrun": ({**TORCHRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Ranks(3, 4, 1, 2, ("a", 7), "RANK")),
     "rank and world only": ({"RANK": "1", "WORLD_SIZE": "2"}, Ranks(1, 2, 1, 2, None, "RANK")),
     "srun": (SLURM, Ranks(5, 8, 1, 4, ("gpu007", 15_000 + 123_456 % 20_000), "SLURM_PROCID")),
     "srun with the script's own address": (
@@ -50,19 +45,10 @@ STARTED: dict[str, tuple[dict[str, str], Ranks]] = {
     "a batch script of Slurm": ({k: v for k, v in SLURM.items() if "STEP" not in k}, ALONE),
     "one task of Slurm": ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ALONE),
     "mpirun": (
-        {
-            "OMPI_COMM_WORLD_RANK": "2",
-            "OMPI_COMM_WORLD_SIZE": "3",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-            "MASTER_ADDR": "a",
-        },
+        {**MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"},
         Ranks(2, 3, 0, 1, ("a", 29500), "OMPI_COMM_WORLD_RANK"),
     ),
-    "a pod of a PyTorchJob": (
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "m", "MASTER_PORT": "1"},
-        Ranks(2, 3, 0, 1, ("m", 1), "RANK"),
-    ),
+    "a pod of a PyTorchJob": (POD, Ranks(2, 3, 0, 1, ("m", 1), "RANK")),
     "an indexed Job": (
         {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500"},
         Ranks(1, 2, 0, 1, ("job-0.job", 29500), "JOB_COMPLETION_INDEX"),
@@ -78,14 +64,15 @@ def test_ranks_follow_from_what_started_the_process(how: str) -> None:
 
 def test_slurms_short_forms() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    assert [first_host(text) for text in ("n1", "n[03,07-9]-ib,login", "a-1,b", "gpu[1-2]")] == [
-        "n1",
-        "n03-ib",
-        "a-1",
-        "gpu1",
-    ]
-    with pytest.raises(ConfigError, match="SLURM_TASKS_PER_NODE = two"):
-        tasks_per_node("two")
+    hosts = {"n1": "n1", "n[03,07-9]-ib,login": "n03-ib", "a-1,b": "a-1", "gpu[1-2]": "gpu1"}
+    assert {text: first_host(text) for text in hosts} == hosts
+    for call, words in (
+        (lambda: tasks_per_node("two"), "SLURM_TASKS_PER_NODE = two"),
+        (lambda: ranks({**SLURM, "SLURM_PROCID": "x"}), "SLURM_PROCID = x: This is not an integer"),
+        (lambda: ranks({**SLURM, "SLURM_PROCID": "8"}), "SLURM_PROCID = 8: This rank does not fit a job of 8"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -116,13 +103,6 @@ def test_a_script_that_a_scheduler_starts_on_each_machine_warns_that_it_trains_a
     monkeypatch.setenv("DSTACK_NODES_NUM", "1")
     distributed.init(TrainingArguments("out", use_cpu=True))
     assert not caplog.text
-
-
-def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(ConfigError, match="SLURM_PROCID = x: This is not an integer"):
-        ranks({**SLURM, "SLURM_PROCID": "x"})
-    with pytest.raises(ConfigError, match="SLURM_PROCID = 8: This rank does not fit a job of 8"):
-        ranks({**SLURM, "SLURM_PROCID": "8"})
 
 
 # ------------------------------------------------------------------------------------------------- accelerate launch
@@ -163,25 +143,19 @@ def adopted(environ: dict[str, str], **given: Any) -> TrainingArguments:
 
 
 def test_precision_device_accumulation_clipping_and_compilation_are_taken_up() -> None:
-    args = adopted(
-        {
-            "ACCELERATE_MIXED_PRECISION": "bf16",
-            "ACCELERATE_USE_CPU": "True",
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-            "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-            "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-            "ACCELERATE_DYNAMO_MODE": "reduce-overhead",
-        }
-    )
+    asked = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_CPU": "True",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
+        "ACCELERATE_DYNAMO_MODE": "reduce-overhead",
+    }
+    args = adopted(asked)
     assert (args.bf16, args.use_cpu, args.gradient_accumulation_steps, args.max_grad_norm) == (True, True, 4, 0.5)
-    assert (args.torch_compile, args.torch_compile_backend, args.torch_compile_mode) == (
-        True,
-        "inductor",
-        "reduce-overhead",
-    )
-
-
-def test_what_the_launcher_writes_when_nobody_asked_for_anything_changes_nothing() -> None:
+    compiled = (args.torch_compile, args.torch_compile_backend, args.torch_compile_mode)
+    assert compiled == (True, "inductor", "reduce-overhead")
+    # What the launcher writes when nothing was asked for.
     quiet = {
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_USE_CPU": "False",
@@ -296,6 +270,74 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
     assert (caught.value.field or "").removeprefix("environment variable ") in environ
     assert caught.value.value is not None
     assert caught.value.remedy is not None
+
+
+#: What `accelerate config` wrote, less what says how many processes there are and where.
+FSDP_FILE = """\
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_forward_prefetch: true
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 1
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+mixed_precision: bf16
+num_processes: 2
+"""
+DEEPSPEED_FILE = """\
+deepspeed_config:
+  gradient_accumulation_steps: 1
+  gradient_clipping: 0.7
+  offload_optimizer_device: cpu
+  offload_param_device: cpu
+  zero3_init_flag: true
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 4
+"""
+MACHINE = "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'no'\nmachine_rank: 0\nnum_machines: 1\nuse_cpu: false\n"
+
+
+def changed_by(text: str, folder: Path) -> tuple[TrainingArguments, dict[str, Any]]:
+    """The arguments under what `accelerate launch` sets for its processes with a file, and those that it changes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    config, before = folder / "config.yaml", dict(os.environ)
+    config.write_text(MACHINE + text)
+    words = ["--config_file", str(config), "script.py"]
+    given, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if given.use_deepspeed:
+        given.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        after = prepare_deepspeed_cmd_env(given)[1]
+    else:
+        after = prepare_multi_gpu_env(given)
+    environ = {name: value for name, value in after.items() if before.get(name) != value}
+    args, usual = launched.apply_launcher(TrainingArguments("out"), environ), TrainingArguments("out").to_dict()
+    return args, {key: value for key, value in args.to_dict().items() if usual[key] != value}
+
+
+@pytest.mark.filterwarnings("ignore:zero_optimization.offload_param is dropped")
+def test_a_launcher_of_accelerate_means_the_right_arguments(tmp_path: Path) -> None:
+    _, changed = changed_by(FSDP_FILE, tmp_path)
+    config = changed.pop("fsdp_config")
+    assert changed == {"bf16": True, "fsdp": "full_shard auto_wrap"}
+    assert (config["state_dict_type"], config["forward_prefetch"]) == ("full_state_dict", True)
+    assert config["transformer_layer_cls_to_wrap"] == ["BertLayer"] and len(config) == 3
+    file = tmp_path / "ds_zero3_config.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    section = f"deepspeed_config:\n  deepspeed_config_file: {file}\n  zero3_init_flag: true\n"
+    _, changed = changed_by(section + "distributed_type: DEEPSPEED\nnum_processes: 4\n", tmp_path)
+    assert changed == {"deepspeed": str(file)}
+    args, changed = changed_by(DEEPSPEED_FILE, tmp_path)
+    assert changed == {"bf16": True, "max_grad_norm": 0.7, "deepspeed": args.deepspeed}
+    offloads = plan(args)
+    assert (offloads.stage, offloads.offload_optimizer, offloads.offload_param) == (2, "cpu", None)
 
 
 def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""The command line against transformers' own parser, dataclass by dataclass and word by word; help and refusals."""
+"""The command line: dataclasses as arguments, transformers' own parser word by word, help, files and refusals."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import shlex
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from typing import Any, List, Literal, Optional, Union  # noqa: UP035 - as older
 import pytest
 
 from trainer_lib import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+from trainer_lib.arguments import ArgumentParser
 from trainer_lib.arguments.fields import declarations
 from trainer_lib.errors import ConfigError
+from trainer_lib.yaml_text import dump_yaml
 
 
 class Colour(str, Enum):  # noqa: UP042 - as older code writes it
@@ -63,6 +67,33 @@ class Required:
     rate: float
     flag: bool
     colour: Colour
+
+
+@dataclass
+class ModelChoice:
+    """Which model."""
+
+    name: str
+    size: Literal["small", "large"] = "small"
+    width: int | None = None
+    layers: list[int] = field(default_factory=lambda: [1, 2])
+    tie: bool = True
+    notes: dict[str, Any] | None = None
+    path: Path | None = None
+
+
+def _parse(text: str, *types: type) -> Any:
+    return ArgumentParser(types or (ModelChoice,), exit_on_error=False).parse_args_into_dataclasses(text.split())
+
+
+def test_any_dataclass_becomes_arguments() -> None:
+    (model,) = _parse("--name x --size large --width none --layers 3 4 --no_tie --path a/b")
+    assert model == ModelChoice("x", "large", None, [3, 4], False, None, Path("a/b"))
+    assert _parse("--name x --tie false")[0].tie is False
+    assert _parse("--name x --tie")[0].tie is True
+    assert _parse("--name x --layers [5]")[0].layers == [5]
+    (args, model) = _parse("--name x --learning-rate 3e-5 --fp16", TrainingArguments, ModelChoice)
+    assert (args.learning_rate, args.fp16, model.name) == (3e-5, True, "x")
 
 
 def _theirs(cls: Any) -> Any:
@@ -140,28 +171,97 @@ def test_a_dictionary_gives_what_it_gives_to_transformers_own_parser() -> None:
     assert HfArgumentParser(Everything).parse_dict(given, allow_extra_keys=True) == (theirs,)
 
 
-def test_choices_hold_for_values_of_every_type() -> None:
-    @dataclass
-    class Choice:
-        size: int = field(default=1, metadata={"choices": [1, 2]})
-
-    assert HfArgumentParser(Choice).parse_dict({"size": "2"})[0].size == 2
-    with pytest.raises(ConfigError, match=r"size = 3: This is not one of the choices"):
-        HfArgumentParser(Choice, exit_on_error=False).parse_args_into_dataclasses(["--size", "3"])
+@pytest.mark.parametrize("line", ["--gradient_checkpointing", "--activation_checkpointing", "--fsdp", "--bf16"])
+def test_a_flag_alone_is_true_for_our_parser_and_for_theirs(line: str) -> None:
+    for parser in (HfArgumentParser(TrainingArguments), _theirs(TrainingArguments)):
+        (args,) = parser.parse_args_into_dataclasses([line], look_for_args_file=False)
+        assert getattr(args, line.removeprefix("--")) == ("full_shard" if line == "--fsdp" else True)
 
 
-def test_a_namespace_has_every_argument_too() -> None:
-    parser = HfArgumentParser(Everything)
-    parser.add_argument("--by_hand", type=int, default=4)
-    found = parser.parse_args(["--foo", "1", "--no_on"])
-    assert (found.foo, found.on, found.bar, found.by_hand, found.words) == (1, False, 0.5, 4, ["Hallo", "Bonjour"])
+# -- lines of documents -----------------------------------------------------------------------------------------------
+
+ONE: dict[str, Any] = {
+    "output_dir": "output_dir",
+    "overwrite_output_dir": True,
+    "do_train": True,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+}
+TRANSLATION = (
+    "--model_name_or_path t5-small --data_dir wmt_en_ro --output_dir output_dir --overwrite_output_dir --do_train "
+    '--n_train 500 --num_train_epochs 1 --per_device_train_batch_size 1 --dataset_config "ro-en" --task translation'
+)
+#: Command line of a document that describes the Trainer of transformers -> the arguments that it means.
+LINES: dict[str, dict[str, Any]] = {
+    f"{TRANSLATION} --fp16 --sharded_ddp": {**ONE, "fp16": True, "fsdp": "shard_grad_op"},
+    f"--deepspeed ds_config.json {TRANSLATION}": {**ONE, "deepspeed": "ds_config.json"},
+    f"{TRANSLATION} --fp16 --sharded_ddp simple": {**ONE, "fp16": True, "fsdp": "shard_grad_op"},
+    '--fp16 --sharded_ddp "zero_dp_2 cpu_offload"': {"fp16": True, "fsdp": "shard_grad_op offload"},
+    '--sharded_ddp "zero_dp_3 auto_wrap"': {"fsdp": "full_shard auto_wrap"},
+    "--fp16 --fp16_backend apex --fp16_opt_level 01": {"fp16": True},
+    "--local-rank=0 --fp16": {"local_rank": 0, "fp16": True},  # what python -m torch.distributed.launch adds
+    "--log_level warning --log_on_each_node 0": {"log_level": "warning", "log_on_each_node": False},
+    '--fsdp "shard_grad_op offload auto_wrap" --fsdp_config fsdp_config.json': {
+        "fsdp": "shard_grad_op offload auto_wrap",
+        "fsdp_config": "fsdp_config.json",
+    },
+    "--evaluation_strategy epoch --no_cuda --warmup_ratio 0.1 --per_gpu_train_batch_size 4": {
+        "eval_strategy": "epoch",
+        "do_eval": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "warmup_steps": 0.1,
+        "per_device_train_batch_size": 4,
+    },
+}
 
 
-def test_defaults_set_on_the_parser_count() -> None:
-    parser = HfArgumentParser(TrainingArguments)
-    parser.set_defaults(learning_rate=1e-3, output_dir="here")
-    (args,) = parser.parse_args_into_dataclasses(["--max_steps", "3"])
-    assert (args.learning_rate, args.output_dir, args.max_steps) == (1e-3, "here", 3)
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.filterwarnings("ignore:.* is an old name:DeprecationWarning")
+def test_a_command_line_means_the_right_arguments(line: str) -> None:
+    parser = HfArgumentParser(Seq2SeqTrainingArguments, exit_on_error=False)
+    args, remaining = parser.parse_args_into_dataclasses(shlex.split(line), return_remaining_strings=True)
+    usual = Seq2SeqTrainingArguments().to_dict()
+    assert {name: value for name, value in args.to_dict().items() if usual[name] != value} == LINES[line]
+    assert not {word for word in remaining if word.startswith("--")} & {f"--{name}" for name in usual}
+
+
+# -- refusals and help ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--name x --size medium", "size = medium: This is not one of the choices. Choose one of: small, large."),
+        ("--name x --width wide", "width = wide: This is not a whole number."),
+        ("--name x --layers 1 two", "layers = two: This is not a whole number."),
+        ("--name x --widht 3", '--widht: No argument has this name. Did you mean "--width"?'),
+        ("", "the following arguments are required: --name"),
+        ("--name x --tie maybe", "tie = maybe: This is not a truth value."),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(words: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _parse(words)
+    assert expected in str(caught.value)
+
+
+def test_an_error_ends_a_script_and_is_not_buried_under_two_hundred_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = ArgumentParser(TrainingArguments, prog="train.py")
+    unknown = 'train.py: error: --lerning_rate: No argument has this name. Did you mean "--learning_rate"?'
+    for words, said in (
+        (["--learning_rate", "abc"], "learning-rate: abc: This is not a finite number"),
+        (["--fp16", "--bf16"], "fp16 = True"),
+        (["--lerning_rate", "1"], unknown),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args_into_dataclasses(words)
+        assert caught.value.code == 2
+        usage, error = capsys.readouterr().err.splitlines()
+        assert usage.startswith("usage: train.py ")
+        assert said in error
 
 
 @pytest.mark.parametrize("cls", [TrainingArguments, Seq2SeqTrainingArguments])
@@ -175,16 +275,88 @@ def test_help_says_meaning_default_and_unit_of_every_argument(cls: Any) -> None:
             assert "default: " in shown, name
         if each.unit:
             assert f"unit: {each.unit}" in shown, name
+    text = " ".join(parser.format_help().split())
+    assert "Samples that one process trains on at a time (the micro-batch). [unit: samples; default: 8]" in text
+    assert "When to evaluate during training. One of: no, steps, epoch. [default: no]" in text
+    assert "--evaluation_strategy" not in text
+
+
+def test_argparse_takes_the_metadata_as_it_is() -> None:
+    parser = argparse.ArgumentParser()
+    for each in dataclasses.fields(TrainingArguments):
+        parser.add_argument(f"--{each.name}", **each.metadata)
     parser.format_help()
 
 
-def test_an_error_is_not_buried_under_two_hundred_options(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        HfArgumentParser(TrainingArguments, prog="train.py").parse_args_into_dataclasses(["--lerning_rate", "1"])
-    shown = capsys.readouterr().err.splitlines()
-    assert len(shown) == 2
-    assert shown[0].startswith("usage: train.py ")
-    assert shown[1] == 'train.py: error: --lerning_rate: No argument has this name. Did you mean "--learning_rate"?'
+def test_choices_hold_for_values_of_every_type() -> None:
+    @dataclass
+    class Choice:
+        size: int = field(default=1, metadata={"choices": [1, 2]})
+
+    assert HfArgumentParser(Choice).parse_dict({"size": "2"})[0].size == 2
+    with pytest.raises(ConfigError, match=r"size = 3: This is not one of the choices"):
+        HfArgumentParser(Choice, exit_on_error=False).parse_args_into_dataclasses(["--size", "3"])
+
+
+def test_two_dataclasses_may_not_share_a_name() -> None:
+    with pytest.raises(ConfigError, match="size: This is a field of both"):
+        ArgumentParser((ModelChoice, dataclasses.make_dataclass("Other", [("size", int, 3)])))
+    with pytest.raises(ConfigError, match="is not a dataclass"):
+        ArgumentParser(int)
+
+
+# -- namespaces, defaults, files --------------------------------------------------------------------------------------
+
+
+def test_arguments_added_by_hand_come_back_in_a_namespace_and_defaults_set_on_the_parser_count() -> None:
+    parser = HfArgumentParser(Everything)
+    parser.add_argument("--by_hand", type=int, default=4)
+    found = parser.parse_args(["--foo", "1", "--no_on"])
+    assert (found.foo, found.on, found.bar, found.by_hand, found.words) == (1, False, 0.5, 4, ["Hallo", "Bonjour"])
+    given, rest = parser.parse_args_into_dataclasses(["--foo", "1", "--by_hand", "5"])
+    assert (given.foo, rest.by_hand) == (1, 5)
+    *_, remaining = parser.parse_args_into_dataclasses(["--foo", "1", "--else", "1"], return_remaining_strings=True)
+    assert remaining == ["--else", "1"]
+    parser = HfArgumentParser(TrainingArguments)
+    parser.set_defaults(learning_rate=1e-3, output_dir="here")
+    (args,) = parser.parse_args_into_dataclasses(["--max_steps", "3"])
+    assert (args.learning_rate, args.output_dir, args.max_steps) == (1e-3, "here", 3)
+
+
+def test_defaults_are_not_shared_between_instances() -> None:
+    parser = HfArgumentParser(Everything)
+    one, other = (parser.parse_args_into_dataclasses(["--foo", "1"])[0] for _ in range(2))
+    one.words.append("x")
+    assert other.words == ["Hallo", "Bonjour"]
+    assert dataclasses.asdict(other)["numbers"] == []
+
+
+def test_words_come_from_files_too(tmp_path: Path) -> None:
+    (tmp_path / "a.args").write_text("--name from-file\n--width 3\n")
+    parser = ArgumentParser(ModelChoice, exit_on_error=False)
+    (model,) = parser.parse_args_into_dataclasses(["--width", "4"], args_filename=str(tmp_path / "a.args"))
+    assert (model.name, model.width) == ("from-file", 4)
+    words = ["--args_file", str(tmp_path / "a.args")]
+    assert parser.parse_args_into_dataclasses(words, args_file_flag="args_file")[0].width == 3
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parser.parse_args_into_dataclasses([], args_filename=str(tmp_path / "none.args"))
+
+
+def test_mappings_and_files_become_instances(tmp_path: Path) -> None:
+    parser = ArgumentParser((TrainingArguments, ModelChoice))
+    values = {"output_dir": "o", "learning_rate": "1e-2", "name": "x", "layers": "3,4"}
+    args, model = parser.parse_dict(values)
+    assert (args.learning_rate, model.layers) == (1e-2, [3, 4])
+    (tmp_path / "v.json").write_text(json.dumps(values))
+    (tmp_path / "v.yaml").write_text(dump_yaml(values))
+    assert (
+        parser.parse_json_file(tmp_path / "v.json") == parser.parse_yaml_file(str(tmp_path / "v.yaml")) == (args, model)
+    )
+    with pytest.raises(ConfigError, match=r'nmae: No argument has this name\. Did you mean "name"'):
+        parser.parse_dict({**values, "nmae": "y"})
+    assert parser.parse_dict({**values, "nmae": "y"}, allow_extra_keys=True)[1].name == "x"
+    with pytest.raises(ConfigError, match="name = none: ModelChoice needs this argument"):
+        parser.parse_dict({})
 
 
 _SCRIPT = """
@@ -215,20 +387,3 @@ def test_a_script_reads_its_command_line_and_the_file_beside_it(tmp_path: Path) 
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
     assert "learning-rate: fast: This is not a finite number" in wrong.stderr
-
-
-def test_defaults_are_not_shared_between_instances() -> None:
-    parser = HfArgumentParser(Everything)
-    one, other = (parser.parse_args_into_dataclasses(["--foo", "1"])[0] for _ in range(2))
-    one.words.append("x")
-    assert other.words == ["Hallo", "Bonjour"]
-    assert dataclasses.asdict(other)["numbers"] == []
-
-
-@pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("line", ["--gradient_checkpointing", "--activation_checkpointing", "--fsdp", "--bf16"])
-def test_a_flag_alone_is_true_for_our_parser_and_for_theirs(line: str, ours: bool) -> None:
-    parser = HfArgumentParser(TrainingArguments) if ours else _theirs(TrainingArguments)
-    (args,) = parser.parse_args_into_dataclasses([line], look_for_args_file=False)
-    name = line.removeprefix("--")
-    assert getattr(args, name) == ("full_shard" if name == "fsdp" else True)

@@ -1,10 +1,14 @@
-"""The recipe image-classification: folders and tables of images, modes and sizes, and the files that it refuses."""
+"""The recipe image-classification: folders and tables of images, modes and sizes, timm, and what it refuses."""
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,26 +18,19 @@ from PIL import Image
 from torch import nn
 
 from flows.new_project.starter_data import digits
-from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipe_names import recipe_file
-from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
+from tests.support.named_recipes import Prepared, collate_of, prepare_sources, refusal, trainer_of
+from trainer_lib.errors import ConfigError, DataError, MissingExtraError, TrainflowError
 from trainer_lib.recipes.image_files import ImageForm, count_pixels, mean_and_spread
+from trainer_lib.recipes.image_models import find_image_settings, load_image_model, new_image_model
 from trainer_lib.recipes.image_net import augment_training
-from trainer_lib.storage import Store
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 TINY = {"model_type": "vit", **VIT}
-Splits = dict[str, list[dict[str, Any]]]
 
 
-def prepared(folder: Path, sources: list[Path], /, **options: Any) -> tuple[Recipe, Splits, DataInfo]:
-    recipe = load(recipe_file("image-classification"), folder)
-    out = PrepareOutput(Store.open(folder / "out"), [str(source) for source in sources])
+def prepared(folder: Path, sources: list[Path], /, **options: Any) -> Prepared:
     given = {"size": 8, "colours": "grey", **options}
-    splits = {name: [dict(row) for row in rows] for name, rows in recipe.prepare(given, out).items()}
-    rows = {name: {"rows": len(each)} for name, each in splits.items()}
-    return recipe, splits, DataInfo({"url": "", "info": out.checked_info(), "splits": rows, "files": []})
+    return prepare_sources("image-classification", list(map(str, sources)), given, folder)
 
 
 def written(folder: Path, count: int = 150) -> Path:
@@ -45,33 +42,15 @@ def written(folder: Path, count: int = 150) -> Path:
 
 
 def refused(folder: Path, sources: list[Path], **options: Any) -> TrainflowError:
-    with pytest.raises(TrainflowError) as caught:
-        prepared(folder, sources, **options)
-    assert isinstance(caught.value, ConfigError | DataError)
-    assert caught.value.remedy, "every refusal says what to do"
-    return caught.value
+    return refusal(lambda: prepared(folder, sources, **options))
 
 
-def trainer_of(recipe: Recipe, splits: Splits, data: DataInfo, folder: Path, **more: Any) -> Trainer:
+def new_trainer(made: Prepared, folder: Path, steps: int, **more: Any) -> Any:
+    recipe, splits, data = made
     torch.manual_seed(0)
-    arguments: dict[str, Any] = {"max_steps": 40, "save_strategy": "no", **more}
     model = {"channels": [16, 32], "dropout": 0.0, "augment": {"shift": 0.05, "rotate": 5.0}}
-    return Trainer(
-        model=recipe.build_model(model, data),
-        args=TrainingArguments(
-            output_dir=str(folder / "run"),
-            per_device_train_batch_size=32,
-            learning_rate=5e-3,
-            remove_unused_columns=False,
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            **arguments,
-        ),
-        data_collator=recipe.collate_with(data),
-        train_dataset=splits["train"],
-        compute_metrics=recipe.compute_metrics,
-    )
+    given = {"per_device_train_batch_size": 32, "learning_rate": 5e-3, **more}
+    return trainer_of(recipe, data, recipe.build_model(model, data), folder / "run", splits["train"], steps, **given)
 
 
 # -- what it makes of real images -------------------------------------------------------------------------------------
@@ -79,13 +58,12 @@ def trainer_of(recipe: Recipe, splits: Splits, data: DataInfo, folder: Path, **m
 
 def test_a_trained_network_beats_the_most_frequent_class_and_reads_the_path_of_a_new_image(tmp_path: Path) -> None:
     folder = written(tmp_path / "digits", 400)
-    recipe, splits, data = prepared(tmp_path, [folder], split={"test": 0.3})
+    made = recipe, splits, data = prepared(tmp_path, [folder], split={"test": 0.3})
     assert {row["pixels"].shape for row in splits["train"]} == {(8, 8, 1)}
     assert splits["train"][0]["image"].startswith("0/"), "no path of a machine is in the data"
-    trainer = trainer_of(recipe, splits, data, tmp_path)
+    trainer = new_trainer(made, tmp_path, 40)
     trainer.train()
-    measured = trainer.evaluate(eval_dataset=splits["test"])
-    assert measured["eval_accuracy_over_majority"] > 0.4
+    assert trainer.evaluate(eval_dataset=splits["test"])["eval_accuracy_over_majority"] > 0.4
     row = splits["test"][0]
     by_path = trainer.predict([{"image": str(folder / row["image"])}]).predictions
     by_pixels = trainer.predict([{"image": "", "pixels": row["pixels"]}]).predictions
@@ -94,11 +72,9 @@ def test_a_trained_network_beats_the_most_frequent_class_and_reads_the_path_of_a
 
 
 def test_a_continued_training_draws_the_augmentation_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    recipe, splits, data = prepared(tmp_path, [written(tmp_path / "digits", 150)], split={"test": 0.3})
-    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = trainer_of(recipe, splits, data, tmp_path, **settings)
+    made = prepared(tmp_path, [written(tmp_path / "digits", 150)], split={"test": 0.3})
+    whole, again = (new_trainer(made, tmp_path, 6, save_strategy="steps", save_steps=3) for _ in range(2))
     whole.train()
-    again = trainer_of(recipe, splits, data, tmp_path, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -131,15 +107,13 @@ def test_images_are_changed_in_training_mode_only(tmp_path: Path) -> None:
 
 
 def test_pixels_are_standardized_by_the_training_images(tmp_path: Path) -> None:
-    recipe, splits, data = prepared(tmp_path, [written(tmp_path / "digits")], split={"test": 0.3})
-    collate = recipe.collate_with(data)
-    assert collate is not None
-    batch = collate(splits["train"])
-    assert batch["pixel_values"].shape == (len(splits["train"]), 1, 8, 8)
+    made = prepared(tmp_path, [written(tmp_path / "digits")], split={"test": 0.3})
+    collate, rows = collate_of(made), made[1]["train"]
+    batch = collate(rows)
+    assert batch["pixel_values"].shape == (len(rows), 1, 8, 8)
     assert batch["pixel_values"].mean().item() == pytest.approx(0, abs=1e-5)
     assert batch["pixel_values"].std(correction=0).item() == pytest.approx(1, abs=1e-5)
-    again = pickle.loads(pickle.dumps(collate))(splits["train"])
-    assert torch.equal(batch["pixel_values"], again["pixel_values"])
+    assert torch.equal(batch["pixel_values"], pickle.loads(pickle.dumps(collate))(rows)["pixel_values"])
 
 
 def test_a_model_of_transformers_brings_its_own_size_and_its_head_must_fit(tmp_path: Path) -> None:
@@ -152,24 +126,23 @@ def test_a_model_of_transformers_brings_its_own_size_and_its_head_must_fit(tmp_p
         ' "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
     )
     options = {"colours": "rgb", "size": None, "folder": tmp_path / "vit", "split": {"test": 0.3}}
-    _, splits, own = prepared(tmp_path, [folder], **options)
-    collate = recipe.collate_with(own)
-    assert collate is not None
-    batch = collate(splits["train"][:2])
+    made = _, splits, own = prepared(tmp_path, [folder], **options)
+    batch = collate_of(made)(splits["train"][:2])
     assert batch["pixel_values"].shape == (2, 3, 8, 8)
     assert batch["pixel_values"].min() == -1
     loaded: Any = recipe.build_model({"folder": tmp_path / "vit", "augment": {"flip": True}}, own)
     assert loaded(**batch).logits.shape == (2, 10)
     own.info["classes"] = own.info["classes"][:3]
-    with pytest.raises(ConfigError, match="knows 10 classes, and the data has 3"):
-        recipe.build_model({"folder": tmp_path / "vit"}, own)
-    with pytest.raises(ConfigError, match="multiple of 8"):
-        recipe.build_model({"channels": [12]}, own)
-    with pytest.raises(ConfigError, match="needs the type"):
-        recipe.build_model({"config": {"hidden_size": 8}}, own)
+    for given, words in (
+        ({"folder": tmp_path / "vit"}, "knows 10 classes, and the data has 3"),
+        ({"channels": [12]}, "multiple of 8"),
+        ({"config": {"hidden_size": 8}}, "needs the type"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            recipe.build_model(given, own)
 
 
-# -- folders, tables and splits ---------------------------------------------------------------------------------------
+# -- folders, tables and splits; what is refused ----------------------------------------------------------------------
 
 
 def test_splits_are_given_by_folders_and_never_mixed_unsaid(tmp_path: Path) -> None:
@@ -207,29 +180,25 @@ def test_a_table_names_images_from_its_own_folder(tmp_path: Path) -> None:
     assert "no table among the sources" in refused(tmp_path, [folder], **options).message
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_is_not_an_image_is_named(tmp_path: Path) -> None:
+def test_files_and_options_that_spoil_the_training_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "digits")
     (folder / "3" / "note.png").write_text("not a picture")
-    error = refused(tmp_path, [folder])
-    assert "digits/3/note.png: the file of 13 bytes is not an image" in error.message
+    assert "digits/3/note.png: the file of 13 bytes is not an image" in refused(tmp_path, [folder]).message
     whole = next((folder / "3").glob("0*.png")).read_bytes()
     (folder / "3" / "note.png").write_bytes(whole[: len(whole) // 2])
     assert "note.png: the file of" in refused(tmp_path, [folder]).message
-
-
-def test_a_class_without_rows_in_a_split_and_wrong_options_are_refused(tmp_path: Path) -> None:
-    folder = written(tmp_path / "digits")
+    (folder / "3" / "note.png").unlink()
     (folder / "rare").mkdir()
-    (folder / "rare" / "one.png").write_bytes(next((folder / "3").iterdir()).read_bytes())
+    (folder / "rare" / "one.png").write_bytes(whole)
     assert "no row of the class 'rare', of which there are 1" in refused(tmp_path, [folder]).message
     (folder / "rare" / "one.png").unlink()
-    assert refused(tmp_path, [folder], siez=3).remedy == 'Did you mean "size"?'
-    assert "not a size" in refused(tmp_path, [folder], size=[3]).message
-    assert refused(tmp_path, [folder], colours="gray").remedy == 'Did you mean "grey"?'
-    assert "not one of the choices" in refused(tmp_path, [folder], fit="squeeze").message
+    for options, words in (
+        ({"siez": 3}, 'Did you mean "size"?'),
+        ({"size": [3]}, "not a size"),
+        ({"colours": "gray"}, 'Did you mean "grey"?'),
+        ({"fit": "squeeze"}, "not one of the choices"),
+    ):
+        assert words in str(refused(tmp_path, [folder], **options))
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path, [tmp_path / "empty"]).field == "prepare.sources"
 
@@ -283,3 +252,81 @@ def test_mean_and_spread_are_those_of_all_pixels() -> None:
     means, spreads = mean_and_spread(counts)
     assert means == pytest.approx((draw / 255).mean(axis=(0, 1, 2)))
     assert spreads == pytest.approx((draw / 255).std(axis=(0, 1, 2)))
+
+
+# -- models of timm: what their configuration says ---------------------------------------------------------------------
+
+# As the repositories of timm on the Hub have it, with what is not read left out.
+TIMM: dict[str, Any] = {
+    "architecture": "resnet10t",
+    "num_classes": 1000,
+    "pretrained_cfg": {
+        "input_size": [3, 176, 224],
+        "interpolation": "bicubic",
+        "mean": [0.485, 0.456, 0.406],
+        "std": [0.229, 0.224, 0.225],
+        "classifier": "fc",
+    },
+}
+
+
+@pytest.fixture
+def timm(tmp_path: Path) -> str:
+    """A model of timm without its weights."""
+    (tmp_path / "config.json").write_text(json.dumps(TIMM))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (TIMM, [176, 224]),
+        ({**TIMM, "model_type": "timm_wrapper", "label_names": ["a", "b"]}, [176, 224]),  # as transformers saves it
+        ({**TIMM, "pretrained_cfg": {"input_size": [224]}}, None),
+    ],
+)
+def test_size_and_spread_come_from_the_configuration(
+    timm: str, config: dict[str, Any], size: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", ModuleType("timm"))  # imported and never called
+    Path(timm, "config.json").write_text(json.dumps(config))
+    normal = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]) if size else None
+    assert find_image_settings(timm, field="prepare.options") == (size, normal)
+
+
+def test_a_folder_without_a_preprocessor_that_is_not_of_timm_is_refused_as_before(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(ConfigError, match="transformers cannot load this model"):
+        find_image_settings(str(tmp_path), field="prepare.options")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda place: find_image_settings(place, field="train.model"),
+        lambda place: load_image_model(place, ["a", "b"], new_head=True),
+        lambda place: new_image_model(
+            {"model_type": "timm_wrapper", "architecture": place}, ["a"], size=[8, 8], channels=1
+        ),
+    ],
+)
+def test_a_model_of_timm_is_refused_where_timm_is_not_installed(
+    timm: str, use: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(MissingExtraError, match="needs the package timm") as caught:
+        use(timm)
+    assert (caught.value.field or "").startswith("train.model")
+    assert caught.value.value == timm
+    assert caught.value.remedy == "Install it: pip install timm."
+
+
+def test_a_torchvision_of_another_torch_is_named(timm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "packages").mkdir()
+    failing = 'raise RuntimeError("operator torchvision::nms does not exist")\n'
+    (tmp_path / "packages" / "timm.py").write_text(failing)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(ConfigError, match="torchvision::nms does not exist") as caught:
+        find_image_settings(timm, field="prepare.options")
+    assert "torchvision" in (caught.value.remedy or "")

@@ -18,7 +18,6 @@ from trainer_lib.recipe_names import ABOUT, FOLDER, recipe_file, recipe_name
 from trainer_lib.recipes import load
 from trainer_lib.yaml_text import dump_yaml
 
-NAMES = sorted(ABOUT)
 STAR = "from trainer_lib.recipes.tabular_classification import *\n"
 MINE = STAR + "\n\ndef build_model(options, data):\n    return 'mine'\n"
 
@@ -39,8 +38,8 @@ def reach(recipe: str | Path, folder: Path) -> dict[str, Reach]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_spec_names_a_recipe_and_is_written_down_with_the_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(ABOUT))
+def test_a_spec_names_a_recipe_nothing_of_which_runs_at_import(tmp_path: Path, name: str) -> None:
     found = load_spec(spec(tmp_path, name))
     assert found.recipe == recipe_file(name)
     assert Path(found.recipe).is_file()
@@ -50,16 +49,21 @@ def test_a_spec_names_a_recipe_and_is_written_down_with_the_name(tmp_path: Path,
     assert parse_spec(record).recipe == found.recipe
     assert f"recipe: {name}\n" in dump_yaml(record)
     assert recipe_name(found.recipe) == name
+    code = Resolver().code(recipe_file(name), None, tmp_path)
+    effects = ImportEffects(code.program)
+    acting = [piece.label for module in code.program.modules.values() for piece in module.pieces
+              if effects.has_effect(piece)]  # fmt: skip
+    assert acting == [], "it would count for every stage"
+    assert len(code.program.modules) > 3, "keys follow into what recipes share"
+    assert all(file.startswith("(trainflow)/") for file in code.program.modules)
+    assert all(each.everything is None for each in reach(recipe_file(name), tmp_path).values())
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_and_a_file_of_that_form_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No recipe has this name") as caught:
         load_spec(spec(tmp_path, "tabular-clasification"))
     assert 'Did you mean "tabular-classification"?' in str(caught.value.remedy)
     assert caught.value.field == "recipe"
-
-
-def test_a_file_of_the_user_that_has_the_form_of_a_name_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "tabular-classification").write_text("")
     with pytest.raises(ConfigError, match="Python file"):
         load_spec(spec(tmp_path, "tabular-classification"))
@@ -75,18 +79,6 @@ def test_a_stage_may_have_a_recipe_by_name_and_the_pipeline_a_file(tmp_path: Pat
     assert "mine.py:compute_metrics" in labels
     assert "(trainflow)/tabular_classification.py:build_model" in labels
     assert "(trainflow)/tabular_classification.py:compute_metrics" not in labels
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_a_named_recipe_runs_at_import(tmp_path: Path, name: str) -> None:
-    code = Resolver().code(recipe_file(name), None, tmp_path)
-    effects = ImportEffects(code.program)
-    acting = [piece.label for module in code.program.modules.values() for piece in module.pieces
-              if effects.has_effect(piece)]  # fmt: skip
-    assert acting == [], "it would count for every stage"
-    assert len(code.program.modules) > 3, "keys follow into what recipes share"
-    assert all(file.startswith("(trainflow)/") for file in code.program.modules)
-    assert all(each.everything is None for each in reach(recipe_file(name), tmp_path).values())
 
 
 def test_a_function_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
@@ -119,11 +111,6 @@ def _digests(recipe: Path, project: Path) -> dict[str, dict[str, str]]:
     return {stage: dict(each.digests) for stage, each in reach(recipe, project).items()}
 
 
-@pytest.fixture
-def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return _copied(tmp_path, monkeypatch)
-
-
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, str]]]:
     """What the keys cover before any edit; by the file's name."""
@@ -131,6 +118,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict
         copy = _copied(tmp_path_factory.mktemp("before"), patch)
         files = (copy / "tabular_classification.py", copy.parent / "mine.py")
         return {file.name: _digests(file, copy.parent / "project") for file in files}
+
+
+Digests = dict[str, dict[str, dict[str, str]]]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +135,9 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict
     ],
 )
 def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
-    edited: Path, before: dict[str, dict[str, dict[str, str]]], file: str, old: str, new: str, runs: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Digests, file: str, old: str, new: str, runs: set[str]
 ) -> None:
+    edited = _copied(tmp_path, monkeypatch)
     text = (edited / file).read_text()
     assert old in text
     (edited / file).write_text(text.replace(old, new))

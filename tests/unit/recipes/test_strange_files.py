@@ -1,4 +1,4 @@
-"""Files as strangers bring them: dates, ids, groups, separators and encodings are read right, or refused in words."""
+"""Files as strangers bring them: dates, ids, groups, separators, encodings and texts are read right, or refused."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tasks.stage.sources import fingerprints
 from trainer_lib.data.row_files import RowReader
 from trainer_lib.data.row_sources import describe_hidden, find_row_files
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_files import find_images
 from trainer_lib.recipes.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.table_files import Table, number_of, read_table
 from trainer_lib.recipes.table_form import TableForm
-from trainer_lib.recipes.text_documents import DocumentSplits, read_documents
+from trainer_lib.recipes.text_documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
 
 Splits = dict[str, list[dict[str, Any]]]
@@ -46,6 +46,19 @@ def written(folder: Path, content: str | bytes, name: str = "data.csv") -> Path:
     return path
 
 
+def labelled(folder: Path, column: str, texts: list[str]) -> Path:
+    """A table of a column of texts, numbers from 0 on and labels."""
+    rows = [f'"{text}",{number},{"ab"[number % 2]}' for number, text in enumerate(texts)]
+    return written(folder, "\n".join([f"{column},x,label", *rows]))
+
+
+def texts_of(splits: dict[str, Any], *sources: Path, **options: Any) -> dict[str, list[str]]:
+    """The texts of each split of documents."""
+    usual = {"text": "text", "rename": {}, "separator": None, "files": {}}
+    cut = DocumentSplits({**usual, **options, "split": splits}, list(map(str, sources)))
+    return {name: [document.text for document in cut.read(name)] for name in cut.names}
+
+
 # -- dates ------------------------------------------------------------------------------------------------------------
 
 DAYS = [(year, month, day) for year in (2023, 2024) for month in range(1, 13) for day in (5, 15, 25)]
@@ -58,40 +71,39 @@ def dates(form: str) -> list[str]:
     return [form.format(y=y, m=m, d=d, b=MONTHS[m - 1], yy=y % 100) for y, m, d in MIXED]
 
 
+FORMS: dict[str, str | None] = {
+    "{y}-{m:02}-{d:02}": None,
+    "{y}/{m}/{d}": None,
+    "{y}-{m:02}-{d:02}T10:00:00+02:00": None,
+    "{d:02}.{m:02}.{y}": None,
+    "{d}.{m}.{y} 17:30": None,
+    "{m}/{d}/{y}": None,
+    "{m}/{d}/{y} 3:15 PM": None,
+    "{d:02}/{m:02}/{y} 08:00:00 +0100": None,
+    "{d} {b} {y}": None,
+    "{b} {d}, {y}": None,
+    "{d:02}-{b}-{y}": None,
+    "{y}{m:02}{d:02}": None,
+    "{d:02}{m:02}{y}": "%d%m%Y",
+    "{d:02}.{m:02}.{yy}": "%d.%m.%y",
+    "week of {d:02}.{m:02}.{y}": "week of %d.%m.%Y",
+}
+
+
 @pytest.mark.parametrize(
-    ("form", "time_format"),
-    [
-        ("{y}-{m:02}-{d:02}", None),
-        ("{y}/{m}/{d}", None),
-        ("{y}-{m:02}-{d:02}T10:00:00+02:00", None),
-        ("{d:02}.{m:02}.{y}", None),
-        ("{d}.{m}.{y} 17:30", None),
-        ("{m}/{d}/{y}", None),
-        ("{m}/{d}/{y} 3:15 PM", None),
-        ("{d:02}/{m:02}/{y} 08:00:00 +0100", None),
-        ("{d} {b} {y}", None),
-        ("{b} {d}, {y}", None),
-        ("{d:02}-{b}-{y}", None),
-        ("{y}{m:02}{d:02}", None),
-        ("{d:02}{m:02}{y}", "%d%m%Y"),
-        ("{d:02}.{m:02}.{yy}", "%d.%m.%y"),
-        ("week of {d:02}.{m:02}.{y}", "week of %d.%m.%Y"),
-    ],
+    ("of", "form"),
+    [*(("table", form) for form in FORMS), ("texts", "{d:02}.{m:02}.{y}"), ("texts", "{d:02}.{m:02}.{yy}")],
 )
-@pytest.mark.parametrize("of", ["table", "texts"])
-def test_no_row_of_train_is_later_than_one_of_test(tmp_path: Path, form: str, time_format: str | None, of: str) -> None:
-    way = {"by": "time", "column": "date", "time_format": time_format}
-    rows = [f'"{date}",{number},{"ab"[number % 2]}' for number, date in enumerate(dates(form))]
+def test_no_row_of_train_is_later_than_one_of_test(tmp_path: Path, form: str, of: str) -> None:
+    way = {"by": "time", "column": "date", "time_format": FORMS[form]}
     if of == "table":
-        path = written(tmp_path, "\n".join(["date,x,label", *rows]))
+        path = labelled(tmp_path, "date", dates(form))
         found, _ = prepared("tabular-classification", path, label="label", split=way)
         numbers = {name: [int(row["x"]) for row in rows] for name, rows in found.items()}
     else:
         lines = [json.dumps({"text": str(number), "date": date}) for number, date in enumerate(dates(form))]
         path = written(tmp_path, "\n".join(lines), "data.jsonl")
-        options = {"text": "text", "rename": {}, "separator": None, "files": {}, "split": way}
-        splits = DocumentSplits(options, [str(path)])
-        numbers = {name: [int(document.text) for document in splits.read(name)] for name in splits.names}
+        numbers = {name: list(map(int, texts)) for name, texts in texts_of(way, path).items()}
     days = {name: [MIXED[number] for number in chosen] for name, chosen in numbers.items()}
     assert max(days["train"]) < min(days["validation"]) <= max(days["validation"]) < min(days["test"])
 
@@ -110,14 +122,11 @@ def test_no_row_of_train_is_later_than_one_of_test(tmp_path: Path, form: str, ti
 def test_dates_that_can_be_read_in_two_ways_or_in_none_ask_for_their_form(
     tmp_path: Path, texts: list[str], words: str
 ) -> None:
-    rows = [f"{date},{number},{'ab'[number % 2]}" for number, date in enumerate(texts)]
-    path = written(tmp_path, "\n".join(["date,x,label", *rows]))
+    path = labelled(tmp_path, "date", texts)
     with pytest.raises(DataError) as caught:
         prepared("tabular-classification", path, label="label", split={"by": "time", "column": "date"})
     assert words in caught.value.message
     assert "prepare.options.split.time_format=" in str(caught.value.remedy)
-    with pytest.raises(ConfigError, match="Only a split by time"):
-        prepared("tabular-classification", path, label="label", split={"time_format": "%Y"})
 
 
 def test_digits_are_dates_where_their_form_is_given_and_ask_for_it_where_it_is_not(tmp_path: Path) -> None:
@@ -132,25 +141,24 @@ def test_digits_are_dates_where_their_form_is_given_and_ask_for_it_where_it_is_n
     assert "time_format=%Y%m%d" in str(caught.value.remedy)
     with pytest.raises(DataError, match="can be read in 2 ways"):
         prepared("time-series-forecasting", written(tmp_path, "day,sales\n1/2/2024,1\n2/2/2024,2\n"), **chosen)
+    with pytest.raises(ConfigError, match="Only a split by time"):
+        prepared("tabular-classification", path, label="sales", split={"time_format": "%Y"})
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
+# -- groups and ids ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "patients", [["A0", *(f"{number:03}" for number in range(20))], ["7", "07", "007", *"1234567"]]
 )
 def test_a_group_is_its_text_so_that_digits_and_names_may_mix(tmp_path: Path, patients: list[str]) -> None:
-    rows = [f"{patient},{number},{'ab'[number % 2]}" for number, patient in enumerate(patients * 4)]
     way = {"by": "group", "column": "patient", "test": 0.3}
-    path = written(tmp_path, "\n".join(["patient,x,label", *rows]))
+    path = labelled(tmp_path, "patient", patients * 4)
     found, _ = prepared("tabular-classification", path, label="label", split=way)
     groups = {name: {patients[int(row["x"]) % len(patients)] for row in rows} for name, rows in found.items()}
     assert not any(one & other for one, other in itertools.combinations(groups.values(), 2))
     assert set().union(*groups.values()) == set(patients)
 
-
-# -- ids --------------------------------------------------------------------------------------------------------------
 
 IDS = {
     "beyond float64": [str(2**53 + row) for row in range(40)],
@@ -353,12 +361,97 @@ def test_gaps_written_as_words_and_texts_that_differ_in_case_are_noticed(tmp_pat
     assert all(any(text in warning for warning in out.warnings) for text in words)
 
 
+# -- documents of text files and tables -------------------------------------------------------------------------------
+
+
+def read(*sources: str | Path, **more: Any) -> list[TextDocument]:
+    settings = {"rename": {}, "separator": None, "field": "prepare.sources", **more}
+    return list(read_documents(list(map(str, sources)), **settings))
+
+
+def write_lines(folder: Path, *rows: dict[str, Any]) -> Path:
+    return written(folder, "".join(json.dumps(row) + "\n" for row in rows), "rows.jsonl")
+
+
+def test_text_files_and_rows_are_documents_in_the_order_of_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second\n")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "empty.py").write_text("\n \n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    rows = write_lines(tmp_path, {"body": "third", "day": 1})
+    found = read(tmp_path / "a.md", tmp_path / "b.txt", rows, rename={"body": "text"})
+    assert [each.text for each in found] == ["first", "second\n", "third"]
+    assert found[2].values == {"day": 1}
+    assert found[0].place.endswith("/a.md")
+    assert found[2].place.endswith("rows.jsonl, row 0 (line 1)")
+    assert [each.text for each in read(tmp_path, text="body")] == ["first", "second\n", "third"]
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "\r\n\r\n"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_a_separator_of_lines_fits_either_ending(tmp_path: Path, separator: str, ending: str) -> None:
+def test_a_separator_cuts_a_file_into_documents_whatever_ends_its_lines(
+    tmp_path: Path, separator: str, ending: str
+) -> None:
     path = written(tmp_path, (ending * 2).join(f"Paragraph {number}{ending}goes on." for number in range(20)), "a.txt")
-    documents = list(read_documents([str(path)], rename={}, separator=separator, field="prepare.sources"))
-    assert [document.text for document in documents] == [f"Paragraph {n}{ending}goes on." for n in range(20)]
+    found = read(path, separator=separator)
+    assert [document.text for document in found] == [f"Paragraph {n}{ending}goes on." for n in range(20)]
+    assert found[2].place.endswith("a.txt, document 2")
+    [_, other] = read(written(tmp_path, "1\n\n\n\n2", "a.txt"), separator="\n\n")
+    assert (other.text, other.place.rpartition(", ")[2]) == ("2", "document 2")
+
+
+def test_texts_of_installed_packages_are_sources_and_bad_ones_are_refused_with_their_place(tmp_path: Path) -> None:
+    library = {Path(each.place).name for each in read("stdlib:json")}
+    assert {"decoder.py", "encoder.py"} <= library
+    assert [Path(each.place).name for each in read("stdlib:colorsys.py")] == ["colorsys.py"]
+    assert any(each.place.endswith("METADATA") or each.text for each in read("package:tqdm"))
+    (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))
+    (tmp_path / "sheet.xlsx").write_bytes(b"")
+    good, empty, number, none = (
+        written(tmp_path, f'{{"text": "x"}}\n{{"text": {value}}}\n', f"{name}.jsonl")
+        for name, value in (("good", '"y"'), ("empty", '" "'), ("number", 3), ("none", "null"))
+    )
+    for sources, options, words in (
+        (["package:nothing-of-this-name"], {}, "not installed"),
+        (["package:tqdm/nowhere"], {}, "There are no texts here"),
+        ([tmp_path / "latin.txt"], {}, "latin.txt: the file is not UTF-8"),
+        ([empty], {}, "row 1 (line 2), column 'text': the text is empty"),
+        ([good], {"text": "texts"}, 'Did you mean "text"?'),
+        ([number], {}, "column 'text': a number is not a text"),
+        ([none], {}, "there is no text"),
+        ([tmp_path / "sheet.xlsx"], {}, "prepare.sources"),
+        ([tmp_path / "sheet.xlsx"], {}, ".txt"),
+        ([], {}, "nothing to read"),
+    ):
+        with pytest.raises(TrainflowError) as caught:
+            read(*sources, **options)
+        assert words in str(caught.value)
+        assert caught.value.remedy
+
+
+def test_splits_of_documents_are_files_or_cut_at_random_by_group_and_by_time(tmp_path: Path) -> None:
+    rows = write_lines(
+        tmp_path, *({"text": f"t{number}", "book": number // 5, "day": str(20 - number)} for number in range(20))
+    )
+    shares = {"validation": 0.1, "test": 0.2}
+    drawn = texts_of(shares, rows)
+    assert {name: len(each) for name, each in drawn.items()} == {"train": 14, "validation": 2, "test": 4}
+    assert sorted(text for each in drawn.values() for text in each) == sorted(f"t{number}" for number in range(20))
+    assert drawn == texts_of(shares, rows)
+    assert drawn != texts_of({**shares, "seed": 1}, rows)
+    books = texts_of({**shares, "by": "group", "column": "book"}, rows)
+    in_train = {int(text[1:]) // 5 for text in books.pop("train")}
+    assert not in_train & {int(text[1:]) // 5 for texts in books.values() for text in texts}
+    assert texts_of({**shares, "by": "time", "column": "day"}, rows)["test"] == ["t0", "t1", "t2", "t3"]
+    first, second = written(tmp_path, "a", "a.txt"), written(tmp_path, "b", "b.txt")
+    assert list(texts_of({}, files={"test": second, "train": first}).items()) == [("train", ["a"]), ("test", ["b"])]
+    for split, files, words in (
+        ({"by": "stratified"}, {}, "no classes"),
+        ({"by": "time", "column": "days"}, {}, r'no such column.*Did you mean "day"\?'),
+        ({}, {"test": second}, "no split 'train'"),
+    ):
+        with pytest.raises(TrainflowError, match=words):
+            texts_of(split, *([] if files else [rows]), files=files)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -401,9 +494,9 @@ def test_the_memory_of_prepare_does_not_grow_with_the_table(tmp_path: Path, name
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_lib.recipes.spooled_values.SPOOL_BYTES", 1 << 18)
-        patch.setattr("trainer_lib.recipes.table_files._AT_ONCE", 500)
+        patch.setattr("trainer_lib.recipes.spooled_values.SPOOL_BYTES", 1 << 17)
+        patch.setattr("trainer_lib.recipes.table_files._AT_ONCE", 250)
         patch.setattr("trainer_lib.recipes.tabular_rows.read_table", read)
-        _, small, large = (peak(rows) for rows in (100, 10_000, 30_000))  # the first imports modules
+        _, small, large = (peak(rows) for rows in (100, 5_000, 15_000))  # the first imports modules
     # For the numbers of rows and classes, and those of a column or the digests of the ids while they are compared.
-    assert large - small < 20_000 * 24
+    assert large - small < 10_000 * 24

@@ -1,0 +1,433 @@
+"""The recipes of language models, causal-language-modeling and preference-optimization, with adapters for both.
+
+Training is packed and evaluation is not; preferences have their loss by hand, a reference, and exact resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flows.new_project.starter_data import word_orders
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
+from tests.support.resuming import prove
+from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.evaluation.outcomes import summarize_outcomes
+from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.recipes import DataInfo
+from trainer_lib.recipes.preference_scores import measure_preferences, preference_losses
+from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.worker.assembly import load_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+SOURCES = ("stdlib:json", "stdlib:concurrent")
+BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e-2}
+PREFERENCES = RecipeCase(
+    "preference-optimization",
+    "pairs.jsonl",
+    {"vocabulary": 600, "max_length": 128, "config": TINY, "split": {"validation": 0, "test": 0.25}},
+)
+TWICE: dict[str, Any] = {"per_device_train_batch_size": 16, "learning_rate": 1e-2}
+TEXTS = ("prompt", "chosen", "rejected")
+GOOD = "".join(
+    json.dumps({"prompt": f"say {n}", "chosen": f" {n} is said", "rejected": f" said is {n}"}) + "\n" for n in range(12)
+)
+MAMBA = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+
+
+def prepare(where: Path, *sources: str, **options: Any) -> Prepared:
+    usual = {"vocabulary": 400, "length": 64, "overlong": "split", "split": {"validation": 0.0, "test": 0.3}}
+    return prepare_sources("causal-language-modeling", list(sources or SOURCES), {**usual, **options}, where)
+
+
+def save(made: Prepared, model: Any, folder: Path) -> Path:
+    """A folder with a model and its tokenizer, as `save_pretrained` writes them."""
+    model.save_pretrained(folder)
+    for name in made[2].info["tokenizer"]:
+        (folder / Path(name).name).write_bytes(made[2].read_file(name))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture(scope="module")
+def base(packed: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return save(packed, packed[0].build_model({"config": TINY}, packed[2]), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return PREFERENCES.prepare(tmp_path_factory.mktemp("pairs"), "".join(word_orders().splitlines(keepends=True)[::2]))
+
+
+@pytest.fixture(scope="module")
+def known(pairs: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model: Any = pairs[0].build_model({}, pairs[2])
+    torch.manual_seed(1)
+    for each in model.parameters():  # not the one that the seed of the options gives
+        each.data += 0.05 * torch.randn_like(each)
+    return save(pairs, model, tmp_path_factory.mktemp("known"))
+
+
+# -- packed training --------------------------------------------------------------------------------------------------
+
+
+def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencies(
+    packed: Prepared, tmp_path: Path
+) -> None:
+    recipe, splits, data = packed
+    counts = data.info["packing"]["train"]
+    assert counts["tokens_out"] == counts["tokens_in"] == sum(len(row["input_ids"]) for row in splits["train"])
+    assert counts["padding"] < 0.1 * counts["rows"] * 64
+    assert any(len(row["lengths"]) > 1 for row in splits["train"])
+    assert all(len(row["lengths"]) == 1 for row in splits["test"])
+    trainer = trained(packed, tmp_path / "run", {"config": TINY}, 40, **BATCHES)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_nats_below_unigram"] > 0.2
+    assert measured["eval_nats_per_token"] == pytest.approx(measured["eval_loss"], rel=1e-3)
+    assert measured["eval_tokens"] == sum(len(row["input_ids"]) - 1 for row in splits["test"])
+    # The frequencies of the tokens that were predicted, by hand.
+    targets = np.concatenate([row["input_ids"][1:] for row in splits["test"]])
+    shares = np.bincount(targets)[np.bincount(targets) > 0] / len(targets)
+    assert math.log(measured["eval_unigram_perplexity"]) == pytest.approx(-(shares * np.log(shares)).sum())
+    predictions = np.asarray(trainer.predict(splits["test"]).predictions)
+    columns = recipe.prediction_columns(predictions, data)
+    assert list(columns["tokens"]) == [len(row["input_ids"]) - 1 for row in splits["test"]]
+    assert recipe.after_evaluate is not None
+    made = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["def "], "sample_tokens": 5})
+    assert made["files"]["samples.txt"].startswith(b"def ")
+    assert recipe.after_evaluate(trainer.model, data, {}) == {}
+
+
+@pytest.mark.parametrize("isolate", ["positions", "mask"])
+def test_flat_training_takes_the_steps_of_padded_training_without_the_padding(tmp_path: Path, isolate: str) -> None:
+    made = _, splits, _ = prepare(tmp_path, "stdlib:json", pack=[], isolate=isolate, length=48)
+    assert all(len(row["lengths"]) == 1 for row in splits["train"])
+    weights, measured, shapes = [], [], []
+    for flatten in (False, True):
+        trainer = trained(made, tmp_path / str(flatten), {"config": TINY, "flatten": flatten}, 5, **BATCHES)
+        shapes.append([tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()])
+        weights.append([each.detach() for each in trainer.model.parameters()])
+        # Rows are measured one by one all the same.
+        measured.append(trainer.evaluate(eval_dataset=splits["test"])["eval_nats_per_token"])
+        assert np.asarray(trainer.predict(splits["test"]).predictions).shape == (len(splits["test"]), 2)
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
+    padded, flat = shapes
+    assert all(rows == 1 for rows, _ in flat)
+    assert sum(tokens for _, tokens in flat) == sum(len(row["input_ids"]) for row in splits["train"])
+    assert sum(rows * tokens for rows, tokens in padded) > sum(tokens for _, tokens in flat)
+
+
+def test_new_rows_are_texts_measured_as_documents_and_continued(packed: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = packed
+    assert data.info["new_columns"] == {"text": "string", "new_tokens": "int64"}
+    trainer = trained(packed, tmp_path / "run", {"config": TINY}, 20, **BATCHES)
+    model, tokenizer = trainer.model, kept_tokenizer(data)
+    end = tokenizer.eos_token_id
+
+    def columns_of(rows: list[Any]) -> Any:
+        return recipe.prediction_columns(np.asarray(trainer.predict(rows).predictions), data)
+
+    known = [row for row in splits["test"] if row["input_ids"][-1] == end and len(row["input_ids"]) > 9]
+    texts = [tokenizer.decode(row["input_ids"][:-1]) for row in known]
+    assert len(texts) == 3
+    wanted, found = columns_of(known), columns_of([{"text": each} for each in texts])
+    assert list(found["tokens"]) == list(wanted["tokens"]) == [len(row["input_ids"]) - 1 for row in known]
+    assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
+    assert np.exp(found["nats_per_token"]) == pytest.approx(found["perplexity"])
+    # A text of several rows has the sums of its pieces.
+    long = texts[0] * 40
+    tokens = [*tokenizer(long)["input_ids"], end]
+    whole = columns_of([{"text": long}])
+    starts = range(0, len(tokens), 64)
+    assert len(starts) > 2
+    assert whole["tokens"][0] == len(tokens) - len(starts)
+    pieces = [torch.tensor([tokens[start : start + 64]]) for start in starts if len(tokens) - start > 1]
+    with torch.no_grad():
+        nats = sum(float(model(input_ids=each, labels=each).loss) * (each.shape[1] - 1) for each in pieces)
+    assert whole["nats_per_token"][0] * whole["tokens"][0] == pytest.approx(nats, rel=1e-4)
+    # Each text is continued as it is alone, by as many tokens as its row asks for.
+    asked = [{"text": text, "new_tokens": number} for text, number in zip([*texts, long], (5, 0, 9, 7), strict=True)]
+    made = columns_of(asked)
+    assert list(made["tokens"][:3]) == list(found["tokens"][:3])
+    for row, continuation in zip(asked, made["continuation"], strict=True):
+        ids = torch.tensor([tokenizer(row["text"])["input_ids"][-(64 - 9) :]])
+        if row["new_tokens"] == 0:
+            assert continuation == ""
+            continue
+        alone = model.generate(input_ids=ids, max_new_tokens=row["new_tokens"], do_sample=False, pad_token_id=end)
+        assert continuation == tokenizer.decode(alone[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_new_texts_that_cannot_be_measured_are_refused(packed: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "texts.csv").write_text("\n".join(["text"] + ["some words and more of them"] * 20))
+    strict = prepare(tmp_path, str(tmp_path / "texts.csv"), overlong="refuse", pack=[], vocabulary=300)
+    number = "column 'new_tokens': {} is not a number of tokens from 0 on and below the 64"
+    for made, rows, words in (
+        (packed, [{"text": "a"}, {"text": " "}], "column 'text': the text is empty"),
+        (packed, [{"text": "a", "new_tokens": 64}], number.format(64)),
+        (packed, [{"text": "a", "new_tokens": -1}], number.format(-1)),
+        (strict, [{"text": "word " * 500}], r"the text has .* tokens, and a row has at most 64"),
+    ):
+        with pytest.raises(DataError, match=words) as caught:
+            collate_of(made)(rows)
+        assert caught.value.remedy
+
+
+def test_tables_become_documents_and_lost_tokens_are_counted(tmp_path: Path) -> None:
+    rows = ["text"] + ["some words and more of them"] * 20 + ["word " * 500]
+    (tmp_path / "texts.csv").write_text("\n".join(rows))
+    _, splits, data = prepare(tmp_path, str(tmp_path / "texts.csv"), overlong="drop", pack=[], vocabulary=300)
+    counts = [data.info["packing"][name] for name in ("train", "test")]
+    assert sum(each["documents_dropped"] for each in counts) == 1
+    assert sum(each["tokens_lost"] for each in counts) > 64
+    assert sum(each["documents"] for each in counts) == 21 == sum(map(len, splits.values())) + 1
+    with pytest.raises(DataError, match="the document has") as caught:
+        prepare(tmp_path, str(tmp_path / "texts.csv"), overlong=None)
+    assert "texts.csv, row 20 (line 22)" in caught.value.message
+    assert "overlong=split" in str(caught.value.remedy)
+
+
+def test_adapters_are_trained_saved_loaded_and_merged(packed: Prepared, base: Path, tmp_path: Path) -> None:
+    recipe, splits, data = packed
+    options = {"folder": base, "lora": {"r": 4}}
+    model: Any = recipe.build_model(options, data)
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained
+    assert all("lora" in name for name in trained)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 3, **BATCHES)
+    trainer.train()
+    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    assert changed == trained
+    trainer.save_model(str(tmp_path / "model"))
+    assert not (tmp_path / "model" / "model.safetensors").exists()
+    again: Any = recipe.build_model(options, data)
+    load_weights(again, str(tmp_path / "model"))
+    batch = {"input_ids": torch.arange(9)[None]}
+    with torch.no_grad():
+        wanted = model.eval()(**batch).logits
+        torch.testing.assert_close(again.eval()(**batch).logits, wanted)
+        torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted)
+    with pytest.raises(DamagedError, match="do not fit"):
+        load_weights(recipe.build_model({"folder": base, "lora": {"r": 2}}, data), str(tmp_path / "model"))
+
+
+def test_a_model_and_its_tokenizer_come_from_a_folder(base: Path, packed: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = prepare(tmp_path, folder=base)
+    assert data.info["vocabulary"] == 400
+    ids = [[row["input_ids"].tolist() for row in each["train"]] for each in (splits, packed[1])]
+    assert ids[0] == ids[1]
+    model: Any = recipe.build_model({"folder": base}, data)
+    assert model.dtype == torch.float32
+    with pytest.raises(ConfigError, match="reads at most 64 tokens") as caught:
+        prepare(tmp_path, folder=base, length=65)
+    assert caught.value.field == "prepare.options.length"
+
+
+def test_models_that_do_not_fit_are_refused(packed: Prepared, base: Path, tmp_path: Path) -> None:
+    recipe, _, data = packed
+    _, _, alone = prepare(tmp_path, "stdlib:json", pack=[])
+    larger = DataInfo({"url": data.url, "info": {**data.info, "vocabulary": 500}, "splits": {}, "files": []})
+    for info, options, words in (
+        (data, {"lora": {"r": 8}}, "Adapters are for a model that has been trained"),
+        (data, {"folder": base, "lora": {"rank": 8}}, "train.model.lora.rank"),
+        (data, {"folder": base, "lora": {"target_modules": ["nothing"]}}, "peft cannot add the adapters"),
+        (data, {"folder": base, "dtype": "float23"}, 'Did you mean "float32"?'),
+        (data, {"folder": base, "config": TINY}, "its own configuration"),
+        (data, {"folder": tmp_path / "nowhere"}, "cannot load this model"),
+        (data, {"config": MAMBA}, "cannot train on packed rows"),
+        (data, {"config": TINY, "flatten": True}, "train.model.flatten … prepare.options.pack=[]"),
+        (alone, {"config": MAMBA, "flatten": True}, "train.model.flatten … stand end to end"),
+        (larger, {"folder": base}, "knows 400 tokens, and the tokenizer of the data has 500"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            recipe.build_model(options, info)
+        assert all(part in str(caught.value) for part in words.split(" … ")), words
+        assert caught.value.remedy
+    recipe.build_model({"config": MAMBA}, alone)
+
+
+# -- preferences ------------------------------------------------------------------------------------------------------
+
+
+def by_hand(model: Any, data: Any, tokenizer: Any, row: dict[str, Any], name: str) -> torch.Tensor:
+    """The logarithm of an answer's probability, token after token in float64, without batches or padding."""
+    prompt = tokenizer(row["prompt"])["input_ids"]
+    answer = [*tokenizer(row[name])["input_ids"], tokenizer.eos_token_id]
+    tokens = torch.tensor([[*prompt, *answer]])
+    logits = model.double()(input_ids=tokens).logits[0]
+    total = torch.zeros((), dtype=torch.float64)
+    for place, token in enumerate(answer):
+        scores = logits[len(prompt) + place - 1]
+        total = total + scores[token] - torch.log(torch.exp(scores).sum())
+    return total
+
+
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
+def test_loss_and_gradients_are_those_of_the_formula(known: Path, tmp_path: Path, loss: str, smoothing: float) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    content = word_orders().splitlines(keepends=True)[:40]
+    made = PREFERENCES.prepare(tmp_path, "".join(content), vocabulary=4000, config={}, folder=known)
+    recipe, splits, data = made
+    chosen = {"folder": known, "beta": 0.3, "loss": loss, "label_smoothing": smoothing}
+    model: Any = recipe.build_model(chosen, data)
+    torch.manual_seed(2)
+    for each in model.parameters():
+        each.data += 0.02 * torch.randn_like(each)
+    rows = splits["train"][:5]
+    trainer = trainer_of(recipe, data, model, tmp_path, rows, 1, **TWICE)
+    found: Any = trainer.compute_loss(model, collate_of(made)(rows))
+    found.backward()
+    other: Any = AutoModelForCausalLM.from_pretrained(known)
+    other.load_state_dict(model.state_dict())
+    reference: Any = AutoModelForCausalLM.from_pretrained(known).double()
+    tokenizer = AutoTokenizer.from_pretrained(known)
+    wanted: Any = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        with torch.no_grad():
+            before = [by_hand(reference, data, tokenizer, row, name) for name in ("chosen", "rejected")]
+        assert [row["reference_chosen"], row["reference_rejected"]] == pytest.approx(list(map(float, before)), rel=1e-5)
+        own = [by_hand(other, data, tokenizer, row, name) for name in ("chosen", "rejected")]
+        margin = (own[0] - before[0]) - (own[1] - before[1])
+        if loss == "ipo":
+            wanted = wanted + (margin - 1 / 0.6) ** 2
+        else:
+            right = 1 / (1 + torch.exp(-0.3 * margin))
+            wanted = wanted - (1 - smoothing) * torch.log(right) - smoothing * torch.log(1 - right)
+    wanted = wanted / len(rows)
+    wanted.backward()
+    assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(one.grad.double(), two.grad, rtol=1e-3, atol=1e-5 * float(two.grad.abs().max()) + 1e-8)
+
+
+def test_a_model_at_random_learns_an_order_of_words_and_says_so_of_new_rows(pairs: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = pairs
+    model: Any = recipe.build_model({}, data)
+    trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 60, **TWICE)
+    assert trainer.evaluate(eval_dataset=splits["test"])["eval_loss"] == pytest.approx(np.log(2), abs=1e-4)
+    trainer.train()
+    remembered = trainer.compute_metrics = Remembered(trainer.compute_metrics)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_accuracy_over_length"] > 0.1
+    assert measured["eval_accuracy_over_reference"] > 0.1
+    assert measured["eval_length_accuracy"] < 0.6
+    assert measured["eval_reward_margin"] > 0
+    assert min(remembered.resampled("0" * 16, 50)["accuracy_over_length"]) > 0
+    # The reference of new rows is the model that training began with, built again.
+    known = trainer.predict(splits["test"][:9])
+    new = trainer.predict([{name: row[name] for name in TEXTS} for row in splits["test"][:9]])
+    assert new.label_ids is None
+    assert new.predictions == pytest.approx(known.predictions, abs=1e-4)
+    columns = recipe.prediction_columns(new.predictions, data)
+    assert list(columns["prediction"]) == ["chosen" if margin > 0 else "rejected" for margin in columns["margin"]]
+    assert all(0.5 <= each <= 1 for each in columns["probability"])
+    summary = summarize_outcomes(known.predictions, known.label_ids[0])
+    assert summary is not None
+    assert len(summary["hardest"]) == 9
+    # Prompts alone have an answer generated, whatever stands beside them in their batch.
+    prompts = [{"prompt": row["prompt"]} for row in splits["test"][:4]]
+    made, alone = (
+        recipe.prediction_columns(trainer.predict(rows).predictions, data)["prediction"]
+        for rows in (prompts, prompts[:1])
+    )
+    assert len(made) == 4
+    assert made[0] == alone[0] != ""
+
+
+def test_adapters_leave_the_reference_as_it_is(known: Path, tmp_path: Path) -> None:
+    recipe, splits, data = PREFERENCES.prepare(tmp_path, GOOD, folder=known, config={})
+    model: Any = recipe.build_model({"folder": known, "lora": {"r": 4}}, data)
+    assert all("lora" in name for name, each in model.named_parameters() if each.requires_grad)
+    trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 5, **TWICE)
+    trainer.train()
+    seen = trainer.predict(splits["test"]).predictions
+    assert np.abs(seen).max() > 0.01
+    new = trainer.predict([{name: row[name] for name in TEXTS} for row in splits["test"]]).predictions
+    assert new == pytest.approx(seen, abs=1e-4)
+
+
+def test_a_run_that_goes_on_ends_like_one_that_was_not_stopped(pairs: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = pairs
+
+    def make(folder: Path, *callbacks: Any) -> Any:
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, **TWICE}
+        trainer = trainer_of(recipe, data, recipe.build_model({}, data), folder, splits["train"], 8, **given)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    prove(make, tmp_path, 5)
+
+
+def test_another_model_than_the_reference_is_refused_before_the_first_step(
+    pairs: Prepared, known: Path, tmp_path: Path
+) -> None:
+    of_folder = recipe, splits, data = PREFERENCES.prepare(tmp_path, GOOD, folder=known, config={})
+    for made, options, words in (
+        (of_folder, {}, "in prepare that is from a folder … Name one model in train.model and in prepare.options."),
+        (pairs, {"pretrained": "gpt2"}, "in prepare that is one at random"),
+        (pairs, {"config": TINY}, "belongs to prepare … Move it to prepare.options.config."),
+        (of_folder, {"folder": known, "beta": 0.0}, "train.model.beta"),
+        (of_folder, {"folder": known, "label_smoothing": 0.5}, "train.model.label_smoothing"),
+        (of_folder, {"folder": known, "loss": "dpo"}, "train.model.loss"),
+        (pairs, {"lora": {"r": 4}}, "has been trained"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            made[0].build_model(options, made[2])
+        assert all(part in str(caught.value) for part in words.split(" … ")), words
+    model: Any = recipe.build_model({"folder": known}, data)
+    for each in model.parameters():  # the folder's model was trained on since prepare
+        each.data *= 1.5
+    trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 1, **TWICE)
+    with pytest.raises(ConfigError, match="it is another model") as caught:
+        trainer.train()
+    assert "--force prepare" in str(caught.value.remedy)
+
+
+def test_a_tokenizer_without_a_token_to_pad_with_is_refused(known: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(known, tmp_path / "bare")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    error = PREFERENCES.refused(tmp_path, GOOD, folder=folder, config={})
+    assert error.remedy == "Set prepare.options.pad_token=<|endoftext|>, a token that it has."
+    made = PREFERENCES.prepare(tmp_path, GOOD, folder=folder, config={}, pad_token="<|endoftext|>")
+    collate, rows = collate_of(made), made[1]["train"]
+    assert pickle.loads(pickle.dumps(collate))(rows)["input_ids"].shape[0] == 2 * len(rows)
+    assert PREFERENCES.refused(tmp_path, GOOD, folder=known).field == "prepare.options.config"
+    long = PREFERENCES.refused(tmp_path, GOOD, folder=known, config={}, max_length=500)
+    assert long.message.startswith("The model reads")
+    with pytest.raises(DataError, match="tokens, and with its answer at most 128 are read"):
+        collate([{"prompt": "a long prompt " * 200}])
+
+
+def test_metrics_count_ties_as_half_and_take_the_better_rule_of_lengths() -> None:
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [3.0, 0.0]])
+    known = np.array([[-1.0, -2.0, 3, 5], [-1.0, -2.0, 3, 5], [-4.0, -2.0, 3, 5], [-1.0, -1.0, 9, 5]])
+    measured = measure_preferences(rewards, known)
+    assert measured["accuracy"] == 2.5 / 4
+    assert measured["reference_accuracy"] == 2.5 / 4
+    assert measured["length_accuracy"] == 3 / 4
+    assert measured["accuracy_over_length"] == -0.125
+    assert measured["reward_margin"] == 0.75
+    assert float(preference_losses(torch.zeros(1, 2), beta=0.1)) == pytest.approx(np.log(2))

@@ -1,0 +1,283 @@
+"""The recipes of tables: splits, features, formats, windows of time without a look ahead, and naive forecasts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from flows.new_project.starter_data import elnino
+from tests.support.named_recipes import Prepared, RecipeCase, collate_of, prepare_sources, refusal, trained
+from tests.support.repository import ROOT
+from trainer_lib import EvalPrediction
+from trainer_lib.recipe_names import recipe_file
+from trainer_lib.recipes import load
+from trainer_lib.recipes.tabular_net import TabularNet, text_code
+
+WINE, DIABETES = ROOT / "examples" / "tabular" / "wine.csv", ROOT / "examples" / "tabular" / "diabetes.csv"
+TABLE = RecipeCase("tabular-classification", options={"label": "answer"})
+SEA: dict[str, Any] = {"time": "month", "target": "temperature", "context": 36, "horizon": 6, "season": 12}
+COUNT: dict[str, Any] = {"time": "t", "target": "y", "context": 4, "horizon": 2, "split": {"validation": 0.2}}
+SERIES = RecipeCase("time-series-forecasting", options=COUNT)
+
+
+def prepared(name: str, folder: Path, sources: list[Path], **options: Any) -> Prepared:
+    return prepare_sources(name, list(map(str, sources)), options, folder)
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def table(rows: int = 40) -> str:
+    lines = [f"{row % 7},{'red' if row % 3 else 'blue'},{'yes' if row % 2 else 'no'},{row // 4}" for row in range(rows)]
+    return "\n".join(["size,colour,answer,house", *lines]) + "\n"
+
+
+# -- what they make of real data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "label", "margin", "least"),
+    [
+        ("tabular-classification", WINE, "cultivar", "accuracy_over_majority", 0.4),
+        ("tabular-regression", DIABETES, "progression", "rmse_below_mean", 8.0),
+    ],
+)
+def test_a_trained_model_beats_the_best_constant_on_rows_that_it_has_not_seen(
+    tmp_path: Path, name: str, source: Path, label: str, margin: str, least: float
+) -> None:
+    made = recipe, splits, data = prepared(name, tmp_path, [source], label=label, split={"test": 0.3})
+    given: dict[str, Any] = {"num_train_epochs": 12, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
+    trainer = trained(made, tmp_path / "run", {"hidden": [32], "dropout": 0.0}, -1, **given)
+    assert trainer.evaluate(eval_dataset=splits["test"])[f"eval_{margin}"] > least
+    columns = recipe.prediction_columns(trainer.predict(splits["test"]).predictions, data)
+    assert len(columns["prediction"]) == len(splits["test"])
+
+
+def test_the_trivial_model_is_measured_on_the_same_rows(tmp_path: Path) -> None:
+    recipe = load(recipe_file("tabular-classification"), tmp_path)
+    labels = np.array([0, 0, 0, 1, 2])
+    scores = np.eye(3)[[0, 0, 1, 1, 2]] * 9
+    assert recipe.compute_metrics is not None
+    found = recipe.compute_metrics(EvalPrediction(scores, labels))
+    assert found["accuracy"] == pytest.approx(0.8)
+    assert found["majority_accuracy"] == pytest.approx(0.6)
+    assert found["accuracy_over_majority"] == pytest.approx(0.2)
+    assert found["macro_f1"] == pytest.approx((0.8 + 2 / 3 + 1) / 3)
+    numbers = load(recipe_file("tabular-regression"), tmp_path)
+    assert numbers.compute_metrics is not None
+    constant = numbers.compute_metrics(EvalPrediction(np.full(4, 2.5), np.array([1.0, 2.0, 3.0, 4.0])))
+    assert constant["r2"] == pytest.approx(0)
+    assert constant["rmse_below_mean"] == pytest.approx(0)
+
+
+# -- splits -----------------------------------------------------------------------------------------------------------
+
+
+def test_classes_have_equal_shares_and_every_row_is_in_one_split(tmp_path: Path) -> None:
+    _, splits, data = prepared("tabular-classification", tmp_path, [WINE], label="cultivar")
+    assert sorted(row["row_id"] for rows in splits.values() for row in rows) == list(range(178))
+    assert list(splits) == ["train", "validation", "test"]
+    for rows in splits.values():
+        shares = np.bincount([row["labels"] for row in rows], minlength=3) / len(rows)
+        assert shares == pytest.approx([0.33, 0.40, 0.27], abs=0.04)
+    assert data.info["classes"] == ["cultivar 0", "cultivar 1", "cultivar 2"]
+    assert len(data.info["numbers"]) == 13
+
+
+def test_a_group_is_in_one_split_and_the_newest_rows_are_the_test(tmp_path: Path) -> None:
+    by_group = {"by": "group", "column": "house", "test": 0.25, "validation": 0.0}
+    _, splits, data = TABLE.prepare(tmp_path, table(), split=by_group)
+    houses = {name: {row["row_id"] // 4 for row in rows} for name, rows in splits.items()}
+    assert not houses["train"] & houses["test"]
+    assert len(houses["test"]) == 3
+    assert "house" not in data.info["numbers"], "the column by which rows are grouped is not a feature"
+    _, splits, _ = TABLE.prepare(tmp_path, table(), split={**by_group, "by": "time", "test": 0.3})
+    # 30 % of 40 rows is 12, which is three whole houses.
+    assert min(row["row_id"] for row in splits["test"]) == 28
+    assert max(row["row_id"] for row in splits["train"]) == 27
+
+
+def test_files_and_a_column_give_the_splits(tmp_path: Path) -> None:
+    head, *lines = table().splitlines()
+    train = written(tmp_path / "train.csv", "\n".join([head, *lines[:30]]))
+    test = written(tmp_path / "test.csv", "\n".join([head, *lines[30:]]))
+    files = {"train": train, "test": test}
+    _, splits, _ = prepared("tabular-classification", tmp_path, [tmp_path], label="answer", files=files)
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 30, "test": 10}
+    assert splits["test"][0]["row_id"] == 30
+    marked = [f"{line},{'train' if row % 5 else 'test'}" for row, line in enumerate(lines)]
+    _, splits, _ = TABLE.prepare(
+        tmp_path, "\n".join([f"{head},fold", *marked]), split={"by": "column", "column": "fold"}
+    )
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 32, "test": 8}
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "jsonl", "parquet"])
+def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"data.{kind}"
+    rows = [dict(zip(table().split("\n")[0].split(","), line.split(","), strict=True)) for line in table().split()[1:]]
+    typed = [{**row, "size": int(row["size"]), "house": int(row["house"])} for row in rows]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(typed), path)
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in typed))
+    else:
+        path.write_bytes(gzip.compress(table().encode()) if kind == "csv.gz" else table().encode())
+    _, splits, data = prepared("tabular-classification", tmp_path, [path], label="answer")
+    assert data.info["texts"] == {"colour": ["blue", "red"]}
+    assert splits["train"][0]["size"] == splits["train"][0]["row_id"] % 7
+
+
+# -- features ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_network_takes_missing_numbers_and_texts_that_it_has_not_seen() -> None:
+    net = TabularNet({"b": [3.0, 2.0], "a": [0.0, 1.0]}, {"t": ["x", "y"]}, 2, [8], 0.0).eval()
+    assert net.mean.tolist() == [0.0, 3.0], "columns go by name, so new rows may have any order"
+    texts = torch.tensor([[text_code(text)] for text in ("x", "y", "new", "newer")])
+    found = net.outputs(torch.tensor([[0.0, 3.0]] * 4), texts)
+    assert not torch.allclose(found[0], found[1])
+    # Not bit by bit: which kernel multiplies a row depends on the processor and on the row's place.
+    assert torch.allclose(found[2], found[3]), "both are unknown"
+    gap = net.outputs(torch.tensor([[math.nan, 3.0], [0.0, 3.0]]), texts[:2])
+    assert torch.isfinite(gap).all()
+
+
+def test_numbers_can_be_names_columns_renamed_and_gaps_filled(tmp_path: Path) -> None:
+    given = {"label": "truth", "rename": {"answer": "truth"}, "categorical": ["house"], "missing": "mean"}
+    _, splits, data = TABLE.prepare(tmp_path, table().replace("1,red,yes,0", ",red,yes,0", 1), **given)
+    assert data.info["label"] == "truth"
+    assert set(data.info["texts"]) == {"colour", "house"}
+    rows = {row["row_id"]: row for part in splits.values() for row in part}
+    assert math.isnan(rows[1]["size"])
+    assert rows[5]["house"] == "1"
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    whole, torn = tmp_path / "whole.parquet", tmp_path / "torn.parquet"
+    pq.write_table(pa.table({"size": [1, 2], "answer": ["a", "b"]}), whole)
+    torn.write_bytes(whole.read_bytes()[:-20])
+    for source, says in (
+        (torn, "cannot be read"),
+        (tmp_path / "none.csv", "no such file"),
+        (written(tmp_path / "ragged.csv", "a,b\n1,2\n1\n"), "row 1 (line 3)"),
+        (written(tmp_path / "broken.jsonl", '{"a": 1}\n{"a": \n'), "row 1 (line 2)"),
+        (written(tmp_path / "uneven.jsonl", '{"a": 1}\n{"a": 1, "b": 2}\n'), "a column 'b' more"),
+        (written(tmp_path / "empty.csv", "a,b\n"), "no rows"),
+        ("package:numpy", "nothing to read"),
+    ):
+        error = refusal(
+            lambda source=source: prepare_sources("tabular-classification", [str(source)], {"label": "a"}, tmp_path)
+        )
+        assert says in str(error)
+        assert error.field == "prepare.sources"
+
+
+# -- series: windows of time -----------------------------------------------------------------------------------------
+
+
+def counted(steps: int = 30, **more: int) -> str:
+    """A series whose value is its time; those of `more` are it shifted by a number."""
+    names = more or {"": 0}
+    rows = [f"{step},{step + shift},{name},{step % 7}" for name, shift in names.items() for step in range(steps)]
+    return "\n".join(["t,y,who,day", *rows]) + "\n"
+
+
+def test_a_linear_model_beats_both_naive_forecasts_of_the_sea(tmp_path: Path) -> None:
+    made = recipe, splits, data = SERIES.prepare(tmp_path, elnino(), **SEA, split={"validation": 0.1, "test": 0.3})
+    trainer = trained(made, tmp_path / "run", {}, 150, per_device_train_batch_size=32, learning_rate=1e-2)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_mase_below_naive"] > 0.5
+    assert measured["eval_mase_below_seasonal"] > 0.1
+    assert measured["eval_loss"] > 0
+    # Each month of each window is a point of the picture of residuals.
+    output = trainer.predict(splits["test"])
+    pairs = recipe.outcome_pairs(EvalPrediction(output.predictions, output.label_ids), data)
+    assert pairs is not None
+    assert pairs["labels"] == pytest.approx(np.concatenate([row["labels"].reshape(-1) for row in splits["test"]]))
+    assert np.abs(pairs["predictions"] - pairs["labels"]).mean() == pytest.approx(measured["eval_mae"], rel=1e-5)
+    assert pairs["rows"].tolist()[:7] == [0] * 6 + [1]
+    # A new row is a history and nothing else.
+    history = [{"temperature": splits["test"][0]["temperature"]}]
+    columns = recipe.prediction_columns(trainer.predict(history).predictions, data)
+    assert np.asarray(columns["temperature_forecast"]).shape == (1, 6)
+
+
+def test_no_target_of_a_held_out_window_is_a_target_of_training(tmp_path: Path) -> None:
+    _, splits, data = SERIES.prepare(tmp_path, counted(), split={"validation": 0.2, "test": 0.2})
+    targets = {name: [row["labels"][:, 0].tolist() for row in rows] for name, rows in splits.items()}
+    # 30 steps: 18 to train on, 6 and 6 held out, each value of which is forecast once.
+    assert targets["train"][0] == [4, 5]
+    assert targets["train"][-1] == [16, 17]
+    assert len(targets["train"]) == 13
+    assert targets["validation"] == [[18, 19], [20, 21], [22, 23]]
+    assert targets["test"] == [[24, 25], [26, 27], [28, 29]]
+    assert splits["test"][0]["y"].tolist() == [20, 21, 22, 23], "what is known may be of an earlier split"
+    assert splits["test"][0]["time"] == "24"
+    assert data.info["split_starts"] == {"train": "0.0", "validation": "18.0", "test": "24.0"}
+    ids = [row["row_id"] for rows in splits.values() for row in rows]
+    assert ids == list(range(len(ids)))
+
+
+def test_series_are_cut_at_the_same_time_and_have_a_unit_of_their_own(tmp_path: Path) -> None:
+    text = counted(30, ada=0, bea=1000).replace(",1010,", ",1500,")
+    split = {"validation": 0.0, "test": 0.2}
+    made = recipe, splits, data = SERIES.prepare(tmp_path, text, series="who", known=["day"], stride=3, split=split)
+    assert {row["series"] for row in splits["test"]} == {"ada", "bea"}
+    assert {row["time"] for row in splits["test"]} == {"24", "26", "28"}
+    assert splits["train"][0]["day"].tolist() == [0, 1, 2, 3, 4, 5], "a covariate is known for the horizon, too"
+    scales = {row["series"]: row["scale"][0] for row in splits["train"]}
+    assert scales["ada"] == 1
+    assert scales["bea"] > 20
+    batch = collate_of(made)(splits["test"][:2])
+    assert batch["past"].shape == (2, 4, 1)
+    assert batch["known"].shape == (2, 6, 1)
+    assert batch["labels"].shape == (2, 4, 2, 1)
+    outputs = recipe.build_model({"hidden": [8]}, data)(past=batch["past"], known=batch["known"])
+    assert outputs["logits"].shape == (2, 2, 1)
+
+
+def test_naive_forecasts_repeat_the_last_value_and_the_last_season(tmp_path: Path) -> None:
+    made = recipe, splits, _ = SERIES.prepare(tmp_path, counted(), season=3, horizon=4, held_out_stride=1)
+    row = splits["test"][0]
+    _, last, season, scale = collate_of(made)([row])["labels"][0, :, :, 0].tolist()
+    end = int(row["y"][-1])
+    assert last == [end] * 4
+    assert season == [end - 2, end - 1, end, end - 2]
+    assert scale == [3.0] * 4, "a count errs by three after three steps"
+    labels = collate_of(made)(splits["test"])["labels"].numpy()
+    assert recipe.compute_metrics is not None
+    perfect = recipe.compute_metrics(EvalPrediction(labels[:, 0], labels))
+    assert (perfect["mase"], perfect["rmse"], perfect["mae"]) == (0, 0, 0)
+    assert perfect["naive_mase"] == pytest.approx((1 + 2 + 3 + 4) / 4 / 3)
+    assert perfect["mase_below_seasonal"] == perfect["seasonal_mase"] == pytest.approx((3 + 3 + 3 + 6) / 4 / 3)
+    repeated = recipe.compute_metrics(EvalPrediction(labels[:, 1], labels))
+    assert repeated["mase_below_naive"] == 0
+
+
+def test_a_forecast_follows_the_level_of_its_series(tmp_path: Path) -> None:
+    made = recipe, splits, data = SERIES.prepare(tmp_path, counted())
+    past, model = collate_of(made)(splits["test"])["past"], recipe.build_model({}, data)
+    low, high = model(past=past)["logits"], model(past=past * 10 + 500)["logits"]
+    torch.testing.assert_close(low * 10 + 500, high)
+    flat = model(past=torch.full((1, 4, 1), 7.0))["logits"]
+    torch.testing.assert_close(flat, torch.full_like(flat, 7.0), atol=1e-4, rtol=0)
+
+
+def test_steps_and_values_that_are_missing_are_filled_with_what_was_before(tmp_path: Path) -> None:
+    holes = counted().replace("\n12,12,,5", "").replace("\n13,13,", "\n13,,")
+    _, splits, data = SERIES.prepare(tmp_path, holes, missing="previous")
+    assert data.info["filled"] == 2
+    assert [11, 11, 11, 14] in [row["y"].tolist() for row in splits["train"]]
+    assert not any(math.isnan(value) for row in splits["train"] for value in row["y"].tolist())
