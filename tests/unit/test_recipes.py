@@ -219,9 +219,11 @@ def raised(call: Callable[[], Any]) -> TrainflowError:
 @pytest.mark.parametrize(
     ("result", "why"),
     [
-        *((result, "mapping from split names") for result in (None, [], {}, [{"x": 1}])),
+        (None, "mapping from split names"),
         (None, "not None"),
         ([1], "not a list"),
+        ([{"x": 1}], "mapping from split names"),
+        ({}, "mapping from split names"),
         ({"train": 5}, "returned an int for the split 'train'"),
     ],
 )

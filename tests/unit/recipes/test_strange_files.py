@@ -54,7 +54,7 @@ def labelled(folder: Path, column: str, texts: list[str]) -> Path:
 
 def texts_of(splits: dict[str, Any], *sources: Path, **options: Any) -> dict[str, list[str]]:
     """The texts of each split of documents."""
-    usual = {"text": "text", "rename": {}, "separator": None, "files": {}}
+    usual: dict[str, Any] = {"text": "text", "rename": {}, "separator": None, "files": {}}
     cut = DocumentSplits({**usual, **options, "split": splits}, list(map(str, sources)))
     return {name: [document.text for document in cut.read(name)] for name in cut.names}
 

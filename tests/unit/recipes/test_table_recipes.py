@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import math
@@ -177,9 +178,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         (written(tmp_path / "empty.csv", "a,b\n"), "no rows"),
         ("package:numpy", "nothing to read"),
     ):
-        error = refusal(
-            lambda source=source: prepare_sources("tabular-classification", [str(source)], {"label": "a"}, tmp_path)
-        )
+        asked = functools.partial(prepare_sources, "tabular-classification", [str(source)], {"label": "a"}, tmp_path)
+        error = refusal(asked)
         assert says in str(error)
         assert error.field == "prepare.sources"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import sqlite3
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,6 @@ class Opened(list[Ledger]):
 
 @pytest.fixture
 def opened() -> Iterator[Opened]:
-    """Everything is closed at the end."""
     opened = Opened()
     yield opened
     for claim in opened.claims:
@@ -49,6 +49,16 @@ def opened() -> Iterator[Opened]:
 def ledger(opened: Opened, folder: Path, design: Design = DESIGN) -> Ledger:
     opened.append(Ledger.open(folder, design))
     return opened[-1]
+
+
+def work(of: Ledger, objective: Callable[[dict[str, Any]], float], trials: int = 999) -> list[dict[str, Any]]:
+    """The values of the trials that are claimed and completed in turn."""
+    values: list[dict[str, Any]] = []
+    while len(values) < trials and (claim := of.claim()) is not None:
+        claim.complete([objective(claim.values)])
+        claim.release()
+        values.append(claim.values)
+    return values
 
 
 def test_trials_are_claimed_once_by_two_processes_and_end(opened: Opened, tmp_path: Path) -> None:
@@ -77,39 +87,31 @@ def test_an_interrupted_trial_is_claimed_again_with_its_values(opened: Opened, t
 
 
 def test_values_follow_from_the_seed_and_the_trials_before(opened: Opened, tmp_path: Path) -> None:
-    def values(folder: str, seed: int) -> list[dict[str, object]]:
-        of = ledger(opened, tmp_path / folder, replace(DESIGN, seed=seed))
-        found = []
-        while (claim := of.claim()) is not None:
-            claim.complete([claim.values["train.args.learning_rate"]])
-            claim.release()
-            found.append(claim.values)
-        return found
+    def values(folder: str, seed: int) -> list[dict[str, Any]]:
+        return work(ledger(opened, tmp_path / folder, replace(DESIGN, seed=seed)), lambda values: values[RATE.name])
 
     first = values("a", 0)
     assert first == values("b", 0)
     assert first != values("c", 1)
-    assert all(1e-4 <= float(str(each["train.args.learning_rate"])) <= 1e-1 for each in first)
+    assert all(1e-4 <= each[RATE.name] <= 1e-1 for each in first)
 
 
 def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: Opened, tmp_path: Path) -> None:
-    def work(folder: str, stops: tuple[int, ...] = ()) -> list[float]:
-        """How far off the best rate, 0.001, each of 30 trials is, in powers of ten; the command stops in between."""
-        off: list[float] = []
-        of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
-        while (claim := of.claim()) is not None:
-            rate, width = (claim.values[axis.name] for axis in DESIGN.axes)
-            off.append(abs(math.log10(rate) + 3))
-            claim.complete([off[-1] + (width != 32)])
-            claim.release()
-            if len(off) in stops:
-                of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
-        return off
+    def off(values: dict[str, Any]) -> float:
+        """How far off the best rate, 0.001, a trial is, in powers of ten."""
+        return abs(math.log10(values[RATE.name]) + 3)
 
-    off = work("whole")
-    assert statistics.mean(off[10:]) < 0.5 * statistics.mean(off[:10]), "the first ten are spread out"
-    assert min(off[10:]) < min(off[:10])
-    assert work("stopped", stops=(5, 10, 20)) == off
+    def worked(folder: str, *parts: int) -> list[float]:
+        tried: list[dict[str, Any]] = []
+        for trials in parts:  # the command stops in between
+            of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=20))
+            tried += work(of, lambda values: off(values) + (values[WIDTH.name] != 32), trials)
+        return list(map(off, tried))
+
+    whole = worked("whole", 20)
+    assert statistics.mean(whole[10:]) < 0.5 * statistics.mean(whole[:10]), "the first ten are spread out"
+    assert min(whole[10:]) < min(whole[:10])
+    assert worked("stopped", 5, 5, 4, 6) == whole
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
@@ -122,12 +124,8 @@ def test_no_point_of_a_small_space_is_tried_twice(opened: Opened, tmp_path: Path
         )
     ):
         of = ledger(opened, tmp_path / str(number), Design((axis,), ("maximize",), sampler=sampler, trials=9))
-        values = []
-        while (claim := of.claim()) is not None:
-            values.append(claim.values["a"])
-            claim.complete([1.0])
-            claim.release()
-        assert sorted(map(str, values)) == sorted(map(str, axis.points()))
+        tried = [values["a"] for values in work(of, lambda values: 1.0)]
+        assert sorted(map(str, tried)) == sorted(map(str, axis.points()))
         assert of.is_done()
 
 

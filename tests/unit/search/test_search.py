@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import optuna
 import pytest
 import torch
 
-from tests.support.searching import ROWS, fresh, rate, search_trainer
+from tests.support.searching import fresh, rate, search_trainer
 from tests.support.toys import Classifier
 from tests.support.training import StopAt
 from trainer_lib import BestRun, EarlyStoppingCallback, Trainer, TrainerCallback
 from trainer_lib.arguments.enums import HPSearchBackend
-from trainer_lib.errors import ConfigError, Preempted
+from trainer_lib.errors import ConfigError, MissingExtraError, Preempted
 from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
 
 
@@ -149,13 +150,20 @@ def test_a_name_of_ones_own_names_folder_and_run(tmp_path: Path) -> None:
         trainer.hyperparameter_search(rate, n_trials=1, hp_name=lambda trial: "a/b")
 
 
-def test_the_trainer_is_afterwards_as_it_was(tmp_path: Path) -> None:
+def test_the_trainer_is_meanwhile_and_afterwards_as_it_was(tmp_path: Path) -> None:
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append((args is given, dict(vars(given))))
+
     trainer = search_trainer(tmp_path, max_steps=2, seed=3)
     trainer.train()
-    model, state, args = trainer.model, trainer.state, dict(vars(trainer.args))
+    trainer.add_callback(Watch())
+    given, model, state, args = trainer.args, trainer.model, trainer.state, dict(vars(trainer.args))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    given = trainer.args
     trainer.hyperparameter_search(lambda trial: {**rate(trial), "max_steps": 4, "fp16": False}, n_trials=2)
+    assert seen and all(values == args and not is_given for is_given, values in seen)
     assert trainer.args is given
     assert vars(trainer.args) == args
     assert trainer.model is model
@@ -167,19 +175,6 @@ def test_the_trainer_is_afterwards_as_it_was(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.max_steps == 2
     assert not trainer.state.is_hyper_param_search
-
-
-def test_the_users_arguments_keep_their_values_while_a_trial_trains(tmp_path: Path) -> None:
-    seen: list[tuple[bool, dict[str, Any]]] = []
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append((args is given, dict(vars(given))))
-
-    trainer = search_trainer(tmp_path, callbacks=[Watch()])
-    given, before = trainer.args, dict(vars(trainer.args))
-    trainer.hyperparameter_search(rate, n_trials=2)
-    assert seen and all(values == before and not is_given for is_given, values in seen)
 
 
 def test_the_model_may_depend_on_the_trial(tmp_path: Path) -> None:
@@ -367,7 +362,6 @@ def test_a_trials_checkpoints_never_replace_those_of_an_earlier_search(tmp_path:
     with pytest.raises(ConfigError, match=r"run-1: The folder holds checkpoints of an earlier run"):
         search_trainer(tmp_path, **given).hyperparameter_search(rate, n_trials=2)
     assert (tmp_path / "run-1" / "checkpoint-4").is_dir()
-    assert len(ROWS) == 24
 
 
 def test_a_trial_without_memory_leaves_the_next_one_as_it_is(tmp_path: Path) -> None:
@@ -387,3 +381,61 @@ def test_a_trial_without_memory_leaves_the_next_one_as_it_is(tmp_path: Path) -> 
     alone = search_trainer(tmp_path / "b", fp16=True, learning_rate=best.hyperparameters["learning_rate"])
     alone.train()
     assert best.run_id == "1" and best.objective == alone.evaluate()["eval_loss"]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"direction": "up"}, "direction = up: The direction is unknown"),
+        ({"backend": "sigopt"}, r"backend = sigopt: SigOpt has been discontinued. Use backend=\"optuna\""),
+        ({"backend": "wandb"}, r"backend = wandb: A sweep of Weights & Biases needs its vendor's server"),
+        ({"backend": "optun"}, r'backend = optun: This backend does not exist\. Did you mean "optuna"'),
+        ({"n_trials": 0}, r"n_trials = 0: A search needs at least one trial"),
+        ({"n_trials": None}, r"n_trials = none: The search would never end"),
+        ({"n_jobs": 2}, r"n_jobs = 2: One Trainer trains one trial at a time"),
+        ({"storge": "x"}, r'storge: This option does not exist\. Did you mean "storage"'),
+        ({"storage": "nowhere"}, r"storage = ArgumentError: The study cannot be opened"),
+        ({"hp_space": lambda trial: {"learning_rte": 1.0}}, r'hp_space.learning_rte = 1.0: .*Did you mean "learning_r'),
+        ({"hp_space": lambda trial: {"learning_rate": -1.0}}, r"learning_rate = -1.0: The number must be at least 0"),
+        (
+            {"hp_space": lambda trial: {"output_dir": "x"}},
+            r"hp_space.output_dir = x: This argument cannot change from trial to trial",
+        ),
+        ({"hp_space": lambda trial: None}, r"hp_space = NoneType: The function did not return a mapping"),
+        (
+            {"hp_space": lambda trial: {"optim_args": object()}},
+            r"hp_space: The function returned a value that is not JSON",
+        ),
+        (
+            {"compute_objective": lambda metrics: "good"},
+            r"compute_objective = good: The function did not return a number",
+        ),
+        (
+            {"compute_objective": lambda metrics: (1, 2)},
+            r"compute_objective = \(1, 2\): The function did not return a number",
+        ),
+        ({"direction": ["minimize", "maximize"]}, r"did not return 2 numbers, one per direction"),
+    ],
+)
+def test_bad_input_is_refused(tmp_path: Path, given: Any, expected: str) -> None:
+    trainer = search_trainer(tmp_path)
+    args = dict(vars(trainer.args))
+    with pytest.raises(ConfigError, match=expected):
+        trainer.hyperparameter_search(**{"hp_space": rate, "n_trials": 1, **given})
+    assert vars(trainer.args) == args
+
+
+def test_a_search_needs_fresh_models_and_something_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model_init: Every trial trains a fresh model"):
+        search_trainer(tmp_path, model=fresh(), model_init=None).hyperparameter_search(rate)
+    with pytest.raises(ConfigError, match=r"eval_dataset: Trials are compared by their evaluation"):
+        search_trainer(tmp_path, eval_dataset=None, eval_strategy="no").hyperparameter_search(rate)
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "trainflow\[search\]"'):
+        search_trainer(tmp_path).hyperparameter_search(rate)

@@ -1,4 +1,4 @@
-"""The trackers' protocol, JSON lines, parameters without secrets, and the callback that feeds them."""
+"""The trackers' protocol, JSON lines, parameters without secrets, names of metrics, and the callback for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.mlflow_store import fresh_store, points, runs
 from tests.support.repository import ROOT
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.base import TRACKERS, create_trackers, numbers_only, tracker_names
 from trainer_lib.trackers.callback import TrackingCallback
+from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.jsonl import JsonlTracker
+from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.names import group_log, group_results, with_intervals
 from trainer_lib.trackers.params import flatten_params
+from trainer_lib.trackers.spool import Session
 from trainer_lib.trackers.vendors import OURS, VENDORS
 
 # -- names and values -------------------------------------------------------------------------------------------------
@@ -31,9 +36,7 @@ from trainer_lib.trackers.vendors import OURS, VENDORS
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        (None, []),
-        ("none", []),
-        ([], []),
+        *((given, []) for given in (None, "none", [])),
         ("all", ["jsonl", "mlflow", "tensorboard"]),
         (["mlflow", "jsonl", "mlflow"], ["mlflow", "jsonl"]),
         ("jsonl", ["jsonl"]),
@@ -43,39 +46,63 @@ def test_report_to_names_trackers(given: Any, names: list[str]) -> None:
     assert tracker_names(given) == names
 
 
-def test_every_list_of_trackers_has_the_same_names() -> None:
+def test_names_of_trackers_are_in_every_list_and_wrong_ones_are_refused() -> None:
     assert set(TRACKERS) == set(OURS)
     assert set(REPORTERS) == {*OURS, *VENDORS}
-
-
-def test_a_near_miss_is_named() -> None:
     with pytest.raises(ConfigError, match=r"report_to = mlfow: .*'mlflow'"):
         create_trackers(["mlfow"], "out")
-
-
-def test_jsonl_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match="output_dir"):
         create_trackers(["jsonl"], None)
 
 
 def test_only_numbers_are_tracked_and_nan_is_one() -> None:
+    tracked = {"int": 3, "float": 0.5, "numpy": np.float32(0.25), "array": np.array(2), "tensor": torch.tensor(1.5)}
+    other = {"vector": torch.ones(3), "text": "12", "list": [1], "none": None}
+    numbers = numbers_only({**tracked, **other, "nan": math.nan, "huge": 10**400})
+    assert math.isnan(numbers.pop("nan"))
+    assert numbers == {"int": 3, "float": 0.5, "numpy": 0.25, "array": 2, "tensor": 1.5, "huge": math.inf}
+
+
+def test_what_a_trainer_logs_is_grouped_and_its_timings_are_left_out() -> None:
     logs = {
-        "int": 3,
-        "float": 0.5,
-        "nan": math.nan,
-        "numpy": np.float32(0.25),
-        "zero_dim": np.array(2),
-        "tensor": torch.tensor(1.5),
-        "vector": torch.ones(3),
-        "text": "12",
-        "list": [1],
-        "none": None,
-        "huge": 10**400,
+        "loss": 0.5,
+        "grad_norm": 1.0,
+        "epoch": 1.0,
+        "eval_accuracy": 0.9,
+        "eval_rows_loss": 0.1,
+        "eval_runtime": 3.0,
+        "eval_model_preparation_time": 0.1,
+        "test_loss": 0.2,
+        "train_loss": 0.7,
+        "train_runtime": 60.0,
+        "train_tokens_per_second_per_gpu": 7.0,
+        "total_flos": 1e9,
+        "system/gpu": 4.0,
+        "own_runtime": 5.0,
     }
-    numbers = numbers_only(logs)
-    assert set(numbers) == {"int", "float", "nan", "numpy", "zero_dim", "tensor", "huge"}
-    assert math.isnan(numbers["nan"])
-    assert (numbers["numpy"], numbers["zero_dim"], numbers["tensor"], numbers["huge"]) == (0.25, 2.0, 1.5, math.inf)
+    assert group_log(logs) == {
+        "train/loss": 0.5,
+        "train/grad_norm": 1.0,
+        "train/epoch": 1.0,
+        "eval/accuracy": 0.9,
+        "eval/rows_loss": 0.1,
+        "test/loss": 0.2,
+        "train/mean_loss": 0.7,
+        "system/gpu": 4.0,
+        "train/own_runtime": 5.0,
+    }
+
+
+def test_a_result_is_grouped_by_split_or_stage_without_epoch_timings_and_texts() -> None:
+    measured = {"accuracy": 0.9, "runtime": 1.0, "epoch": 0.0, "samples_per_second": 9.0, "note": "x", "ok": True}
+    assert group_results("evaluate", {"test": measured, "train": {"loss": 1.0}}) == {
+        "test/accuracy": 0.9,
+        "train-split/loss": 1.0,  # `train/loss` is the curve
+    }
+    assert group_results("count-rows", {"counted": 80}) == {"count-rows/counted": 80.0}
+    assert group_results("train", {"train_loss": 0.5, "train_runtime": 9.0, "epoch": 3.0}) == {"train/mean_loss": 0.5}
+    metrics = {"loss": 0.5, "accuracy": 0.95, "accuracy_low": 0.93, "accuracy_high": 0.97, "water_low": 2.0}
+    assert with_intervals(metrics) == {"loss": "0.5", "accuracy": "0.95 (0.93 to 0.97)", "water_low": "2"}
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -83,10 +110,8 @@ def test_only_numbers_are_tracked_and_nan_is_one() -> None:
 
 def test_parameters_are_flat_and_short() -> None:
     flat = flatten_params({"train": {"args": {"lr": 1e-3, "betas": [0.9, 0.99]}}, "empty": {}, "long": "x" * 9000})
-    assert flat["train.args.lr"] == "0.001"
-    assert flat["train.args.betas"] == "[0.9, 0.99]"
-    assert flat["empty"] == "{}"
-    assert len(flat["long"]) == 500
+    assert len(flat.pop("long")) == 500
+    assert flat == {"train.args.lr": "0.001", "train.args.betas": "[0.9, 0.99]", "empty": "{}"}
     assert flatten_params({}) == {}
 
 
@@ -106,20 +131,13 @@ def test_secrets_are_masked(params: dict[str, Any]) -> None:
     assert "s3cret" not in json.dumps(flatten_params(params))
 
 
-@pytest.mark.parametrize("key", ["pad_token", "average_tokens_across_devices", "tokenizer", "num_tokens", "key_size"])
-def test_what_only_sounds_like_a_secret_is_shown(key: str) -> None:
-    assert flatten_params({key: "plain"}) == {key: "plain"}
-
-
-def test_an_unset_secret_is_no_secret() -> None:
+def test_what_only_sounds_like_a_secret_is_shown() -> None:
+    for key in ("pad_token", "average_tokens_across_devices", "tokenizer", "num_tokens", "key_size"):
+        assert flatten_params({key: "plain"}) == {key: "plain"}
     assert flatten_params({"hub_token": None}) == {"hub_token": "None"}
 
 
-# -- JSON lines -------------------------------------------------------------------------------------------------------
-
-
-def _lines(store: Store) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in store.read_bytes("metrics.jsonl").splitlines()]
+# -- lines of files ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -129,53 +147,48 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     store.delete_tree()
 
 
-def _start(tracker: JsonlTracker, resume_step: int = 0) -> None:
+def test_lines_are_kept_in_order_and_replaced_at_once(store: Store) -> None:
+    file = LineFile(store, "some.txt")
+    assert file.read() == []
+    file.replace([b"a\n"])
+    file.append(b"b\n")
+    file.close()
+    assert store.read_bytes("some.txt") == b"a\nb\n"
+    again = LineFile(store, "some.txt")
+    again.replace(again.read()[:1])
+    again.append(b"c\n")
+    again.close()
+    assert file.read() == [b"a\n", b"c\n"]
+
+
+def tracked(store: Store, *steps: int, resume_step: int = 0, loss: float | None = None) -> list[tuple[int, Any]]:
+    """Log some steps in a new training; the steps and losses of the file then."""
+    tracker = JsonlTracker(store.url)
     tracker.start(run_name=None, params={}, resume_step=resume_step)
+    for step in steps:
+        tracker.log({"loss": step if loss is None else loss, "grad_norm": math.inf}, step)
+    tracker.close()
+    lines = [json.loads(line) for line in store.read_bytes("metrics.jsonl").splitlines()]
+    assert all(line["grad_norm"] == "Infinity" for line in lines)
+    return [(line["step"], line["loss"]) for line in lines]
 
 
 def test_each_log_is_a_line_of_strict_json(store: Store) -> None:
-    tracker = JsonlTracker(store.url)
-    _start(tracker)
-    tracker.log({"loss": 0.5, "grad_norm": math.inf}, 1)
-    tracker.log({"loss": math.nan}, 2)
-    tracker.close()
-    lines = _lines(store)
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.5), (2, "NaN")]
-    assert lines[0]["grad_norm"] == "Infinity"
-
-
-def test_after_a_resume_no_step_appears_twice_and_a_torn_line_is_gone(store: Store) -> None:
-    tracker = JsonlTracker(store.url)
-    _start(tracker)
-    for step in (10, 20, 30):
-        tracker.log({"loss": step}, step)
-    tracker.close()
+    """After a resume no step appears twice and a torn line is gone; a new training begins a new file."""
+    assert tracked(store, 10, 20, 30) == [(10, 10), (20, 20), (30, 30)]
     store.write_bytes("metrics.jsonl", store.read_bytes("metrics.jsonl") + b'{"step": 40, "lo')
-
-    resumed = JsonlTracker(store.url)
-    _start(resumed, resume_step=20)
-    resumed.log({"loss": 31}, 30)
-    resumed.close()
-    assert [(line["step"], line["loss"]) for line in _lines(store)] == [(10, 10.0), (20, 20.0), (30, 31)]
-
-
-def test_a_new_training_begins_a_new_file(store: Store) -> None:
-    for loss in (1.0, 2.0):
-        tracker = JsonlTracker(store.url)
-        _start(tracker)
-        tracker.log({"loss": loss}, 1)
-        tracker.close()
-    assert [line["loss"] for line in _lines(store)] == [2.0]
+    assert LineFile(store, "metrics.jsonl").read() == store.read_bytes("metrics.jsonl").splitlines(keepends=True)[:3]
+    assert tracked(store, 30, resume_step=20, loss=math.nan) == [(10, 10), (20, 20), (30, "NaN")]
+    assert tracked(store, 1) == [(1, 1)]
 
 
 def test_lines_after_close_are_kept_too(store: Store) -> None:
     tracker = JsonlTracker(store.url)
-    _start(tracker)
-    tracker.log({"loss": 1.0}, 1)
-    tracker.close()
-    tracker.log({"eval_loss": 2.0}, 1)
-    tracker.close()
-    assert len(_lines(store)) == 2
+    tracker.start(run_name=None, params={}, resume_step=0)
+    for _ in range(2):
+        tracker.log({"loss": 1.0}, 1)
+        tracker.close()
+    assert len(store.read_bytes("metrics.jsonl").splitlines()) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_not_the_training(
@@ -183,12 +196,45 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_training(
 ) -> None:
     (tmp_path / "out").write_text("a file is in the way")
     tracker = JsonlTracker(str(tmp_path / "out"))
-    _start(tracker)
+    tracker.start(run_name=None, params={}, resume_step=0)
     for step in range(3):
         tracker.log({"loss": 1.0}, step)
     tracker.close()
     assert len(caplog.records) == 1
     assert "metrics.jsonl cannot be written" in caplog.text
+
+
+# -- points that a run of MLflow has already are not written again ----------------------------------------------------
+
+KEY = "test_accuracy"
+
+
+def deliver(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Deliver records in one pass; return the points that the run has then."""
+    uri = fresh_store(folder / "store")
+    head = {"tracking_uri": uri, "token": "t", "experiment": "digits", "run_name": "run", "start_ms": 1}
+    session = Session.create(folder / "spool", head)
+    for record in records:
+        session.write({"s": 100, **record})
+    session.close()
+    assert Delivery(folder / "spool", uri).deliver()
+    [run] = runs(uri)
+    return points(uri, run.info.run_id, KEY)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        # A value measured once and told by several tries of a stage; one that is measured again is a point of its own.
+        ([(1, 0.98, True), (2, 0.98, True), (3, 0.99, True), (4, 0.99, True)], [0.98, 0.99]),
+        ([(time_ms, math.inf, True) for time_ms in (1, 2, 3)], 1),
+        ([(1, 0.5, None), (2, 0.6, "step")], [0.5]),  # evaluated beside the training: the step has one point
+    ],
+)
+def test_points_told_twice_are_written_once(tmp_path: Path, told: list[tuple[int, float, Any]], found: Any) -> None:
+    records = [{"t": time_ms, "m": {KEY: value}, **({"once": once} if once else {})} for time_ms, value, once in told]
+    written = deliver(tmp_path, records)
+    assert len(written) == found if isinstance(found, int) else written == [(100, value) for value in found]
 
 
 # -- the callback -----------------------------------------------------------------------------------------------------
@@ -220,12 +266,12 @@ def _state(step: int, *, zero: bool = True) -> Any:
 
 
 def test_a_training_is_started_logged_and_closed_and_a_later_evaluation_joins_it() -> None:
-    recorder = Recorder()
-    callback = TrackingCallback([recorder])
-    callback.on_train_begin(ARGS, _state(5), None)
-    callback.on_log(ARGS, _state(6), None, logs={"loss": 1.0, "note": "text"})
-    callback.on_train_end(ARGS, _state(6), None)
-    callback.on_log(ARGS, _state(6), None, logs={"eval_loss": 2.0})
+    recorder, quiet, alone = Recorder(), Recorder(), Recorder()
+    for callback, zero in ((TrackingCallback([recorder]), True), (TrackingCallback([quiet]), False)):
+        callback.on_train_begin(ARGS, _state(5, zero=zero), None)
+        callback.on_log(ARGS, _state(6, zero=zero), None, logs={"loss": 1.0, "note": "text"})
+        callback.on_train_end(ARGS, _state(6, zero=zero), None)
+        callback.on_log(ARGS, _state(6, zero=zero), None, logs={"eval_loss": 2.0})
     assert recorder.told == [
         ("start", "r", {"lr": 1}, 5),
         ("log", {"loss": 1.0}, 6),
@@ -233,22 +279,9 @@ def test_a_training_is_started_logged_and_closed_and_a_later_evaluation_joins_it
         ("log", {"eval_loss": 2.0}, 6),
         ("close", "FINISHED"),
     ]
-
-
-def test_an_evaluation_alone_is_tracked_and_closed() -> None:
-    recorder = Recorder()
-    callback = TrackingCallback([recorder])
-    callback.on_log(ARGS, _state(0), None, logs={"eval_loss": 2.0})
-    assert [told[0] for told in recorder.told] == ["start", "log", "close"]
-
-
-def test_other_ranks_track_nothing() -> None:
-    recorder = Recorder()
-    callback = TrackingCallback([recorder])
-    callback.on_train_begin(ARGS, _state(0, zero=False), None)
-    callback.on_log(ARGS, _state(1, zero=False), None, logs={"loss": 1.0})
-    callback.on_train_end(ARGS, _state(1, zero=False), None)
-    assert recorder.told == []
+    assert quiet.told == [], "other ranks track nothing"
+    TrackingCallback([alone]).on_log(ARGS, _state(0), None, logs={"eval_loss": 2.0})
+    assert [told[0] for told in alone.told] == ["start", "log", "close"]
 
 
 def test_a_training_that_follows_a_failed_one_closes_that_first() -> None:
