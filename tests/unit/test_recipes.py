@@ -106,8 +106,6 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str | None, w
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "kind", "place"),
     [
@@ -175,8 +173,6 @@ def test_an_error_that_is_not_the_recipes_says_so(tmp_path: Path) -> None:
 
 
 # -- where modules are from -------------------------------------------------------------------------------------------
-
-
 def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
     written(tmp_path / "project", "VALUE = 5\n", "helper_of_mine.py")
     written(tmp_path / "project", "raise RuntimeError('shadowed')\n", "json.py")
@@ -205,8 +201,6 @@ def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 # -- what the functions return ----------------------------------------------------------------------------------------
-
-
 def raised(call: Callable[[], Any]) -> TrainflowError:
     with pytest.raises(TrainflowError) as caught:
         call()

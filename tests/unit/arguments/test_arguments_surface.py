@@ -224,8 +224,6 @@ def test_setters_set_check_and_chain() -> None:
 
 
 # -- what belongs in a content key, and what does not -----------------------------------------------------------------
-
-
 def _fields(world_size: int = 1, **given: Any) -> dict[str, Any]:
     return numeric_fields(TrainingArguments("out", **given), data_parallel_size=world_size)
 

@@ -179,7 +179,6 @@ def test_a_flag_alone_is_true_for_our_parser_and_for_theirs(line: str) -> None:
 
 
 # -- lines of documents -----------------------------------------------------------------------------------------------
-
 ONE: dict[str, Any] = {
     "output_dir": "output_dir",
     "overwrite_output_dir": True,
@@ -227,8 +226,6 @@ def test_a_command_line_means_the_right_arguments(line: str) -> None:
 
 
 # -- refusals and help ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -306,8 +303,6 @@ def test_two_dataclasses_may_not_share_a_name() -> None:
 
 
 # -- namespaces, defaults, files --------------------------------------------------------------------------------------
-
-
 def test_arguments_added_by_hand_come_back_in_a_namespace_and_defaults_set_on_the_parser_count() -> None:
     parser = HfArgumentParser(Everything)
     parser.add_argument("--by_hand", type=int, default=4)

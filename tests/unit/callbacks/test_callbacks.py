@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import sys
 from typing import Any
 
@@ -45,33 +46,23 @@ for _event in EVENTS:
     setattr(Recorder, _event, _note(_event))
 
 
-def test_all_events_of_the_reference_exist_and_are_in_the_picture() -> None:
-    assert sorted(EVENTS) == SURFACE["TrainerCallback_events"]
-    for event in EVENTS:
-        assert event in (base.__doc__ or "")
-
-
 def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
+    assert sorted(EVENTS) == SURFACE["TrainerCallback_events"]
     recorder = Recorder()
     handler = _handler(recorder)
     handler.train_dataloader = "loader"
     control = TrainerControl()
+    named = {"on_predict": "metrics", "on_evaluate": "metrics", "on_log": "logs"}
     for event in EVENTS:
-        extra = {"on_predict": ({"m": 1},), "on_evaluate": ({"m": 1},), "on_log": ({"loss": 1.0},)}.get(event, ())
+        extra = ({"m": 1},) if event in named else ()
         assert getattr(handler, event)(ARGS, TrainerState(), control, *extra) is control
+        assert event in (base.__doc__ or "")
     assert [event for event, _ in recorder.seen] == list(EVENTS)
-    common = {
-        "model",
-        "processing_class",
-        "tokenizer",
-        "optimizer",
-        "lr_scheduler",
-        "train_dataloader",
-        "eval_dataloader",
-    }
+    common = {"model", "processing_class", "tokenizer", "optimizer", "lr_scheduler"}
+    common |= {"train_dataloader", "eval_dataloader"}
     for event, kwargs in recorder.seen:
-        more = {"on_evaluate": {"metrics"}, "on_predict": {"metrics"}, "on_log": {"logs"}}.get(event, set())
-        assert set(kwargs) == common | more, event
+        assert set(kwargs) - common == ({named[event]} if event in named else set()), event
+        assert common <= set(kwargs)
     assert recorder.seen[0][1]["train_dataloader"] == "loader"
 
 
@@ -91,14 +82,20 @@ def test_switches_are_cleared_when_their_time_has_come() -> None:
     assert control == TrainerControl()
 
 
-def test_a_callback_may_return_another_control() -> None:
+def test_a_callback_may_return_another_control_and_its_errors_are_not_swallowed() -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
             return TrainerControl(should_training_stop=True)
 
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise RuntimeError("mine")
+
     recorder = Recorder()
-    assert _handler(Stop, recorder).on_step_end(ARGS, TrainerState(), TrainerControl()).should_training_stop
+    handler = _handler(Stop, recorder)
+    assert handler.on_step_end(ARGS, TrainerState(), TrainerControl()).should_training_stop
     assert [event for event, _ in recorder.seen] == ["on_step_end"]
+    with pytest.raises(RuntimeError, match="mine"):
+        handler.on_save(ARGS, TrainerState(), TrainerControl())
 
 
 def test_callbacks_are_added_found_and_removed_by_class_or_instance(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,16 +113,36 @@ def test_callbacks_are_added_found_and_removed_by_class_or_instance(caplog: pyte
         handler.add_callback(3)  # type: ignore[arg-type]
 
 
-def test_an_error_in_a_callback_is_not_swallowed() -> None:
-    class Broken(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise RuntimeError("mine")
+def test_callbacks_changed_between_steps_are_seen() -> None:
+    seen: list[str] = []
 
-    with pytest.raises(RuntimeError, match="mine"):
-        _handler(Broken).on_save(ARGS, TrainerState(), TrainerControl())
+    class Named(TrainerCallback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(self.name)
+
+    handler = _handler(Named("a"))
+
+    def step() -> None:
+        handler.on_step_end(ARGS, TrainerState(), TrainerControl())
+
+    step()
+    handler.callbacks.append(Named("b"))
+    step()
+    del handler.callbacks[0]
+    step()
+    patched: Any = handler.callbacks[0]
+    patched.on_step_end = lambda *args, **kwargs: seen.append("patched")
+    handler.on_train_begin(ARGS, TrainerState(), TrainerControl())
+    step()
+    assert seen == ["a", "a", "b", "b", "patched"]
 
 
 # -------------------------------------------------------------------------------------- default flow
+
+
 def _flow(
     step: int = 1, max_steps: int = 100, epoch: float = 0.5, event: str = "on_step_end", **given: Any
 ) -> set[str]:
@@ -145,30 +162,34 @@ def test_steps_are_due_at_their_intervals() -> None:
     assert {step for step, what in due.items() if "save" in what} == {4, 8, 12}
 
 
-def test_the_first_step_is_logged_when_asked() -> None:
-    assert _flow(1, logging_first_step=True) == {"log"}
-    assert _flow(1) == set()
-    assert _flow(1, logging_first_step=True, logging_strategy="epoch") == {"log"}
+BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
+BY_EPOCHS: dict[str, Any] = {"event": "on_epoch_end", "eval_strategy": "epoch"}
+EVERY: dict[str, Any] = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
 
 
-def test_the_last_step_evaluates_saves_and_stops() -> None:
-    assert _flow(100, eval_strategy="steps", eval_steps=7, save_steps=7) == {"evaluate", "save", "training_stop"}
-    assert _flow(100, save_strategy="no", logging_strategy="no") == {"training_stop"}
-    assert _flow(100, save_strategy="best", eval_strategy="epoch", metric_for_best_model="loss") == {"training_stop"}
-
-
-def test_evaluation_waits_for_its_delay() -> None:
-    assert "evaluate" not in _flow(3, eval_strategy="steps", eval_steps=3, eval_delay=4)
-    assert "evaluate" in _flow(6, eval_strategy="steps", eval_steps=3, eval_delay=4)
-    epochs: dict[str, Any] = {"event": "on_epoch_end", "eval_strategy": "epoch", "eval_delay": 2}
-    assert "evaluate" not in _flow(epoch=1, **epochs)
-    assert "evaluate" in _flow(epoch=2, **epochs)
-
-
-def test_epochs_are_due_at_their_end() -> None:
-    assert _flow(event="on_epoch_end") == set()
-    every: dict[str, Any] = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
-    assert _flow(event="on_epoch_end", **every) == {"log", "evaluate", "save"}
+@pytest.mark.parametrize(
+    ("given", "due"),
+    [
+        ({}, set()),
+        ({"logging_first_step": True}, {"log"}),
+        ({"logging_first_step": True, "logging_strategy": "epoch"}, {"log"}),
+        ({"step": 100, **BY_STEPS, "save_steps": 7}, {"evaluate", "save", "training_stop"}),
+        ({"step": 100, "save_strategy": "no", "logging_strategy": "no"}, {"training_stop"}),
+        (
+            {"step": 100, "save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
+            {"training_stop"},
+        ),
+        ({"step": 3, **BY_STEPS, "eval_delay": 4}, set()),
+        ({"step": 6, **BY_STEPS, "eval_delay": 4}, {"evaluate"}),
+        ({"epoch": 1, **BY_EPOCHS, "eval_delay": 2}, set()),
+        ({"epoch": 2, **BY_EPOCHS, "eval_delay": 2}, {"evaluate"}),
+        ({"event": "on_epoch_end"}, set()),
+        ({"event": "on_epoch_end", **EVERY}, {"log", "evaluate", "save"}),
+    ],
+)
+def test_epochs_are_due_at_their_end(given: dict[str, Any], due: set[str]) -> None:
+    """And the first step where asked, the last one, and evaluations after their delay."""
+    assert _flow(**given) == due
 
 
 def test_shares_are_resolved_against_the_length_of_the_run() -> None:
@@ -176,6 +197,9 @@ def test_shares_are_resolved_against_the_length_of_the_run() -> None:
 
 
 # ------------------------------------------------------------------------------------- early stopping
+WATCHED = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
+
+
 def _watch(values: list[float], callback: EarlyStoppingCallback, **given: Any) -> list[bool]:
     args = TrainingArguments("out", **{"eval_strategy": "steps", "metric_for_best_model": "loss", **given})
     state, control = TrainerState(), TrainerControl()
@@ -188,39 +212,33 @@ def _watch(values: list[float], callback: EarlyStoppingCallback, **given: Any) -
     return stops
 
 
-def test_patience_counts_evaluations_without_improvement() -> None:
-    assert _watch([1.0, 0.9, 0.95, 0.8, 0.9], EarlyStoppingCallback(2)) == [False] * 5
-    assert _watch([1.0, 0.9, 0.95, 0.9], EarlyStoppingCallback(2)) == [False, False, False, True]
-
-
-def test_an_improvement_must_exceed_the_threshold() -> None:
-    assert _watch([1.0, 0.95, 0.92], EarlyStoppingCallback(2, 0.1)) == [False, False, True]
-
-
-def test_greater_may_be_better() -> None:
-    given = {"metric_for_best_model": "eval_accuracy"}
-    assert _watch([0.5, 0.6, 0.55], EarlyStoppingCallback(), **given) == [False, False, True]
-
-
-def test_a_non_finite_metric_never_improves() -> None:
-    assert _watch([float("nan"), float("nan")], EarlyStoppingCallback(2)) == [False, True]
-    assert _watch([1.0, float("nan"), 0.5], EarlyStoppingCallback(2)) == [False, False, False]
-
-
-def test_a_missing_metric_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
-    callback = EarlyStoppingCallback()
-    assert _watch([1.0, 2.0], callback, metric_for_best_model="bleu") == [False, False]
+@pytest.mark.parametrize(
+    ("values", "patience", "stops"),
+    [
+        ([1.0, 0.9, 0.95, 0.8, 0.9], (2,), False),
+        ([1.0, 0.9, 0.95, 0.9], (2,), True),
+        ([1.0, 0.95, 0.92], (2, 0.1), True),  # an improvement must exceed the threshold
+        ([math.nan, math.nan], (2,), True),  # a non-finite metric never improves
+        ([1.0, math.nan, 0.5], (2,), False),
+    ],
+)
+def test_patience_counts_evaluations_without_improvement(
+    values: list[float], patience: tuple[Any, ...], stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _watch(values, EarlyStoppingCallback(*patience)) == [*[False] * (len(values) - 1), stops]
+    greater = [1 - value for value in values]
+    assert _watch(greater, EarlyStoppingCallback(*patience), metric_for_best_model="eval_accuracy")[-1] == stops
+    assert not any(_watch(values, EarlyStoppingCallback(), metric_for_best_model="bleu"))
     assert "no metric eval_bleu" in caplog.text
 
 
 def test_it_does_not_depend_on_when_the_trainer_updates_its_best() -> None:
     # The Trainer may note the best metric before or after its callbacks see the evaluation.
-    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
     state, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(2)
-    callback.on_train_begin(args, state, control)
+    callback.on_train_begin(WATCHED, state, control)
     for value in (1.0, 0.9, 0.8, 0.7):
         state.best_metric = value
-        callback.on_evaluate(args, state, control, metrics={"eval_loss": value})
+        callback.on_evaluate(WATCHED, state, control, metrics={"eval_loss": value})
     assert not control.should_training_stop
 
 
@@ -229,10 +247,9 @@ def test_its_state_is_exported_and_a_resumed_run_goes_on_counting() -> None:
     first = EarlyStoppingCallback(2)
     before = _watch([1.0, 1.1], first)
     resumed = EarlyStoppingCallback.from_state(json.loads(json.dumps(first.state())))
-    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
     state, control = TrainerState(global_step=2, best_metric=1.0), TrainerControl()
-    resumed.on_train_begin(args, state, control)
-    resumed.on_evaluate(args, state, control, metrics={"eval_loss": 1.2})
+    resumed.on_train_begin(WATCHED, state, control)
+    resumed.on_evaluate(WATCHED, state, control, metrics={"eval_loss": 1.2})
     assert [*before, control.should_training_stop] == whole == [False, False, True]
 
 
@@ -241,25 +258,27 @@ def test_a_second_run_starts_anew_and_a_resumed_one_knows_the_best() -> None:
     assert _watch([1.0, 2.0], callback) == [False, True]
     assert _watch([3.0], callback) == [False]
     fresh = EarlyStoppingCallback()
-    args = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
     control = TrainerControl()
-    fresh.on_train_begin(args, TrainerState(global_step=5, best_metric=0.5), control)
-    fresh.on_evaluate(args, TrainerState(global_step=6), control, metrics={"eval_loss": 0.6})
+    fresh.on_train_begin(WATCHED, TrainerState(global_step=5, best_metric=0.5), control)
+    fresh.on_evaluate(WATCHED, TrainerState(global_step=6), control, metrics={"eval_loss": 0.6})
     assert control.should_training_stop
 
 
 def test_early_stopping_without_a_metric_or_evaluations_is_refused() -> None:
-    state, control = TrainerState(), TrainerControl()
-    with pytest.raises(ConfigError, match="metric_for_best_model = none"):
-        EarlyStoppingCallback().on_train_begin(TrainingArguments("out", eval_strategy="epoch"), state, control)
-    with pytest.raises(ConfigError, match="eval_strategy = no"):
-        EarlyStoppingCallback().on_train_begin(TrainingArguments("out", metric_for_best_model="loss"), state, control)
-    for patience, threshold in ((0, 0.0), (1, -1.0), (1, float("nan"))):
+    for args, words in (
+        (TrainingArguments("out", eval_strategy="epoch"), "metric_for_best_model = none"),
+        (TrainingArguments("out", metric_for_best_model="loss"), "eval_strategy = no"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EarlyStoppingCallback().on_train_begin(args, TrainerState(), TrainerControl())
+    for patience, threshold in ((0, 0.0), (1, -1.0), (1, math.nan)):
         with pytest.raises(ConfigError):
             EarlyStoppingCallback(patience, threshold)
 
 
 # ------------------------------------------------------------------------------------------ progress
+
+
 class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
@@ -321,30 +340,3 @@ def test_a_loader_without_length_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -
     callback = ProgressCallback()
     callback.on_prediction_step(ARGS, TrainerState(), TrainerControl(), eval_dataloader=itertools.count())
     assert callback.prediction_bar is None
-
-
-def test_callbacks_changed_between_steps_are_seen() -> None:
-    seen: list[str] = []
-
-    class Named(TrainerCallback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(self.name)
-
-    handler = _handler(Named("a"))
-
-    def step() -> None:
-        handler.on_step_end(ARGS, TrainerState(), TrainerControl())
-
-    step()
-    handler.callbacks.append(Named("b"))
-    step()
-    del handler.callbacks[0]
-    step()
-    patched: Any = handler.callbacks[0]
-    patched.on_step_end = lambda *args, **kwargs: seen.append("patched")
-    handler.on_train_begin(ARGS, TrainerState(), TrainerControl())
-    step()
-    assert seen == ["a", "a", "b", "b", "patched"]

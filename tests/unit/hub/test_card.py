@@ -1,4 +1,4 @@
-"""The model card: understood by the Hub's own parser, safe, and the same every time."""
+"""The model card: understood by the Hub's own parser, safe, the same every time; what its author wrote stays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from markdown_it import MarkdownIt
 
-from trainer_lib.hub.card import Card, render_card, tidy_metrics
-from trainer_lib.hub.card_results import HardRows
-from trainer_lib.hub.card_sections import remove_marks
-from trainer_lib.storage import FileEntry
+from trainer_lib.errors import ConfigError
+from trainer_lib.hub.base import Content
+from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
+from trainer_lib.hub.card_results import HardRows, Picture
+from trainer_lib.hub.card_sections import insert_section, merge_card, move_pictures, remove_marks
+from trainer_lib.hub.folder import FolderHub
+from trainer_lib.storage import FileEntry, Store
 from trainer_lib.yaml_text import parse_yaml
 
 CARD = Card(
@@ -37,10 +40,8 @@ CARD = Card(
 )
 
 
-def _head(text: str) -> dict[str, object]:
-    head = parse_yaml(text.split("---\n")[1])
-    assert isinstance(head, dict)
-    return head
+def body_of(text: str) -> str:
+    return text.split("---\n", 2)[2]
 
 
 def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
@@ -55,28 +56,24 @@ def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
 def test_the_hubs_validators_take_the_head_and_give_it_back(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(render_card(CARD))
     head: Any = metadata_load(tmp_path / "README.md")
-    data: Any = ModelCard(
-        (tmp_path / "README.md").read_text(), ignore_metadata_errors=False
-    ).data  # raises for a bad index
-    assert data.to_dict()["model-index"] == eval_results_to_model_index(
-        *model_index_to_eval_results(head["model-index"])
-    )
+    data: Any = ModelCard(render_card(CARD), ignore_metadata_errors=False).data  # raises for a bad index
+    results = model_index_to_eval_results(head["model-index"])
+    assert data.to_dict()["model-index"] == eval_results_to_model_index(*results)
     splits = {(each.dataset_split, each.unique_identifier) for each in data.eval_results or []}
     assert len(splits) == len({split for split, _ in splits}) == 2  # one result of the index for each split
 
 
 def test_lineage_is_in_the_head_and_in_the_text() -> None:
     text = render_card(CARD)
-    assert _head(text)["trainflow"] == {
+    assert parse_card_head(text)["trainflow"] == {
         "data_digest": "d" * 64,
         "stage_keys": {"prepare-data": "a" * 64, "train": "b" * 64},
     }
     for part in ("d" * 64, "a" * 64, "e" * 64, "f" * 64, "12,345", "1,437", "torch 2.13.0", "Reads *one* digit."):
         assert part in text
-
-
-def test_the_same_inputs_give_the_same_bytes() -> None:
-    assert render_card(CARD) == render_card(CARD)
+    bare = render_card(Card(title="t"))
+    assert "# t" in bare
+    assert "## Results" not in bare
 
 
 def test_secrets_and_markup_do_not_reach_the_card() -> None:
@@ -88,8 +85,8 @@ def test_secrets_and_markup_do_not_reach_the_card() -> None:
     text = render_card(card)
     assert "hf_secret" not in text
     assert "pw" not in text
-    assert "<script>" not in text.split("---\n", 2)[2]
-    assert "license" not in _head(text)
+    assert "<script>" not in body_of(text)
+    assert "license" not in parse_card_head(text)
     row = next(line for line in text.splitlines() if "f1" in line and line.startswith("|"))
     assert row.count("|") == 3
     assert "te\\|st" in text
@@ -98,14 +95,8 @@ def test_secrets_and_markup_do_not_reach_the_card() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_metric_that_is_not_finite_is_shown_but_not_indexed(value: float) -> None:
     text = render_card(Card(title="t", metrics={"test": {"loss": value}}))
-    assert "model-index" not in _head(text)
+    assert "model-index" not in parse_card_head(text)
     assert f"| loss | {value:g} |" in text
-
-
-def test_a_card_needs_nothing_but_a_title() -> None:
-    text = render_card(Card(title="t"))
-    assert "# t" in text
-    assert "## Results" not in text
 
 
 def test_tidy_metrics_drop_prefixes_timings_and_what_is_no_number() -> None:
@@ -139,8 +130,178 @@ def test_names_of_strangers_are_neither_markup_nor_control_characters(odd: str) 
     )
     text = render_card(card)
     assert parse_yaml(text.split("---\n")[1])["model-index"]
-    body = text.split("---\n", 2)[2]
+    body = body_of(text)
     assert not [line for line in body.split("\n") if not line.isprintable() and line]
     html = MarkdownIt("gfm-like", {"linkify": False}).render(remove_marks(body))
     assert not [tag for tag in ("<script", "<img", "<a ") if tag in html]
     assert html.count("<pre>") == 3
+
+
+# -- what a reader finds in the results -------------------------------------------------------------------------------
+METRICS = {
+    "accuracy": 0.948,
+    "accuracy_low": 0.93,
+    "accuracy_high": 0.965,
+    "majority_accuracy": 0.102,
+    "accuracy_over_majority": 0.846,
+    "accuracy_over_majority_low": 0.802,
+    "accuracy_over_majority_high": 0.848,
+    "accuracy/sex/a|b": 0.9,
+    "rows/sex/a|b": 30.0,
+}
+RESULTS = Card(title="Digits", metrics={"test": METRICS}, confidence=0.95)
+
+
+def test_a_metric_stands_beside_its_interval_and_what_needs_no_model() -> None:
+    text = render_card(RESULTS)
+    assert "| test | accuracy | 0.948 (0.93 to 0.965) | majority: 0.102 | 0.846 (0.802 to 0.848) |" in text
+    assert "| accuracy | 0.948 (0.93 to 0.965) |" in text
+    assert "with a probability of 0.95" in text
+    assert "accuracy_low" not in body_of(text)
+    assert "### test by sex\n\n| sex | rows | accuracy |\n| --- | --- | --- |\n| a\\|b | 30 | 0.9 |" in text
+    data: Any = ModelCard(text).data
+    names = {one.metric_type for one in data.eval_results}
+    # Bounds and slices are no metrics of their own on the Hub.
+    assert names == {"accuracy", "majority_accuracy", "accuracy_over_majority"} == set(data.to_dict()["metrics"])
+
+
+def test_errors_have_a_margin_below_their_baseline_and_metrics_of_slices_their_intervals() -> None:
+    metrics = {"rmse": 51.4, "mean_rmse": 73.4, "rmse_below_mean": 22.0, "lost_below_nothing": 1.0}
+    text = render_card(replace(RESULTS, metrics={"test": metrics}))
+    assert "| test | rmse | 51.4 | mean: 73.4 | 22 |" in text
+    assert "| test | lost" not in text
+    assert "In brackets" not in text
+    first = {"accuracy/sex/a": 0.9, "accuracy_low/sex/a": 0.85, "accuracy_high/sex/a": 0.95, "rows/sex/a": 30}
+    few = {"accuracy/sex/b": 0.5, "rows/sex/b": 4}
+    text = render_card(replace(RESULTS, metrics={"test": {"accuracy": 0.8, **first, **few}}))
+    assert "| sex | rows | accuracy |\n" in text
+    assert "| a | 30 | 0.9 (0.85 to 0.95) |\n| b | 4 | 0.5 |" in text
+
+
+def test_pictures_are_links_beside_the_card_and_titles_cannot_break_out() -> None:
+    picture = Picture("evaluation/plots/confusion-a b.svg", "Confusion of a](x) <b>", "Rows are the true classes.")
+    text = render_card(replace(RESULTS, pictures=[picture])) + "\n\n![mine](mine.png)\n"
+    assert "![Confusion of a)(x) &lt;b>](evaluation/plots/confusion-a%20b.svg)" in text
+    assert "Rows are the true classes." in text
+    # Above the folder of a revision pictures of the author stay where they are.
+    moved = move_pictures(text, "revisions/00001-ab")
+    assert "](revisions/00001-ab/evaluation/plots/confusion-a%20b.svg)" in moved
+    assert "![mine](mine.png)" in moved
+    linked = render_card(replace(RESULTS, description="![logo](https://a.example/logo.png)"))
+    assert move_pictures(linked, "revisions/00001-ab") == linked
+
+
+def test_the_hardest_rows_are_a_table_where_they_are_given() -> None:
+    rows = HardRows("test", ["row_id", "label"], [[7, "a|b"], [8, None]])
+    text = render_card(replace(RESULTS, hardest=[rows]))
+    assert "### Rows of test that the model gets most wrong\n\n| row_id | label |" in text
+    assert "| 7 | a\\|b |" in text
+    assert "most wrong" not in render_card(RESULTS)
+
+
+# -- a card that is published again -----------------------------------------------------------------------------------
+FIRST = Card(
+    title="Digits",
+    description="Reads one digit.",
+    tags=["vision"],
+    metrics={"test": {"accuracy": 0.98}},
+    data_digest="d" * 64,
+    arguments={"seed": 1},
+)
+BETTER = replace(FIRST, metrics={"test": {"accuracy": 0.99}}, rows={"train": 7})
+
+
+def test_the_same_card_again_is_the_same_bytes() -> None:
+    text = render_card(FIRST)
+    assert merge_card(None, text) == text
+    assert merge_card(text, text) == text
+    assert merge_card(merge_card(text, render_card(BETTER)), render_card(BETTER)) == render_card(BETTER)
+
+
+def test_what_the_author_wrote_stays_and_the_sections_are_new() -> None:
+    edited = (
+        render_card(FIRST)
+        .replace("# Digits", "# The best digits\n\nAn introduction of mine.")
+        .replace("*To be filled in", "Not for cheques. *To be filled in")
+        .replace("tags:\n- trainflow\n", "thumbnail: a.png\ntags:\n- mine\n- trainflow\n")
+        .replace("| accuracy | 0.98 |", "| accuracy | 1.00 |")  # what is ours is not the author's to change
+    )
+    text = merge_card(edited, render_card(BETTER))
+    for kept in ("# The best digits", "An introduction of mine.", "Not for cheques."):
+        assert text.count(kept) == 1
+    assert "# Digits" not in text
+    assert "| accuracy | 0.99 |" in text and "1.00" not in text
+    head = parse_card_head(text)
+    assert head["thumbnail"] == "a.png"
+    assert head["tags"] == ["mine", "trainflow", "vision"]
+    assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.99
+    assert merge_card(text, render_card(BETTER)) == text
+
+
+def test_a_section_that_was_removed_comes_back_and_one_of_nothing_goes() -> None:
+    text = render_card(FIRST)
+    start, end = text.index("<!-- trainflow:results"), text.index("<!-- /trainflow:results -->")
+    without = text[:start] + text[end + len("<!-- /trainflow:results -->\n") :]
+    assert merge_card(without, text).rstrip().endswith("<!-- /trainflow:results -->")
+    unmeasured = render_card(replace(FIRST, metrics={}))
+    assert "## Results" not in merge_card(text, unmeasured)
+
+
+def test_a_card_of_another_hand_keeps_its_text_and_one_of_an_older_version_does_not() -> None:
+    theirs = "---\nlicense: mit\n---\n\n# Mine\n\nWords.\n"
+    text = merge_card(theirs, render_card(FIRST))
+    assert text.index("Words.") < text.index("<!-- trainflow:results -->")
+    assert parse_card_head(text)["license"] == "mit"
+    older = "---\ntrainflow:\n  data_digest: abc\n---\n\n# Old\n\n## Results\n"
+    assert merge_card(older, render_card(FIRST)) == render_card(FIRST)
+
+
+def test_a_broken_head_is_refused_with_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"hf://org/name.*not YAML") as caught:
+        merge_card("---\na: [\n---\n\n# T\n", render_card(FIRST), field="hf://org/name")
+    assert "between ---" in (caught.value.remedy or "")
+
+
+def test_a_title_and_a_description_cannot_forge_a_section() -> None:
+    forged = "x <!-- /trainflow:description --> <!-- trainflow:results -->\n"
+    text = render_card(replace(FIRST, title=forged, description=forged))
+    assert text.count("<!-- trainflow:results -->") == 1
+    assert merge_card(text, text) == text
+
+
+def test_a_section_is_inserted_behind_the_heading_and_not_into_the_head() -> None:
+    text = insert_section("---\n# a comment\nlicense: mit\n---\n\n# T\n\nWords.\n", "revision", "one")
+    assert parse_card_head(text)["license"] == "mit"
+    assert text.index("# T") < text.index("trainflow:revision") < text.index("Words.")
+    assert insert_section(text, "revision", "one") == text
+    assert "two" in insert_section(text, "revision", "two") and "one" not in insert_section(text, "revision", "two")
+
+
+def test_a_folder_shows_its_newest_card_and_where_its_revision_is() -> None:
+    root, own = Store.open("memory://test-card/digits"), Store.open("memory://test-card/own")
+    hub = FolderHub(root.url)
+
+    def publish(card: Card) -> str:
+        merged = merge_card(hub.read_card(), render_card(card))
+        return hub.publish(Content({}, {"README.md": merged.encode()}), message="m").revision
+
+    try:
+        first = publish(FIRST)
+        assert publish(FIRST) == first
+        assert root.read_bytes("NEWEST").decode() == f"revisions/{first}\n"
+        shown = root.read_bytes("README.md").decode()
+        assert f"(revisions/{first})" in shown
+        root.write_bytes("README.md", shown.replace("# Digits", "# My digits").encode())
+        assert publish(FIRST) != first  # the author's title is published
+        second = publish(BETTER)
+        shown = root.read_bytes("README.md").decode()
+        assert "# My digits" in shown and f"(revisions/{second})" in shown and f"(revisions/{first})" not in shown
+        assert publish(BETTER) == second
+        inside = root.read_bytes(f"revisions/{second}/README.md").decode()
+        assert "# My digits" in inside and "trainflow:revision" not in inside
+        # A page without our sections stays beside revisions.
+        own.write_bytes("README.md", b"# Mine\n")
+        FolderHub(own.url).publish(Content({}, {"README.md": b"# Digits\n"}), message="m")
+        assert own.read_bytes("README.md").decode().startswith("# Mine\n\n<!-- trainflow:revision -->")
+    finally:
+        Store.open("memory://test-card").delete_tree()

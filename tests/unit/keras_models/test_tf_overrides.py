@@ -1,17 +1,33 @@
-"""What a subclass of `TFTrainer` overrides, and what callbacks, checkpoints and saved models get."""
+"""What a subclass of `TFTrainer` overrides, its arguments, what callbacks and saved models get, and what is refused."""
 
 from __future__ import annotations
 
+import re
+import runpy
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.support.keras_toys import PLAIN, arrays, decay, keras, keras_model, losses, pairs, trainer, weights
-from trainer_lib import TFTrainer, TrainerCallback
-from trainer_lib.errors import CodeError, ConfigError
+from tests.support import keras_toys
+from tests.support.keras_toys import (
+    PLAIN,
+    arrays,
+    classifier,
+    decay,
+    keras,
+    keras_model,
+    losses,
+    pairs,
+    trainer,
+    weights,
+)
+from tests.support.repository import ROOT
+from trainer_lib import TFTrainer, TFTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.errors import CodeError, ConfigError, DataError
 
 pytestmark = [
     pytest.mark.needs("keras"),
@@ -124,20 +140,14 @@ def test_a_training_step_may_compute_its_gradients_itself(tmp_path: Path) -> Non
     np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-5)
 
 
-def test_a_training_step_that_returns_nothing_is_refused(tmp_path: Path) -> None:
-    class Mine(TFTrainer):
-        def training_step(self, features: Any, labels: Any, nb: Any) -> Any:  # type: ignore[override]
-            super().training_step(features, labels, nb)
-
-    with pytest.raises(CodeError, match="must return the loss"):
-        trainer(tmp_path, pairs(8), cls=Mine).train()
-
-
 @pytest.mark.parametrize("name", ["apply_gradients", "distributed_training_steps", "distributed_prediction_steps"])
 def test_an_override_that_would_not_be_called_is_refused(name: str, tmp_path: Path) -> None:
     mine = type("Mine", (TFTrainer,), {name: lambda self, *args: None})
     with pytest.raises(ConfigError, match=f"Mine.{name}.*Override"):
         trainer(tmp_path, pairs(8), cls=mine)
+    nothing = type("Nothing", (TFTrainer,), {"training_step": lambda self, features, labels, items: None})
+    with pytest.raises(CodeError, match="must return the loss"):
+        trainer(tmp_path, pairs(8), cls=nothing).train()
 
 
 def test_apply_gradients_steps_outside_of_training(tmp_path: Path) -> None:
@@ -175,8 +185,6 @@ def test_saved_weights_fit_a_model_of_the_same_code_in_any_process(tmp_path: Pat
     one = trainer(tmp_path, pairs(8), save_strategy="epoch")
     one.train()
     one.save_model(str(tmp_path / "saved"))
-    from safetensors.torch import load_file
-
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert set(saved) == {
         f"_torch_params.sequential/dense{n}/{part}" for n in ("", "_1") for part in ("kernel", "bias")
@@ -211,14 +219,7 @@ def test_layers_of_one_name_are_all_trained_and_saved(tmp_path: Path) -> None:
     assert {len(slots) for slots in one.optimizer.state.values()} == {2}
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    one = trainer(tmp_path, pairs(24), eval_dataset=pairs(24, seed=1), learning_rate=0.3, num_train_epochs=4, **given)
-    one.train()
-    assert one.evaluate()["eval_loss"] == pytest.approx(one.state.best_metric, rel=1e-6)
-
-
-def test_callbacks_see_the_keras_model_and_metrics_the_predictions(tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_and_callbacks_and_metrics_see_the_keras_model(tmp_path: Path) -> None:
     seen: list[Any] = []
 
     class See(TrainerCallback):
@@ -228,9 +229,125 @@ def test_callbacks_see_the_keras_model_and_metrics_the_predictions(tmp_path: Pat
     def accuracy(p: Any) -> dict[str, float]:
         return {"accuracy": float((p.predictions.argmax(1) == p.label_ids).mean())}
 
-    one = trainer(tmp_path, pairs(32), eval_dataset=pairs(16, seed=1), callbacks=[See()], compute_metrics=accuracy)
+    given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
+    given |= {"learning_rate": 0.3, "num_train_epochs": 4, "callbacks": [See()], "compute_metrics": accuracy}
+    one = trainer(tmp_path, pairs(24), eval_dataset=pairs(24, seed=1), **given)
     one.train()
+    measured = one.evaluate()
+    assert measured["eval_loss"] == pytest.approx(one.state.best_metric, rel=1e-6)
     assert seen[0] == (one.model, one.optimizer)
-    x, y = arrays(16, seed=1)
-    expected = float((one.model.predict(x, verbose=0).argmax(1) == y).mean())
-    assert one.evaluate()["eval_accuracy"] == expected
+    x, y = arrays(24, seed=1)
+    assert measured["eval_accuracy"] == float((one.model.predict(x, verbose=0).argmax(1) == y).mean())
+
+
+# -- arguments, and what is refused -----------------------------------------------------------------------------------
+def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ConfigError, "trains Keras models", {"model": torch.nn.Linear(2, 2)}),
+        (ConfigError, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
+        (ConfigError, "poly_power", {"poly_power": 2.0, "optim": "sgd"}),
+        (ConfigError, "cannot follow it", {"optimizers": (None, decay(4)), "optim": "sgd"}),
+        (ConfigError, "add_scalar", {"tb_writer": print}),
+        (ConfigError, "past_index", {"past_index": 1}),
+        (ConfigError, "bf16_full_eval", {"bf16_full_eval": True}),
+        (ConfigError, "another schedule", {"optimizers": (keras().optimizers.Adam(decay(3)), decay(4))}),
+        (ConfigError, "must be a Keras schedule", {"optimizers": (keras().optimizers.Adam(0.1), lambda step: 0.1)}),
+        (ConfigError, "use_ema", {"optimizers": (keras().optimizers.Adam(0.1, use_ema=True), None)}),
+        (DataError, "not a set of pairs", {"data": arrays(8)}),
+    ]
+    for error, text, given in cases:
+        data = given.pop("data", pairs(8))
+        with pytest.raises(error, match=text) as caught:
+            trainer(tmp_path, data, **given).train()
+        assert caught.value.remedy  # type: ignore[attr-defined]
+
+
+def test_sets_of_batches_are_refused(tmp_path: Path) -> None:
+    base: Any = keras().utils.PyDataset
+
+    class Batches(base):  # type: ignore[misc]
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return arrays(4, seed=index)
+
+    rows: Any = pairs(8)
+    sets: list[Any] = [Batches(), torch.utils.data.DataLoader(rows, batch_size=4)]
+    for data in sets:
+        with pytest.raises(DataError, match=r"items are batches.*get_train_tfdataset"):
+            trainer(tmp_path, data)
+
+    class Mine(TFTrainer):
+        def get_train_tfdataset(self) -> Any:
+            return Batches()
+
+    trainer(tmp_path, None, cls=Mine).train()
+
+
+def test_a_training_step_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = keras_model()
+
+    class Own(model):  # type: ignore[misc, valid-type]
+        def train_step(self, data: Any) -> Any: ...
+
+    with pytest.raises(ConfigError, match=r"overrides train_step.*Override training_step"):
+        trainer(tmp_path, pairs(4), model=Own())
+
+
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    optimizer = keras().optimizers.Adam(0.1)
+    trainer(tmp_path, pairs(8), optimizers=(optimizer, None)).train()
+    with pytest.raises(ConfigError, match="built for the variables of another model"):
+        trainer(tmp_path, pairs(8), optimizers=(optimizer, None))
+
+
+def test_a_model_without_a_loss_and_a_batch_without_labels_are_named(tmp_path: Path) -> None:
+    model = keras().Sequential([keras().layers.Dense(3)])
+    with pytest.raises(ConfigError, match="has no loss"):
+        trainer(tmp_path / "a", pairs(8), model=model).train()
+    with pytest.raises(ConfigError, match="no labels"):
+        trainer(tmp_path / "b", [(row,) for row, _ in pairs(8)]).train()
+    with pytest.raises(DataError, match="3 parts"):
+        trainer(tmp_path / "c", [(row, label, 1.0) for row, label in pairs(8)]).train()
+    with pytest.raises(ConfigError, match="no sample to build it with"):
+        trainer(tmp_path / "d", None, model=keras().Sequential([keras().layers.Dense(3)]))
+
+
+@pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])
+def test_arguments_of_a_tpu_are_refused(name: str) -> None:
+    """`tpu_name`, `tpu_zone`, `gcp_project`."""
+    given: Any = {name: "here"}
+    with pytest.raises(ConfigError, match=name) as caught:
+        TFTrainingArguments("out", **given)
+    assert caught.value.remedy
+
+
+def test_the_arguments_have_the_older_members() -> None:
+    args = TFTrainingArguments("out", use_cpu=True)
+    with args.strategy.scope() as strategy:
+        assert strategy.num_replicas_in_sync == args.n_replicas == args.n_gpu == 1
+        assert strategy.experimental_distribute_dataset([1]) == [1] and strategy.run(max, args=(1, 2)) == 2
+    with pytest.raises(ConfigError, match="xla"):
+        TFTrainingArguments("out", xla=True)
+
+
+def test_the_arguments_of_a_trainer_will_do_but_not_the_power_of_the_decay_for_a_trainer(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, disable_tqdm=True, save_strategy="no")
+    TFTrainer(classifier(), args, pairs(8)).train()
+    assert keras_toys.arguments(tmp_path).poly_power == 1.0
+    with pytest.raises(ConfigError, match=r"poly_power = 2.0: .*Use TFTrainer"):
+        Trainer(torch.nn.Linear(2, 2), keras_toys.arguments(tmp_path, poly_power=2.0), train_dataset=pairs(4))
+
+
+def test_the_example_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "keras.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(block)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script))
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0.9
+    assert (tmp_path / "out" / "checkpoint-96" / "COMMIT.json").exists()

@@ -1,7 +1,8 @@
-"""`TFTrainer`: Keras models under the Trainer's loop. Its numbers are those of Keras' own `fit`."""
+"""`TFTrainer`: Keras models under the Trainer's loop. Its numbers are those of Keras' own `fit`; resumes are exact."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,34 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import PLAIN, classifier, decay, fit, keras, keras_model, losses, pairs, trainer
+from tests.support.keras_toys import (
+    PLAIN,
+    arrays,
+    classifier,
+    decay,
+    fit,
+    keras,
+    keras_model,
+    losses,
+    pairs,
+    trainer,
+)
+from tests.support.resuming import prove
 from trainer_lib import TFTrainer
+from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.trainer.seed_states import capture_seeds, keep_seeds, part_seeds, restore_seeds
 
 pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
+
+
+def rates(one: Any) -> list[float]:
+    return [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
+
+
+FALLING = [1e-2 * (1 - step / 12) for step in range(12)]
 
 
 # ----------------------------------------------------------------------------------------------------- the same numbers
@@ -32,16 +54,8 @@ def test_a_given_keras_optimizer_trains_as_in_fit(name: str, tmp_path: Path) -> 
     np.testing.assert_allclose(losses(one), expected, rtol=1e-5)
     for mine, theirs in zip(one.model.variables, model.variables, strict=True):
         np.testing.assert_allclose(mine.value.detach(), theirs.value.detach(), rtol=1e-5, atol=1e-7)
-    rates = [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
-    np.testing.assert_allclose(rates, [1e-2 * (1 - step / 12) for step in range(12)], rtol=1e-5)
-    assert int(one.optimizer.iterations) == 12 and one.lr_scheduler(3) == pytest.approx(rates[3])
-
-
-def test_a_schedule_beside_an_optimizer_is_followed(tmp_path: Path) -> None:
-    one = trainer(tmp_path, pairs(24), optimizers=(keras().optimizers.Adam(1.0), decay(12)), **PLAIN)
-    one.train()
-    rates = [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
-    np.testing.assert_allclose(rates, [1e-2 * (1 - step / 12) for step in range(12)], rtol=1e-5)
+    np.testing.assert_allclose(rates(one), FALLING, rtol=1e-5)
+    assert int(one.optimizer.iterations) == 12 and one.lr_scheduler(3) == pytest.approx(FALLING[3])
 
 
 def test_without_an_optimizer_it_is_adam_with_a_polynomial_decay(tmp_path: Path) -> None:
@@ -50,15 +64,19 @@ def test_without_an_optimizer_it_is_adam_with_a_polynomial_decay(tmp_path: Path)
     one.train()
     assert isinstance(one.optimizer.keras_optimizer, keras().optimizers.AdamW)
     assert [one.optimizer._use_weight_decay(each) for each in one.model.trainable_variables] == [True, False] * 2
-    rates = [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
     rising = [1e-2 * step / 4 for step in range(4)]
-    np.testing.assert_allclose(rates, rising + [1e-2 * (1 - step / 8) ** 2 for step in range(8)], rtol=1e-5, atol=1e-9)
+    falling = [1e-2 * (1 - step / 8) ** 2 for step in range(8)]
+    np.testing.assert_allclose(rates(one), rising + falling, rtol=1e-5, atol=1e-9)
     assert losses(one)[-1] < losses(one)[0]
     plain = trainer(tmp_path / "plain", pairs(24))
     plain.create_optimizer_and_scheduler(num_training_steps=12)
     assert isinstance(plain.optimizer.keras_optimizer, keras().optimizers.Adam)
     schedule = plain.optimizer.keras_optimizer._learning_rate
     assert isinstance(schedule, keras().optimizers.schedules.PolynomialDecay)
+    # A schedule beside an optimizer is followed.
+    beside = trainer(tmp_path / "beside", pairs(24), optimizers=(keras().optimizers.Adam(1.0), decay(12)), **PLAIN)
+    beside.train()
+    np.testing.assert_allclose(rates(beside), FALLING, rtol=1e-5)
 
 
 def test_arguments_that_ask_for_another_optimizer_or_schedule_get_torchs(tmp_path: Path) -> None:
@@ -79,6 +97,8 @@ def test_accumulated_micro_batches_train_as_one_batch(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
+
+
 class Tagger:
     """Made inside: keras is imported by then."""
 
@@ -129,7 +149,7 @@ def test_a_model_that_takes_labels_computes_its_loss_over_all_target_items(tmp_p
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
 
 
-def test_a_mapping_of_labels_goes_to_the_model_by_name(tmp_path: Path) -> None:
+def test_mappings_of_inputs_and_labels_go_to_the_model_by_name(tmp_path: Path) -> None:
     module, model, seen = keras(), keras_model(), []
 
     class Spans(model):  # type: ignore[misc, valid-type]
@@ -149,10 +169,15 @@ def test_a_mapping_of_labels_goes_to_the_model_by_name(tmp_path: Path) -> None:
     one.train()
     assert set(seen) == {((4,), (4,))}
     out = one.predict(rows)
-    assert [part.shape for part in out.predictions] == [(8, 2), (8,)] and [len(part) for part in out.label_ids] == [
-        8,
-        8,
-    ]
+    assert [part.shape for part in out.predictions] == [(8, 2), (8,)]
+    assert [len(part) for part in out.label_ids] == [8, 8]
+    a, b = module.layers.Input((2,), name="a"), module.layers.Input((3,), name="b")
+    several = module.Model({"a": a, "b": b}, module.layers.Dense(1)(module.layers.concatenate([a, b])))
+    several.compile(loss="mse")
+    named = [({"a": row[:2], "b": row[2:]}, float(y)) for row, y in pairs(8)]
+    two = trainer(tmp_path / "two", named, model=several)
+    two.train()
+    assert two.predict([({"a": row["a"], "b": row["b"]},) for row, _ in named]).predictions.shape == (8, 1)
 
 
 def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path) -> None:
@@ -199,18 +224,9 @@ def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: P
     np.testing.assert_allclose([*losses(own), *losses(by_func)], expected, rtol=1e-5)
 
 
-def test_a_model_of_several_inputs_takes_a_mapping(tmp_path: Path) -> None:
-    module = keras()
-    a, b = module.layers.Input((2,), name="a"), module.layers.Input((3,), name="b")
-    model = module.Model({"a": a, "b": b}, module.layers.Dense(1)(module.layers.concatenate([a, b])))
-    model.compile(loss="mse")
-    rows = [({"a": row[:2], "b": row[2:]}, float(y)) for row, y in pairs(8)]
-    one = trainer(tmp_path, rows, model=model)
-    one.train()
-    assert one.predict([({"a": row["a"], "b": row["b"]},) for row, _ in rows]).predictions.shape == (8, 1)
-
-
 # ------------------------------------------------------------------------------------------------------------- the data
+
+
 class Once:
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
@@ -263,3 +279,111 @@ def test_a_tensorflow_data_set_is_shuffled_by_seed_and_epoch(tmp_path: Path) -> 
         trainer(tmp_path / name, FakeTf(pairs(12)), cls=Seeing).train()
     first, second = seen[0][:12], seen[0][12:]
     assert seen[0] == seen[1] and first != second and sorted(first) == sorted(second)
+
+
+@pytest.fixture
+def tensorflow() -> Any:
+    """TensorFlow, imported before a test is watched: it sets variables of the environment for the whole process."""
+    return importlib.import_module("tensorflow")
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorFlow's own
+def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(tensorflow: Any, tmp_path: Path) -> None:
+    def dataset(count: int) -> Any:
+        return tensorflow.data.Dataset.from_tensor_slices(arrays(count))
+
+    class Mine(TFTrainer):
+        def get_train_tfdataset(self) -> Any:
+            return self.train_dataset.repeat().batch(4)
+
+        def get_eval_tfdataset(self, eval_dataset: Any = None) -> Any:
+            return self.eval_dataset.repeat().batch(4), 3, 12
+
+    def make(folder: Path, *callbacks: Any) -> Any:
+        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
+        return trainer(folder, dataset(22), model=classifier(0.5), callbacks=callbacks, **given)
+
+    writer = tensorflow.summary.create_file_writer(str(tmp_path / "log"))
+    given = {"train_sampling_strategy": "sequential"}
+    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), tb_writer=writer, **given)
+    endless = trainer(tmp_path / "endless", dataset(24), cls=Mine, eval_dataset=dataset(12), max_steps=12)
+    other = trainer(tmp_path / "other", pairs(24), eval_dataset=pairs(12), **given)
+    for each in (one, endless, other):
+        each.train()
+        assert losses(each) == losses(one)
+        assert each.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"])
+    assert one.predict(dataset(5)).predictions.tolist() == other.predict(pairs(5)).predictions.tolist()
+    writer.close()
+    reading: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reading.EventAccumulator(str(tmp_path / "log"))
+    events.Reload()
+    assert "train/loss" in events.Tags()["tensors"]
+    prove(make, tmp_path / "resumed", 8)
+
+
+# -------------------------------------------------------------------------------------------------------- exact resumes
+def seeds(one: Any) -> dict[str, list[int]]:
+    return capture_seeds(one.model)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "stop"), [(None, 2), ("Adam", 4), ("SGD", 2), ("Nadam", 4), ("Adafactor", 2), ("torch", 4)]
+)
+def test_a_resumed_training_equals_an_uninterrupted_one(optimizer: str | None, stop: int, tmp_path: Path) -> None:
+    """Dropout, BatchNorm, accumulation, a smaller last step; the default optimizer, given ones, and torch's."""
+
+    def make(folder: Path, *callbacks: Any) -> Any:
+        given: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
+        if optimizer == "torch":
+            given["optim"] = "adamw_torch"
+        elif optimizer is not None:
+            more = {"momentum": 0.9} if optimizer == "SGD" else {}
+            schedule = keras().optimizers.schedules.CosineDecay(1e-2, 6)
+            given["optimizers"] = (getattr(keras().optimizers, optimizer)(schedule, **more), schedule)
+        model = classifier(0.5, norm=True)
+        return trainer(folder, pairs(22), model=model, callbacks=callbacks, num_train_epochs=2, **given)
+
+    whole, resumed = prove(make, tmp_path, stop)
+    assert seeds(whole) == seeds(resumed) and seeds(whole)
+
+
+def test_an_evaluation_leaves_no_trace_in_the_seeds(tmp_path: Path) -> None:
+    module, model = keras(), keras_model()
+
+    class Noisy(model):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.drop = module.layers.Dense(3), module.layers.Dropout(0.5, seed=3)
+
+        def call(self, x: Any, labels: Any = None) -> Any:
+            logits = self.head(self.drop(x, training=True))  # in evaluations, too
+            logits = logits + 0 * module.random.normal((1,))
+            return logits if labels is None else (torch.nn.functional.cross_entropy(logits, labels), logits)
+
+    ends = []
+    for name, given in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
+        module.utils.set_random_seed(0)
+        one = trainer(tmp_path / name, pairs(16), model=Noisy(), eval_dataset=pairs(8), **given)
+        one.train()
+        ends.append((seeds(one), {k: v.clone() for k, v in one.model.state_dict().items()}))
+    assert ends[0][0] == ends[1][0] and "global" in ends[0][0]
+    assert all(torch.equal(value, ends[1][1][name]) for name, value in ends[0][1].items())
+
+
+def test_seeds_are_captured_restored_kept_and_parted() -> None:
+    model = classifier(0.5)
+    before = capture_seeds(model)
+    with keep_seeds(model):
+        model(np.zeros((2, 5), "float32"), training=True)
+        assert capture_seeds(model) != before
+    assert capture_seeds(model) == before
+    part_seeds(model, 42, 0, 1)
+    parted = capture_seeds(model)
+    assert parted != before
+    part_seeds(model, 42, 0, 2)
+    assert capture_seeds(model) != parted
+    restore_seeds(model, {**before, "of another model": [1, 2]})
+    assert capture_seeds(model) == before
+    assert capture_seeds(torch.nn.Linear(2, 2)).keys() <= {"global"}, "other models have none"
+    assert "seeds" not in capture_rng()

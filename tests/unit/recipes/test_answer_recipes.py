@@ -47,8 +47,6 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 # -- texts that are generated -----------------------------------------------------------------------------------------
-
-
 def test_texts_are_generated_in_evaluation_and_for_new_rows(names: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = names
     trainer = trained(names, tmp_path, {"config": T5}, 30, **BATCHES)
@@ -134,8 +132,6 @@ def test_scores_are_those_of_the_papers() -> None:
 
 
 # -- answers in contexts ----------------------------------------------------------------------------------------------
-
-
 def test_answers_of_every_form_are_the_same_rows(tmp_path: Path) -> None:
     start = CONTEXT.index("Ada")
     squad = {"text": ["Ada", "Ada wrote"], "answer_start": [start, start]}

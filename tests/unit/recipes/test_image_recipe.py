@@ -54,8 +54,6 @@ def new_trainer(made: Prepared, folder: Path, steps: int, **more: Any) -> Any:
 
 
 # -- what it makes of real images -------------------------------------------------------------------------------------
-
-
 def test_a_trained_network_beats_the_most_frequent_class_and_reads_the_path_of_a_new_image(tmp_path: Path) -> None:
     folder = written(tmp_path / "digits", 400)
     made = recipe, splits, data = prepared(tmp_path, [folder], split={"test": 0.3})
@@ -143,8 +141,6 @@ def test_a_model_of_transformers_brings_its_own_size_and_its_head_must_fit(tmp_p
 
 
 # -- folders, tables and splits; what is refused ----------------------------------------------------------------------
-
-
 def test_splits_are_given_by_folders_and_never_mixed_unsaid(tmp_path: Path) -> None:
     for split, start in (("train", 0), ("test", 100)):
         for name, content in list(digits().items())[start : start + 100]:
@@ -204,8 +200,6 @@ def test_files_and_options_that_spoil_the_training_are_refused(tmp_path: Path) -
 
 
 # -- modes and sizes --------------------------------------------------------------------------------------------------
-
-
 def pixels(image: Image.Image, form: ImageForm, kind: str = "PNG", **saved: Any) -> np.ndarray:
     content = io.BytesIO()
     image.save(content, kind, **saved)
@@ -255,7 +249,6 @@ def test_mean_and_spread_are_those_of_all_pixels() -> None:
 
 
 # -- models of timm: what their configuration says ---------------------------------------------------------------------
-
 # As the repositories of timm on the Hub have it, with what is not read left out.
 TIMM: dict[str, Any] = {
     "architecture": "resnet10t",

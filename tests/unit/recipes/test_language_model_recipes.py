@@ -82,8 +82,6 @@ def known(pairs: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- packed training --------------------------------------------------------------------------------------------------
-
-
 def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencies(
     packed: Prepared, tmp_path: Path
 ) -> None:
@@ -263,8 +261,6 @@ def test_models_that_do_not_fit_are_refused(packed: Prepared, base: Path, tmp_pa
 
 
 # -- preferences ------------------------------------------------------------------------------------------------------
-
-
 def by_hand(model: Any, data: Any, tokenizer: Any, row: dict[str, Any], name: str) -> torch.Tensor:
     """The logarithm of an answer's probability, token after token in float64, without batches or padding."""
     prompt = tokenizer(row["prompt"])["input_ids"]

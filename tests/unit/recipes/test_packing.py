@@ -116,7 +116,6 @@ def test_an_overlong_document_without_a_policy_is_refused_by_name() -> None:
 
 
 # -- batches of packed rows -------------------------------------------------------------------------------------------
-
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -247,8 +246,6 @@ def test_a_document_in_a_row_of_its_own_is_an_ordinary_batch() -> None:
 
 
 # -- models that mix documents ----------------------------------------------------------------------------------------
-
-
 def check(model: Any, isolate: str, *, flattened: bool = False) -> None:
     require_isolation(model, vocabulary=100, length=16, isolate=isolate, flattened=flattened)
 

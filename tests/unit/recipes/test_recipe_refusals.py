@@ -69,6 +69,9 @@ TABLE, GAP, RARE = table(), table().replace("1,red,yes,0", ",red,yes,0", 1), tab
 NAMED = "\n".join(f"{line},{'name' if row == 0 else f'n{row}'}" for row, line in enumerate(table(rows=120).split()))
 SEA: dict[str, Any] = {"time": "month", "target": "temperature", "context": 36, "horizon": 6, "season": 12}
 MARCH = next(line for line in elnino().splitlines() if line.startswith("1960-03-01"))
+WORD = table().replace("3,blue,yes,0", "unknown,blue,yes,0", 1)
+TWELVE, GAP_IN_TIME = counted(steps=12), counted().replace("\n12,12,ada,5", "")
+BY_TIME, BY_COLUMN = ({"split": {"by": by, "column": column}} for by, column in (("time", "house"), ("column", "fold")))
 HOLES = counted().replace("\n12,12,ada,5", "").replace("\n13,13,", "\n13,,")
 LATE = counted(*(f"{step},{step},bea,1" for step in range(20, 30)))
 NAMES, PAIRS = "name,parts\n" + "a,b\n" * 9, "entity,character\n" + "".join(f"a{row},b{row}\n" for row in range(9))
@@ -84,19 +87,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (TABLE, {"features": ["sise"]}, 'Did you mean "size"?'),
         (TABLE, {"ignored": ["size"]}, 'Did you mean "ignore"?'),
         (TABLE, {"split": {"by": "grup"}}, 'Did you mean "group"?'),
-        (
-            table().replace("3,blue,yes,0", "unknown,blue,yes,0", 1),
-            {},
-            "data.csv, row 3 (line 5), column 'size': 'unknown' is not a number … 39 of the 40 … categorical=[size]",
-        ),
+        (WORD, {}, "data.csv, row 3 (line 5), column 'size': 'unknown' is not a number … 39 of the 40 … ical=[size]"),
         (GAP, {}, "row 1 (line 3), column 'size': there is no value, as in 1 of 40 rows … missing=mean"),
         (table().replace("1,red,yes,0", "1,red,,0", 1), {}, "column 'answer': there is no value"),
         (RARE, {}, "has no row of the class 'maybe', of which there are 1 in all … absent_classes"),
-        (
-            RARE,
-            {"split": {"by": "time", "column": "house"}},
-            "row 40 (line 42): the label 'maybe' in the split 'test' is in no row of train",
-        ),
+        (RARE, BY_TIME, "row 40 (line 42): the label 'maybe' in the split 'test' is in no row of train"),
         (table().replace(",no,", ",yes,"), {}, "All training rows have the label 'yes'"),
         (table(rows=4), {}, "gets none of the 4 rows"),
         (TABLE, {"split": {"test": 0.9}}, "Nothing is left to train on"),
@@ -109,15 +104,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "tabular-regression": [(TABLE, {}, "holds texts, such as 'no'")],
     "time-series-forecasting": [
-        (
-            counted("7,99,x,1"),
-            {},
-            "row 30 (line 32): the time 7 is that of … row 7 (line 9) … prepare.options.series=NAME",
-        ),
+        (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
         (
             counted().replace("\n12,", "\n12.5,"),
             {},
-            "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1",
+            "row 12 (line 14): the time 12.5 is not on the grid … at 0 … a step of 1",
         ),
         (elnino().replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
         (elnino().replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
@@ -125,19 +116,15 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (elnino().replace(f"{MARCH}\n", ""), SEA, "lacks 1 steps"),
         (elnino().replace(f"{MARCH}\n", ""), {**SEA, "step": "MS"}, "lacks 1 steps"),
         (HOLES, {}, "column 'y': there is no value, as in 1 of 29 rows"),
-        (
-            counted().replace("\n12,12,ada,5", ""),
-            {},
-            "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all",
-        ),
+        (GAP_IN_TIME, {}, "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all"),
         (counted().replace("\n0,0,", "\n0,,"), {"missing": "previous"}, "the first value is missing"),
         (counted(), {"context": 40}, "has 30 steps, and a window needs 42"),
         (
-            counted(steps=12),
+            TWELVE,
             {"split": {"validation": 0.1, "test": 0.2}},
-            "The split 'validation' has 1 steps, and no window of 2 targets fits into it",
+            "'validation' has 1 steps, and no window of 2 targets fits",
         ),
-        (counted(steps=12), {"split": {"validation": 0.3, "test": 0.3}}, "behind 4 known ones"),
+        (TWELVE, {"split": {"validation": 0.3, "test": 0.3}}, "behind 4 known ones"),
         (counted(), {"split": {"by": "random"}}, "= random"),
         (counted(), {"split": {"validation": 0.5, "test": 0.5}}, "Nothing is left"),
         (counted(), {"season": 5}, "does not fit into a context of 4"),
@@ -164,7 +151,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (tagged((["a", ""], ["X", "Y"])), {}, "row 9 (line 10), column 'words': number 1 of the list is empty"),
         (
             jsonl(*FOLDS),
-            {"split": {"by": "column", "column": "fold"}},
+            BY_COLUMN,
             "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train",
         ),
         (jsonl(*[{"words": ["a"], "tags": ["X"]}] * 9), {}, "there is nothing to learn"),
@@ -181,7 +168,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (NAMES, {"target": None}, "prepare.options.target"),
         (NAMES, STRATIFIED, "no class to cut by"),
         (NAMES, {"max_lenght": 3}, 'Did you mean "max_length"?'),
-        (NAMES, {"folder": "nowhere"}, "cannot load this model"),
+        (NAMES, {"folder": "/nowhere/model"}, "cannot load this model"),
         (NAMES.replace("name", "labels", 1), {"text": "labels"}, "uses the name 'labels' itself"),
     ],
     "embeddings": [
@@ -194,16 +181,8 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "question-answering": [
         (asked("Eve"), {}, "row 9 (line 10): the answer 'Eve' is not in the context"),
-        (
-            asked({"text": ["Ada"], "answer_start": [0]}),
-            {},
-            "the answer 'Ada' is not at character 0 of the context",
-        ),
-        (
-            asked({"text": ["Ada"], "answer_start": [0, 1]}),
-            {},
-            "row 9 (line 10), column 'answers': there are 1 texts and 2 starts",
-        ),
+        (asked({"text": ["Ada"], "answer_start": [0]}), {}, "the answer 'Ada' is not at character 0 of the context"),
+        (asked({"text": ["Ada"], "answer_start": [0, 1]}), {}, "(line 10), column 'answers': there are 1 texts and 2"),
         (asked({"texts": ["Ada"]}), {}, "there is no 'text'"),
         (asked([" "]), {}, "an answer is empty"),
         (asked({"text": [{}]}), {}, "a dict is not an answer"),
@@ -216,11 +195,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (asked(), {"context": "contxt"}, 'Did you mean "context"?'),
         (asked(), {"answers": "answer"}, 'Did you mean "answers"?'),
         (asked(), {"max_lenght": 3}, 'Did you mean "max_length"?'),
-        (
-            asked("Ada", question="why " * 40),
-            {"max_length": 64, "stride": 32},
-            "row 9 (line 10): the question 'why why",
-        ),
+        (asked("Ada", question="why " * 40), {"max_length": 64, "stride": 32}, "row 9 (line 10): the question 'why"),
         (asked() + '{"question": "a', {}, "line 10"),
     ],
     "preference-optimization": [
@@ -230,14 +205,10 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (
             preferred(rejected=" 12 is said "),
             {},
-            "data.jsonl, row 12 … columns 'chosen' and 'rejected': the two answers are alike",
+            "data.jsonl, row 12 … 'chosen' and 'rejected': the two answers are alike",
         ),
         (preferred(chosen=[{"role": "assistant"}]), {}, "column 'chosen': a list is not a text"),
-        (
-            preferred(prompt="a long prompt " * 200),
-            {},
-            "prepare.options.max_length … row 12 … column 'prompt': the prompt has",
-        ),
+        (preferred(prompt="a long prompt " * 200), {}, "options.max_length … row 12 … column 'prompt': the prompt has"),
         (preferred(chosen=SAME + " a", rejected=SAME + " b"), {}, "are the same for both answers"),
         (preferred(), {"chosen": "choosen"}, 'Did you mean "chosen"?'),
         (preferred(), STRATIFIED, "no class to cut by"),

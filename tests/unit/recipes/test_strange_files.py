@@ -60,7 +60,6 @@ def texts_of(splits: dict[str, Any], *sources: Path, **options: Any) -> dict[str
 
 
 # -- dates ------------------------------------------------------------------------------------------------------------
-
 DAYS = [(year, month, day) for year in (2023, 2024) for month in range(1, 13) for day in (5, 15, 25)]
 MIXED = [DAYS[place * 29 % len(DAYS)] for place in range(len(DAYS))]
 MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
@@ -146,8 +145,6 @@ def test_digits_are_dates_where_their_form_is_given_and_ask_for_it_where_it_is_n
 
 
 # -- groups and ids ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "patients", [["A0", *(f"{number:03}" for number in range(20))], ["7", "07", "007", *"1234567"]]
 )
@@ -218,7 +215,6 @@ def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, k
 
 
 # -- hidden files -----------------------------------------------------------------------------------------------------
-
 HIDDEN = [
     ".git/objects/a.csv",
     "cats/.ipynb_checkpoints/0-checkpoint.csv",
@@ -261,8 +257,6 @@ def test_a_hidden_folder_is_not_a_class_of_images(tmp_path: Path) -> None:
 
 
 # -- columns, separators, encodings -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["", "Unnamed: 0", "__index_level_0__"])
 def test_the_index_of_pandas_is_left_out_and_said(tmp_path: Path, name: str) -> None:
     rows = [f"{row},{row % 5},{'ab'[row % 2]}" for row in range(40)]
@@ -362,8 +356,6 @@ def test_gaps_written_as_words_and_texts_that_differ_in_case_are_noticed(tmp_pat
 
 
 # -- documents of text files and tables -------------------------------------------------------------------------------
-
-
 def read(*sources: str | Path, **more: Any) -> list[TextDocument]:
     settings = {"rename": {}, "separator": None, "field": "prepare.sources", **more}
     return list(read_documents(list(map(str, sources)), **settings))
@@ -455,8 +447,6 @@ def test_splits_of_documents_are_files_or_cut_at_random_by_group_and_by_time(tmp
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def test_values_come_back_from_the_disk_as_they_were() -> None:
     given = ["", "é\n", None, True, 2**70, -1, 0.1, float("inf"), ("a", 1), [1], *map(str, range(5000))]
     spool = Spool()

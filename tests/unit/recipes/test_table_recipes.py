@@ -45,8 +45,6 @@ def table(rows: int = 40) -> str:
 
 
 # -- what they make of real data --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "source", "label", "margin", "least"),
     [
@@ -83,8 +81,6 @@ def test_the_trivial_model_is_measured_on_the_same_rows(tmp_path: Path) -> None:
 
 
 # -- splits -----------------------------------------------------------------------------------------------------------
-
-
 def test_classes_have_equal_shares_and_every_row_is_in_one_split(tmp_path: Path) -> None:
     _, splits, data = prepared("tabular-classification", tmp_path, [WINE], label="cultivar")
     assert sorted(row["row_id"] for rows in splits.values() for row in rows) == list(range(178))
@@ -141,8 +137,6 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
 
 
 # -- features ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_network_takes_missing_numbers_and_texts_that_it_has_not_seen() -> None:
     net = TabularNet({"b": [3.0, 2.0], "a": [0.0, 1.0]}, {"t": ["x", "y"]}, 2, [8], 0.0).eval()
     assert net.mean.tolist() == [0.0, 3.0], "columns go by name, so new rows may have any order"
@@ -185,8 +179,6 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 # -- series: windows of time -----------------------------------------------------------------------------------------
-
-
 def counted(steps: int = 30, **more: int) -> str:
     """A series whose value is its time; those of `more` are it shifted by a number."""
     names = more or {"": 0}

@@ -62,8 +62,6 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 # -- classes of texts -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("long", "pair"), [(1, False), (3, False), (3, True)])
 def test_texts_that_are_cut_are_counted_and_over_one_percent_of_them_are_a_warning(
     tmp_path: Path, long: int, pair: bool
@@ -162,8 +160,6 @@ def test_a_tokenizer_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> N
 
 
 # -- what one key of train.args changes in any recipe of transformers: memory or speed, and not what is learned ------
-
-
 class Counting(Trainer):
     """Counts how often a layer ran forward in training."""
 
@@ -231,8 +227,6 @@ def test_settings_that_a_configuration_takes_under_other_names_are_taken() -> No
 
 
 # -- tags of words ----------------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_begins_at_random_beats_the_usual_tags_and_takes_new_rows(words: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = words
     trainer = trained(words, tmp_path, {"config": TINY}, 60, per_device_train_batch_size=16, learning_rate=1e-2)
@@ -310,8 +304,6 @@ def test_entities_count_where_name_and_ends_are_right() -> None:
 
 
 # -- embeddings of pairs ----------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_begins_at_random_beats_the_tokens_in_common_and_embeds_new_rows(
     names: Prepared, tmp_path: Path
 ) -> None:

@@ -104,14 +104,14 @@ def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: 
     def worked(folder: str, *parts: int) -> list[float]:
         tried: list[dict[str, Any]] = []
         for trials in parts:  # the command stops in between
-            of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=20))
+            of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
             tried += work(of, lambda values: off(values) + (values[WIDTH.name] != 32), trials)
         return list(map(off, tried))
 
-    whole = worked("whole", 20)
+    whole = worked("whole", 30)
     assert statistics.mean(whole[10:]) < 0.5 * statistics.mean(whole[:10]), "the first ten are spread out"
     assert min(whole[10:]) < min(whole[:10])
-    assert worked("stopped", 5, 5, 4, 6) == whole
+    assert worked("stopped", 5, 5, 4) == whole[:14]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])

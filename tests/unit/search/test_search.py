@@ -384,8 +384,6 @@ def test_a_trial_without_memory_leaves_the_next_one_as_it_is(tmp_path: Path) -> 
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

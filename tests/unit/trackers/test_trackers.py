@@ -30,9 +30,8 @@ from trainer_lib.trackers.params import flatten_params
 from trainer_lib.trackers.spool import Session
 from trainer_lib.trackers.vendors import OURS, VENDORS
 
+
 # -- names and values -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -106,8 +105,6 @@ def test_a_result_is_grouped_by_split_or_stage_without_epoch_timings_and_texts()
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
-
-
 def test_parameters_are_flat_and_short() -> None:
     flat = flatten_params({"train": {"args": {"lr": 1e-3, "betas": [0.9, 0.99]}}, "empty": {}, "long": "x" * 9000})
     assert len(flat.pop("long")) == 500
@@ -138,8 +135,6 @@ def test_what_only_sounds_like_a_secret_is_shown() -> None:
 
 
 # -- lines of files ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["local", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     store = Store.open(tmp_path / "out" if request.param == "local" else "memory://test-trackers/out")
@@ -205,7 +200,6 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_training(
 
 
 # -- points that a run of MLflow has already are not written again ----------------------------------------------------
-
 KEY = "test_accuracy"
 
 
@@ -238,8 +232,6 @@ def test_points_told_twice_are_written_once(tmp_path: Path, told: list[tuple[int
 
 
 # -- the callback -----------------------------------------------------------------------------------------------------
-
-
 class Recorder:
     """A tracker that remembers what it was told."""
 
