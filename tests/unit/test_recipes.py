@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_lib.errors import (
-    CodeError,
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    OutOfMemoryError,
-    TrainflowError,
-)
+from trainer_lib.errors import CodeError, ConfigError, DataError, MissingExtraError, OutOfMemoryError, TrainflowError
 from trainer_lib.recipe_failures import user_error
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load

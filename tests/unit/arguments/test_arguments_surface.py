@@ -94,11 +94,6 @@ def test_every_number_has_a_unit() -> None:
                 assert declarations(cls)[name].unit, name
 
 
-def test_output_dir_comes_first() -> None:
-    assert TrainingArguments("here").output_dir == "here"
-    assert Seq2SeqTrainingArguments("here").output_dir == "here"
-
-
 def test_replace_subclass_assignment_and_copy_work_as_for_any_dataclass() -> None:
     @dataclass
     class Mine(TrainingArguments):

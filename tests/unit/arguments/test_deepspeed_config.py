@@ -33,10 +33,7 @@ BY_FILE: dict[str, Any] = {
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
     "zero_allow_untested_optimizer": True,
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500},
-    },
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}},
 }
 BY_ARGUMENTS: dict[str, Any] = {
     "learning_rate": 3e-5,
@@ -272,8 +269,7 @@ def test_parameters_are_offloaded_in_stage_3_alone_and_dropped_with_a_warning_el
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"fsdp": "full_shard"}, {"auto_find_batch_size": True}, {"torch_compile": True}, {"bf16_full_eval": True}],
+    "given", [{"fsdp": "full_shard"}, {"auto_find_batch_size": True}, {"torch_compile": True}, {"bf16_full_eval": True}]
 )
 def test_arguments_that_cannot_stand_beside_it(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="deepspeed") as caught:

@@ -104,8 +104,6 @@ def test_overridden_defaults_and_added_fields_of_a_derived_class_count() -> None
     assert off.gradient_checkpointing is off.activation_checkpointing is False
     off = BaseConfig("out", gradient_checkpointing=False)
     assert off.gradient_checkpointing is off.activation_checkpointing is False
-    with pytest.raises(ConfigError, match="This contradicts activation_checkpointing"):
-        TrainingArguments("out", gradient_checkpointing=True, activation_checkpointing=False)
     assert BaseConfig("out", fp16=True).bf16 is False
     assert BaseConfig("out", truncation="legacy").truncation == "start"  # its own choices are its own business
     assert BaseConfig("out", model_init_kwargs='{"dtype": "float32", "use_cache": "false"}').model_init_kwargs == {

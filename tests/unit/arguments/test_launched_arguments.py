@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
-from trainer_lib.arguments.deepspeed.deepspeed_config import plan
 from trainer_lib.arguments.environment import ALONE, Ranks, first_host, ranks, tasks_per_node
 from trainer_lib.arguments.schedulers import find_machines
 from trainer_lib.errors import ConfigError
@@ -270,74 +268,6 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
     assert (caught.value.field or "").removeprefix("environment variable ") in environ
     assert caught.value.value is not None
     assert caught.value.remedy is not None
-
-
-#: What `accelerate config` wrote, less what says how many processes there are and where.
-FSDP_FILE = """\
-distributed_type: FSDP
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: true
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: 1
-  fsdp_state_dict_type: FULL_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-mixed_precision: bf16
-num_processes: 2
-"""
-DEEPSPEED_FILE = """\
-deepspeed_config:
-  gradient_accumulation_steps: 1
-  gradient_clipping: 0.7
-  offload_optimizer_device: cpu
-  offload_param_device: cpu
-  zero3_init_flag: true
-  zero_stage: 2
-distributed_type: DEEPSPEED
-mixed_precision: bf16
-num_processes: 4
-"""
-MACHINE = "compute_environment: LOCAL_MACHINE\ndowncast_bf16: 'no'\nmachine_rank: 0\nnum_machines: 1\nuse_cpu: false\n"
-
-
-def changed_by(text: str, folder: Path) -> tuple[TrainingArguments, dict[str, Any]]:
-    """The arguments under what `accelerate launch` sets for its processes with a file, and those that it changes."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-
-    config, before = folder / "config.yaml", dict(os.environ)
-    config.write_text(MACHINE + text)
-    words = ["--config_file", str(config), "script.py"]
-    given, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    if given.use_deepspeed:
-        given.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        after = prepare_deepspeed_cmd_env(given)[1]
-    else:
-        after = prepare_multi_gpu_env(given)
-    environ = {name: value for name, value in after.items() if before.get(name) != value}
-    args, usual = launched.apply_launcher(TrainingArguments("out"), environ), TrainingArguments("out").to_dict()
-    return args, {key: value for key, value in args.to_dict().items() if usual[key] != value}
-
-
-@pytest.mark.filterwarnings("ignore:zero_optimization.offload_param is dropped")
-def test_a_launcher_of_accelerate_means_the_right_arguments(tmp_path: Path) -> None:
-    _, changed = changed_by(FSDP_FILE, tmp_path)
-    config = changed.pop("fsdp_config")
-    assert changed == {"bf16": True, "fsdp": "full_shard auto_wrap"}
-    assert (config["state_dict_type"], config["forward_prefetch"]) == ("full_state_dict", True)
-    assert config["transformer_layer_cls_to_wrap"] == ["BertLayer"] and len(config) == 3
-    file = tmp_path / "ds_zero3_config.json"
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
-    section = f"deepspeed_config:\n  deepspeed_config_file: {file}\n  zero3_init_flag: true\n"
-    _, changed = changed_by(section + "distributed_type: DEEPSPEED\nnum_processes: 4\n", tmp_path)
-    assert changed == {"deepspeed": str(file)}
-    args, changed = changed_by(DEEPSPEED_FILE, tmp_path)
-    assert changed == {"bf16": True, "max_grad_norm": 0.7, "deepspeed": args.deepspeed}
-    offloads = plan(args)
-    assert (offloads.stage, offloads.offload_optimizer, offloads.offload_param) == (2, "cpu", None)
 
 
 def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,9 +243,7 @@ def test_a_wrong_argument_is_refused_by_name(words: str, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_an_error_ends_a_script_and_is_not_buried_under_two_hundred_options(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_ends_a_script_and_is_not_buried_under_two_hundred_options(capsys: pytest.CaptureFixture[str]) -> None:
     parser = ArgumentParser(TrainingArguments, prog="train.py")
     unknown = 'train.py: error: --lerning_rate: No argument has this name. Did you mean "--learning_rate"?'
     for words, said in (

@@ -12,18 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import (
-    PLAIN,
-    arrays,
-    classifier,
-    decay,
-    fit,
-    keras,
-    keras_model,
-    losses,
-    pairs,
-    trainer,
-)
+from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, losses, pairs, trainer
 from tests.support.resuming import prove
 from trainer_lib import TFTrainer
 from trainer_lib.checkpoint.rng import capture_rng

@@ -127,10 +127,8 @@ Digests = dict[str, dict[str, dict[str, str]]]
     ("file", "old", "new", "runs"),
     [
         ("splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
-        ("table_files.py", "text = value.strip()", "text = value", {"prepare"}),
         ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
         ("held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
-        ("tabular_classification.py", '"dropout": 0.1', '"dropout": 0.2', {"train", "evaluate", "predict"}),
         ("named_classes.py", '"confidence"', '"sure"', {"predict"}),
     ],
 )

@@ -14,15 +14,7 @@ import pytest
 import torch
 
 from flows.new_project.starter_data import code_lines, entity_names, modules
-from tests.support.named_recipes import (
-    TINY,
-    Prepared,
-    RecipeCase,
-    collate_of,
-    prepare_sources,
-    trained,
-    trainer_of,
-)
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from trainer_lib import EvalPrediction, Trainer
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.resamples import Remembered

@@ -59,9 +59,7 @@ def test_the_best_run_is_the_one_with_the_lowest_loss(tmp_path: Path) -> None:
 
 def test_a_trial_is_exactly_a_training_with_its_arguments(tmp_path: Path) -> None:
     best = search_trainer(tmp_path / "search").hyperparameter_search(
-        lambda trial: {**_tried(trial), "seed": 7, "label_smoothing_factor": 0.1},
-        n_trials=1,
-        sampler=_fixed(0.05),
+        lambda trial: {**_tried(trial), "seed": 7, "label_smoothing_factor": 0.1}, n_trials=1, sampler=_fixed(0.05)
     )
     alone = search_trainer(tmp_path / "alone", learning_rate=0.05, seed=7, label_smoothing_factor=0.1)
     alone.train()
@@ -71,7 +69,13 @@ def test_a_trial_is_exactly_a_training_with_its_arguments(tmp_path: Path) -> Non
     assert best.objective != other.evaluate()["eval_loss"]
 
 
-def test_maximising_the_sum_of_metrics_is_the_default_objective(tmp_path: Path) -> None:
+def test_the_default_objective_leaves_out_what_is_no_metric(tmp_path: Path) -> None:
+    other: dict[str, Any] = dict.fromkeys(("epoch", "eval_runtime", "eval_samples_per_second"), 9.0)
+    other |= {"eval_mem_cpu_alloc_delta": 5, "num_input_tokens_seen": 7}
+    assert default_compute_objective({**other, "eval_loss": 0.5}) == 0.5
+    assert default_compute_objective({**other, "eval_loss": 0.5, "eval_f1": 0.25, "eval_em": 0.5}) == 0.75
+    with pytest.raises(ConfigError, match="neither a loss nor a metric"):
+        default_compute_objective(other)
     scores = iter([0.2, 0.2, 0.9, 0.9, 0.5, 0.5])
     trainer = search_trainer(tmp_path, compute_metrics=lambda p: {"a": next(scores), "b": 0.05})
     best = trainer.hyperparameter_search(rate, n_trials=3, direction="maximize")
@@ -79,25 +83,17 @@ def test_maximising_the_sum_of_metrics_is_the_default_objective(tmp_path: Path) 
     assert best.objective == pytest.approx(0.95)
 
 
-def test_the_default_objective_leaves_out_what_is_no_metric() -> None:
-    other = {
-        "epoch": 1.0,
-        "eval_runtime": 1.0,
-        "eval_samples_per_second": 9.0,
-        "eval_mem_cpu_alloc_delta": 5,
-        "num_input_tokens_seen": 7,
-    }
-    assert default_compute_objective({**other, "eval_loss": 0.5}) == 0.5
-    assert default_compute_objective({**other, "eval_loss": 0.5, "eval_f1": 0.25, "eval_em": 0.5}) == 0.75
-    with pytest.raises(ConfigError, match="neither a loss nor a metric"):
-        default_compute_objective(other)
-
-
 def test_the_references_defaults_can_be_given_by_name(tmp_path: Path) -> None:
-    best = search_trainer(tmp_path, eval_strategy="no", max_steps=1).hyperparameter_search(
-        default_hp_space_optuna, default_compute_objective, n_trials=1, backend=HPSearchBackend.OPTUNA
-    )
-    assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
+    notes = Notes()
+    trainer = search_trainer(tmp_path, max_steps=-1, eval_strategy="no", callbacks=[notes])
+    named = (default_hp_space_optuna, default_compute_objective)
+    for given in ((), named):
+        best = trainer.hyperparameter_search(*given, n_trials=1, backend=HPSearchBackend.OPTUNA)
+        assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
+    for began in notes.began:
+        assert 1e-6 <= began["learning_rate"] <= 1e-4
+        assert isinstance(began["num_train_epochs"], float)
+        assert began["max_steps"] == began["num_train_epochs"] * -(-24 // began["per_device_train_batch_size"])
     assert HPSearchBackend("ray") is HPSearchBackend.RAY
 
 
@@ -108,17 +104,6 @@ def test_several_objectives_give_the_runs_that_none_beats(tmp_path: Path) -> Non
     )
     assert sorted((run.run_id, run.objective) for run in best) == [("0", [1.0, 5.0]), ("1", [2.0, 9.0])]
     assert all(set(run.hyperparameters) == {"learning_rate"} for run in best)
-
-
-def test_the_space_by_default_and_the_types_of_arguments(tmp_path: Path) -> None:
-    notes = Notes()
-    trainer = search_trainer(tmp_path, max_steps=-1, eval_strategy="no", callbacks=[notes])
-    best = trainer.hyperparameter_search(n_trials=2)
-    assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
-    for began in notes.began:
-        assert 1e-6 <= began["learning_rate"] <= 1e-4
-        assert isinstance(began["num_train_epochs"], float)
-        assert began["max_steps"] == began["num_train_epochs"] * -(-24 // began["per_device_train_batch_size"])
 
 
 def test_every_trial_has_its_own_folder_and_says_which_it_is(tmp_path: Path) -> None:
@@ -177,7 +162,7 @@ def test_the_trainer_is_meanwhile_and_afterwards_as_it_was(tmp_path: Path) -> No
     assert not trainer.state.is_hyper_param_search
 
 
-def test_the_model_may_depend_on_the_trial(tmp_path: Path) -> None:
+def test_the_model_may_depend_on_the_trial_which_may_be_given_to_train_directly(tmp_path: Path) -> None:
     widths = []
 
     class Wide(Classifier):
@@ -186,7 +171,8 @@ def test_the_model_may_depend_on_the_trial(tmp_path: Path) -> None:
             self.extra = torch.nn.Linear(6, width)
 
     def init(trial: Any) -> torch.nn.Module:
-        width = 1 if trial is None else trial.suggest_int("width", 2, 5)
+        given = isinstance(trial, dict)
+        width = 1 if trial is None else trial["width"] if given else trial.suggest_int("width", 2, 5)
         widths.append(width)
         return Wide(width)
 
@@ -195,19 +181,9 @@ def test_the_model_may_depend_on_the_trial(tmp_path: Path) -> None:
     assert widths[0] == 1  # the constructor's
     assert set(best.hyperparameters) == {"learning_rate", "width"}
     assert widths[1:] == [each["hyperparameters"]["width"] for each in best.run_summary]
-
-
-def test_a_trial_may_be_given_to_train_directly(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def init(trial: Any) -> Classifier:
-        seen.append(trial)
-        return fresh()
-
-    trainer = search_trainer(tmp_path, model_init=init)
-    trainer.train(trial={"width": 3})
-    assert seen == [None, {"width": 3}]
-    assert trainer.state.trial_params == {"width": 3}
+    trainer.train(trial={"width": 7})
+    assert widths[4:] == [7]
+    assert trainer.state.trial_params == {"width": 7}
     assert not trainer.state.is_hyper_param_search
 
 
@@ -295,19 +271,11 @@ def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path:
     def bad() -> bool:
         return bool(trainer.args.learning_rate > 1)
 
-    trainer = search_trainer(
-        tmp_path,
-        model_init=lambda: Diverges(0.0),
-        max_nonfinite_steps=2,
-        max_steps=4,
-        logging_strategy="steps",
-        logging_steps=1,
-    )
+    logged: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+    trainer = search_trainer(tmp_path, model_init=lambda: Diverges(0.0), max_nonfinite_steps=2, **logged)
     best = trainer.hyperparameter_search(_tried, n_trials=2, sampler=_fixed(50.0, 0.01))
-    assert sorted((e["hyperparameters"]["learning_rate"], e["state"]) for e in best.run_summary) == [
-        (0.01, "complete"),
-        (50.0, "fail"),
-    ]
+    states = {each["hyperparameters"]["learning_rate"]: each["state"] for each in best.run_summary}
+    assert states == {0.01: "complete", 50.0: "fail"}
     assert best.hyperparameters == {"learning_rate": 0.01}
 
 
@@ -398,23 +366,11 @@ def test_a_trial_without_memory_leaves_the_next_one_as_it_is(tmp_path: Path) -> 
         ({"storage": "nowhere"}, r"storage = ArgumentError: The study cannot be opened"),
         ({"hp_space": lambda trial: {"learning_rte": 1.0}}, r'hp_space.learning_rte = 1.0: .*Did you mean "learning_r'),
         ({"hp_space": lambda trial: {"learning_rate": -1.0}}, r"learning_rate = -1.0: The number must be at least 0"),
-        (
-            {"hp_space": lambda trial: {"output_dir": "x"}},
-            r"hp_space.output_dir = x: This argument cannot change from trial to trial",
-        ),
+        ({"hp_space": lambda trial: {"output_dir": "x"}}, r"hp_space.output_dir = x: This argument cannot change from"),
         ({"hp_space": lambda trial: None}, r"hp_space = NoneType: The function did not return a mapping"),
-        (
-            {"hp_space": lambda trial: {"optim_args": object()}},
-            r"hp_space: The function returned a value that is not JSON",
-        ),
-        (
-            {"compute_objective": lambda metrics: "good"},
-            r"compute_objective = good: The function did not return a number",
-        ),
-        (
-            {"compute_objective": lambda metrics: (1, 2)},
-            r"compute_objective = \(1, 2\): The function did not return a number",
-        ),
+        ({"hp_space": lambda trial: {"optim_args": object()}}, r"hp_space: The function returned a value that is not"),
+        ({"compute_objective": lambda metrics: "good"}, r"compute_objective = good: The function did not return a"),
+        ({"compute_objective": lambda metrics: (1, 2)}, r"compute_objective = \(1, 2\): The function did not return"),
         ({"direction": ["minimize", "maximize"]}, r"did not return 2 numbers, one per direction"),
     ],
 )

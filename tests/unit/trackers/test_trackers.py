@@ -35,7 +35,9 @@ from trainer_lib.trackers.vendors import OURS, VENDORS
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        *((given, []) for given in (None, "none", [])),
+        (None, []),
+        ("none", []),
+        ([], []),
         ("all", ["jsonl", "mlflow", "tensorboard"]),
         (["mlflow", "jsonl", "mlflow"], ["mlflow", "jsonl"]),
         ("jsonl", ["jsonl"]),
