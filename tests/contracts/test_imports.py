@@ -1,4 +1,4 @@
-"""What importing a part of the product brings into a process: torch and the engines stay out until needed."""
+"""Who may import whom, and what importing a part of the product brings into a process: torch stays out until needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -17,37 +18,24 @@ HEAVY = {"torch", "accelerate", "datasets", "deepspeed", "safetensors", "transfo
 ENGINES = {"prefect", "mlflow"}
 VENDORS = {"huggingface_hub", "numpy", "pyarrow"}
 
+LIGHT = HEAVY | ENGINES | VENDORS
+
 #: Packages, with every module below them.
 PACKAGES = {
-    "flows": HEAVY,
-    "trainflow": HEAVY,
-    "tasks": HEAVY,
-    "trainer_lib.arguments": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.launch": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.locks": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.storage": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.trackers": HEAVY | ENGINES | VENDORS,
+    **dict.fromkeys(("flows", "trainflow", "tasks"), HEAVY),
+    **{f"trainer_lib.{name}": LIGHT for name in ("arguments", "launch", "locks", "storage", "trackers")},
 }
 
 #: Single modules, with what they import themselves.
 MODULES = {
-    "trainer_lib": HEAVY | ENGINES | VENDORS | {"yaml", "tqdm", "fsspec"},
-    "trainer_lib.callbacks.early_stopping": HEAVY | ENGINES,
-    "trainer_lib.callbacks.progress_bar": HEAVY | ENGINES,
-    "trainer_lib.checkpoint.catalogue": HEAVY | ENGINES,
-    "trainer_lib.commit": HEAVY | ENGINES,
-    "trainer_lib.errors": HEAVY | ENGINES,
-    "trainer_lib.hub.card": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.hub.huggingface": HEAVY | ENGINES | VENDORS,
-    "trainer_lib.hub.transport": HEAVY | ENGINES | VENDORS,
-    "flows.cli.main": HEAVY | ENGINES,
-    "flows.results": HEAVY | ENGINES,
-    "trainflow": HEAVY | ENGINES | VENDORS,
-    "flows.spec.spec": HEAVY | ENGINES,
-    "tasks.configs": HEAVY | ENGINES,
+    "trainer_lib": LIGHT | {"yaml", "tqdm", "fsspec"},
+    "trainflow": LIGHT,
     "tasks.push_to_hub": HEAVY | {"mlflow", "huggingface_hub"},
-    "tasks.stage.keys": HEAVY | ENGINES,
-    "tasks.stage.runner": HEAVY | ENGINES,
+    **{f"trainer_lib.hub.{name}": LIGHT for name in ("card", "huggingface", "transport")},
+    **{f"flows.{name}": HEAVY | ENGINES for name in ("cli.main", "results", "spec.spec")},
+    **{f"tasks.{name}": HEAVY | ENGINES for name in ("configs", "stage.keys", "stage.runner")},
+    **{f"trainer_lib.callbacks.{name}": HEAVY | ENGINES for name in ("early_stopping", "progress_bar")},
+    **{f"trainer_lib.{name}": HEAVY | ENGINES for name in ("checkpoint.catalogue", "commit", "errors")},
 }
 
 #: Modules that only an extra makes importable, with the package that shows whether it is installed.
@@ -80,3 +68,13 @@ def test_no_module_of_a_package_imports_what_the_package_leaves_out(package: str
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_leaves_out_what_it_does_not_need(module: str) -> None:
     assert not _packages_after_importing([module]) & MODULES[module]
+
+
+def test_import_linter_contracts_hold() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_package_is_listed() -> None:
+    assert set(repository.pyproject()["tool"]["setuptools"]["packages"]) == repository.packages()
