@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,16 @@ def test_making_the_accelerator_changes_nothing_in_the_process(tmp_path: Path) -
     assert helper.mixed_precision == helper.state.mixed_precision == "bf16" and helper.scaler is None
 
 
-def test_two_trainers_of_one_process_have_their_own_precision(tmp_path: Path) -> None:
-    one, other = trainer(tmp_path, ROWS, bf16=True), trainer(tmp_path, ROWS)
-    assert (one.accelerator.mixed_precision, other.accelerator.mixed_precision) == ("bf16", "no")
-    assert (one.accelerator.state.mixed_precision, other.accelerator.state.mixed_precision) == ("bf16", "no")
-
-
-def test_an_accelerator_of_ones_own_keeps_its_state(tmp_path: Path) -> None:
+def test_two_trainers_of_one_process_and_an_accelerator_of_ones_own_have_their_own_precision(tmp_path: Path) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         own = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-        helper = trainer(tmp_path, ROWS).accelerator
-        assert own.mixed_precision == "bf16" and helper.mixed_precision == "no"
+        helpers = [trainer(tmp_path, ROWS, bf16=bf16).accelerator for bf16 in (True, False)]
+        for each in (helpers, [helper.state for helper in helpers]):
+            assert [one.mixed_precision for one in each] == ["bf16", "no"]
+        assert own.mixed_precision == "bf16"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -114,12 +111,6 @@ def test_the_trainers_own_loaders_optimizer_and_schedule_are_not_wrapped(tmp_pat
     assert all(each is other for each, other in zip(mine, prepared, strict=True))
 
 
-def test_unwrap_model_goes_through_the_wrappers_of_strategies(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS)
-    wrapped = nn.DataParallel(one.model)
-    assert one.accelerator.unwrap_model(wrapped) is one.model
-
-
 def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) -> None:
     helper, frozen = trainer(tmp_path, ROWS, bf16=True).accelerator, nn.Linear(2, 2)
     x = torch.rand(3, 2)
@@ -135,6 +126,7 @@ def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) ->
 def test_save_and_state_dict_of_models(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS)
     helper = one.accelerator
+    assert helper.unwrap_model(nn.DataParallel(one.model)) is one.model  # through the wrappers of strategies
     state = helper.get_state_dict(one.model)
     assert all(torch.equal(state[name], value) for name, value in one.model.state_dict().items())
     helper.save_model(one.model, tmp_path / "saved")
@@ -281,8 +273,6 @@ def test_print_profile_and_skipped_batches(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_is_logged_reaches_the_trackers_of_report_to(tmp_path: Path) -> None:
-    import json
-
     class Logging(Trainer):
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             super().log(logs, start_time)
@@ -303,20 +293,13 @@ def test_trackers_of_ones_own_are_logged_to(tmp_path: Path) -> None:
 
     class Own(GeneralTracker):  # type: ignore[misc]
         name, requires_logging_directory = "own", False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.values: list[Any] = []
-
-        @property
-        def tracker(self) -> list[Any]:
-            return self.values
+        tracker: list[Any] = []  # noqa: RUF012
 
         def store_init_configuration(self, values: Any) -> None:
-            self.values.append(values)
+            self.tracker.append(values)
 
         def log(self, values: Any, step: Any = None, **_: Any) -> None:
-            self.values.append((values, step))
+            self.tracker.append((values, step))
 
     helper = trainer(tmp_path, ROWS).accelerator
     helper.log_with = [Own()]
