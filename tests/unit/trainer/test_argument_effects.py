@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from tests.support.tiny_models import llama
@@ -32,7 +33,7 @@ from trainer_lib import (
     distributed,
 )
 from trainer_lib.arguments import ArgumentParser
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
 
 ROWS = classification_rows(12)
 
@@ -305,18 +306,26 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     return package
 
 
-def test_project_and_run_name_are_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = installed(monkeypatch, "wandb")
-    asked: dict[str, Any] = {}
-    logged: list[dict[str, Any]] = []
+def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
+    """A stand-in for the package: what its runs were asked for, and what was logged."""
+    asked: list[dict[str, Any]] = []
+    logged: list[Any] = []
+    config = types.SimpleNamespace(update=lambda *_, **__: None)
     run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda **_: None)
-    package.run = None
-    package.init = lambda **given: asked.update(given) or run
+    run.config = config
+    package = installed(monkeypatch, "wandb")
+    package.run, package.log = None, logged.append
+    package.init = lambda **given: asked.append(given) or run
+    return asked, logged
+
+
+def test_project_and_run_name_are_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, logged = wandb(monkeypatch)
     names: dict[str, Any] = {"project": "birds", "run_name": "first", "logging_dir": str(tmp_path)}
     one = trainer(tmp_path / "out", ROWS, report_to="wandb", **names, **LOGGED)
     assert isinstance(one.callback_handler.callbacks[1], WandbCallback)
     one.train()
-    assert (asked["project"], asked["name"], asked["dir"]) == ("birds", "first", str(tmp_path))
+    assert (asked[0]["project"], asked[0]["name"], asked[0]["dir"]) == ("birds", "first", str(tmp_path))
     assert "train/loss" in logged[0]
 
 
@@ -347,20 +356,9 @@ class AfterTheUsual(WandbCallback):
 def test_subclasses_of_the_wandb_callback_find_what_they_know(
     cls: type[WandbCallback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = installed(monkeypatch, "wandb")
-    logged: list[Any] = []
-    projects: list[str] = []
-
-    def init(**given: Any) -> Any:
-        projects.append(given["project"])
-        return run
-
-    config = types.SimpleNamespace(update=lambda *_, **__: None)
-    run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, config=config)
-    package.run, package.log = None, logged.append
-    package.init = init
+    asked, logged = wandb(monkeypatch)
     trainer(tmp_path, ROWS, callbacks=[cls()], project="birds", **LOGGED).train()
-    assert projects == ["mine" if cls is Samples else "birds"]
+    assert [each["project"] for each in asked] == ["mine" if cls is Samples else "birds"]
     assert {"table": "Classifier"} in logged
     [first] = [values for values in logged if "train/loss" in values]
     assert ("train/more" in first) == (cls is Samples)
@@ -390,23 +388,6 @@ def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest
 
 
 # -------------------------------------------------------------------------------------- accepted, and without an effect
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
-        ({"fsdp_config": "fsdp.json"}, "fsdp_config = fsdp.json"),
-        ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
-        ({"debug": "tpu_metrics_debug"}, "debug = .*torch_xla.debug.metrics prints them"),
-    ],
-)
-def test_what_would_have_no_effect_is_refused(given: dict[str, Any], match: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=match):
-        trainer(tmp_path, ROWS, **given)
-
-
-def test_label_smoothing_beside_a_loss_of_ones_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"label_smoothing_factor = 0\.1: compute_loss_func computes the loss"):
-        trainer(tmp_path, ROWS, compute_loss_func=lambda outputs, labels: outputs["loss"], label_smoothing_factor=0.1)
 
 
 @pytest.mark.parametrize(
@@ -432,3 +413,91 @@ def test_settings_that_ask_for_nothing_are_no_reason_to_refuse(tmp_path: Path) -
 def test_sequence_to_sequence_arguments_serve_the_plain_trainers_needs_too(tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True)
     assert Seq2SeqTrainer(Classifier(), args, train_dataset=ROWS).train().global_step == 1
+
+
+class Overflowing(Classifier):
+    """Its second layer makes an infinity out of what the first one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.data.fill_(3e38)
+        self.head.bias.data.fill_(3e38)
+
+
+def test_the_first_value_that_is_not_finite_is_named_with_the_modules_before_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trainer(tmp_path, ROWS, model=Overflowing(), debug="underflow_overflow", max_steps=2)
+    with pytest.raises(
+        NonFiniteError, match=r"debug = underflow_overflow: .* in the output of head \(Linear\)"
+    ) as found:
+        one.train()
+    assert one.state.global_step == 0
+    assert found.value.remedy is not None and found.value.details is not None
+    frames = [line for line in found.value.details.splitlines() if line.endswith(")") and not line.startswith(" ")]
+    assert frames == ["body (Linear)", "norm (LayerNorm)", "dropout (Dropout)", "head (Linear)"]
+    assert "  weights   3.00e+38  3.00e+38  (3, 8)" in found.value.details
+    assert "head (Linear) is not finite" in caplog.text
+
+
+def test_bad_inputs_and_weights_are_told_apart(tmp_path: Path) -> None:
+    rows = [{**row, "x": torch.full((6,), torch.nan)} for row in ROWS]
+    with pytest.raises(NonFiniteError, match=r"in the input of body \(Linear\)"):
+        trainer(tmp_path / "a", rows, debug="underflow_overflow", max_steps=1).train()
+    broken = Classifier()
+    broken.norm.weight.data[0] = torch.inf
+    with pytest.raises(NonFiniteError, match=r"in the weights of norm \(LayerNorm\)"):
+        trainer(tmp_path / "b", ROWS, model=broken, debug=["underflow_overflow"], max_steps=1).train()
+
+
+def test_a_sound_model_trains_as_without_it_and_keeps_no_hook(tmp_path: Path) -> None:
+    watched = trainer(tmp_path / "a", ROWS, debug="underflow_overflow", max_steps=3)
+    watched.train()
+    plain = trainer(tmp_path / "b", ROWS, max_steps=3)
+    plain.train()
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, watched.model.state_dict()[name])
+    assert not any(module._forward_hooks for module in watched.model.modules())
+
+
+# ---------------------------------------------------------------------------------------------------------- past_index
+class Recurrent(nn.Module):
+    """Adds what it remembers of the batch before; the memory is its third output."""
+
+    def __init__(self, as_tuple: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.as_tuple = as_tuple
+        self.given: list[float | None] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, mems: torch.Tensor | None = None) -> Any:
+        assert mems is None or not mems.requires_grad
+        self.given.append(None if mems is None else float(mems))
+        logits = self.layer(x) + (0 if mems is None else mems)
+        memory = logits.mean() * 0 + len(self.given)
+        if labels is None:
+            return {"logits": logits, "memory": memory}
+        loss = nn.functional.cross_entropy(logits, labels)
+        return (loss, logits, memory) if self.as_tuple else {"loss": loss, "logits": logits, "memory": memory}
+
+
+@pytest.mark.parametrize("as_tuple", [True, False])
+def test_the_memory_is_fed_back_and_reset_each_epoch_and_around_evaluation(as_tuple: bool, tmp_path: Path) -> None:
+    model = Recurrent(as_tuple)
+    given: dict[str, Any] = {"eval_dataset": ROWS[:8], "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 2}
+    trainer(tmp_path, ROWS, model=model, past_index=2, per_device_eval_batch_size=4, **given).train()
+    steps = [None, 1.0], [None, 3.0], [None], [None], [None, 7.0], [None, 9.0], [None, 11.0]
+    # Steps 1, 2 | evaluation | step 3 (epoch ends) | step 4 | evaluation | steps 5, 6 | evaluation
+    assert model.given == [each for part in steps for each in part]
+
+
+def test_predictions_without_labels_have_a_memory_too(tmp_path: Path) -> None:
+    model = Recurrent(as_tuple=False)
+    one = trainer(tmp_path, None, model=model, past_index=2, per_device_eval_batch_size=4)
+    one.predict([{"x": row["x"]} for row in ROWS])
+    assert model.given == [None, 1.0, 2.0]
+
+
+def test_a_position_that_the_outputs_do_not_have_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="past_index = 5: The model returns 3 values"):
+        trainer(tmp_path, ROWS, model=Recurrent(as_tuple=True), past_index=5, max_steps=1).train()

@@ -40,7 +40,7 @@ def ours(folder: Path, rows: list[Any], model: Any, **given: Any) -> list[dict[s
     return [{name: entry[name] for name in NUMBERS} for entry in one.state.log_history if "loss" in entry]
 
 
-def settings(**given: Any) -> dict[str, Any]:
+def golden(**given: Any) -> dict[str, Any]:
     return {
         "max_steps": STEPS,
         "logging_strategy": "steps",
@@ -54,7 +54,7 @@ def settings(**given: Any) -> dict[str, Any]:
     }
 
 
-def assert_equal(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+def assert_equal_numbers(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
     assert len(one) == len(other) > 0
     for step, (left, right) in enumerate(zip(one, other, strict=True), 1):
         for name in NUMBERS:
@@ -72,8 +72,8 @@ def assert_equal(one: list[dict[str, float]], other: list[dict[str, float]]) -> 
 )
 def test_a_language_model_trains_as_with_transformers(given: dict[str, Any], tmp_path: Path) -> None:
     rows = lm_rows(40)
-    expected = peer(tmp_path / "peer", rows, llama(), **settings(**given))
-    assert_equal(ours(tmp_path / "ours", rows, llama(), **settings(**given)), expected)
+    expected = peer(tmp_path / "peer", rows, llama(), **golden(**given))
+    assert_equal_numbers(ours(tmp_path / "ours", rows, llama(), **golden(**given)), expected)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_a_classifier_trains_as_with_transformers(given: dict[str, Any], tmp_pat
         made.accepts_loss_kwargs = False
         return made
 
-    expected = peer(tmp_path / "peer", rows, model(), **settings(**given))
-    assert_equal(ours(tmp_path / "ours", rows, model(), **settings(**given)), expected)
+    expected = peer(tmp_path / "peer", rows, model(), **golden(**given))
+    assert_equal_numbers(ours(tmp_path / "ours", rows, model(), **golden(**given)), expected)
 
 
 def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_told(tmp_path: Path) -> None:
     """The peer takes ``**kwargs`` for a promise, and sums the means of the micro-batches: twice the loss it logs."""
-    rows, given = text_rows(40), settings(gradient_accumulation_steps=2)
-    whole = ours(tmp_path / "one", rows, bert(**QUIET), **settings(per_device_train_batch_size=4))
-    assert_equal(ours(tmp_path / "two", rows, bert(**QUIET), **given), whole)
+    rows, given = text_rows(40), golden(gradient_accumulation_steps=2)
+    whole = ours(tmp_path / "one", rows, bert(**QUIET), **golden(per_device_train_batch_size=4))
+    assert_equal_numbers(ours(tmp_path / "two", rows, bert(**QUIET), **given), whole)
     assert peer(tmp_path / "peer", rows, bert(**QUIET), **given)[0]["loss"] == pytest.approx(2 * whole[0]["loss"])

@@ -81,6 +81,15 @@ BUILDING: list[Row] = [
     ({"fp16": True, "bf16": True}, "fp16 = True: .*Keep bf16"),
     ({"fsdp": "full_shard", "deepspeed": {"stage": 2}}, "fsdp = full_shard: .*Keep one"),
     ({"fsdp": "full_shard"}, "fsdp = 1 process: FSDP needs processes .*torchrun"),
+    # without an effect
+    ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
+    ({"fsdp_config": "fsdp.json"}, r"fsdp_config = fsdp\.json"),
+    ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
+    ({"debug": "tpu_metrics_debug"}, r"debug = .*torch_xla\.debug\.metrics prints them"),
+    (
+        {"compute_loss_func": lambda outputs, labels: outputs["loss"], "label_smoothing_factor": 0.1},
+        r"label_smoothing_factor = 0\.1: compute_loss_func computes the loss",
+    ),
     # another kind of object
     ({"data_collator": 5}, "data_collator = int: This is not a function"),
     ({"compute_metrics": {"accuracy": 1}}, "compute_metrics = dict: This is not a function"),

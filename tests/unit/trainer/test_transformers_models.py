@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows, tokenizer
-from tests.support.training import trainer
-from trainer_lib import TrainerCallback
+from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
+from tests.support.training import assert_equal, final_state, logged, trainer
+from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.trackers.callback import TrackingCallback
 
 ROWS = lm_rows(16)
 
@@ -220,3 +223,338 @@ def test_neftune_disturbs_the_model_that_model_init_made(tmp_path: Path) -> None
 def test_liger_kernels_need_their_package(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match=r"use_liger_kernel = True: .*pip install liger-kernel"):
         trainer(tmp_path, ROWS, model=llama(), use_liger_kernel=True)
+
+
+# -- compilation -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def compiled() -> Any:
+    """A backend that notes the graphs it is given and its mode, and runs them as they are."""
+    from torch._dynamo.backends import registry
+
+    noted: dict[str, Any] = {"graphs": 0, "mode": None}
+
+    def noting(graph: Any, inputs: Any, mode: str | None = None) -> Any:
+        noted["graphs"] += 1
+        noted["mode"] = mode
+        return graph.forward
+
+    registry.register_backend(noting, name="noting")
+    yield noted
+    registry._COMPILER_FNS.pop("noting")
+    torch._dynamo.reset()
+
+
+def test_torch_compile_hands_the_model_to_its_backend(compiled: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    plain = trainer(tmp_path / "plain", token_rows(12), model_init=TokenModel, **given)
+    plain.train()
+    given |= {"torch_compile_backend": "noting", "torch_compile_mode": "reduce-overhead"}
+    one = trainer(tmp_path / "compiled", token_rows(12), model_init=TokenModel, **given)
+    assert one.args.torch_compile
+    one.train()
+    assert compiled["graphs"] > 0
+    assert compiled["mode"] == "reduce-overhead"
+    assert [entry.get("loss") for entry in logged(one)] == pytest.approx([e.get("loss") for e in logged(plain)])
+    one.save_model()
+    assert all(not name.startswith("_orig_mod") for name in one.model.state_dict())
+
+
+def test_a_compiled_model_of_transformers_has_the_exact_loss(compiled: dict[str, Any], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
+    plain = trainer(tmp_path / "plain", ROWS, model=llama(num_hidden_layers=1), **given).train()
+    given |= {"torch_compile_backend": "noting"}
+    one = trainer(tmp_path / "compiled", ROWS, model=llama(num_hidden_layers=1), **given).train()
+    assert compiled["graphs"] > 0
+    assert one.training_loss == pytest.approx(plain.training_loss, rel=1e-5)
+
+
+def test_the_cache_of_the_device_is_emptied_every_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[int] = []
+    one = trainer(tmp_path, classification_rows(24), max_steps=5, torch_empty_cache_steps=2)
+    monkeypatch.setattr(
+        "trainer_lib.trainer.loop.empty_device_cache", lambda device: emptied.append(one.state.global_step)
+    )
+    one.train()
+    assert emptied == [2, 4]
+
+
+# -- plain modules -----------------------------------------------------------------------------------------------------
+class OldSwitch(TokenModel):
+    """Offers recomputation itself, without settings."""
+
+    on = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.on = True
+
+
+def test_a_plain_module_may_offer_gradient_checkpointing_without_settings(tmp_path: Path) -> None:
+    old = OldSwitch()
+    trainer(tmp_path, token_rows(4), model=old, activation_checkpointing=True, max_steps=1).train()
+    assert old.on
+    given: dict[str, Any] = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    refused = trainer(tmp_path, token_rows(4), model=OldSwitch(), max_steps=1, **given)
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs = .*takes no such settings"):
+        refused.train()
+
+
+def test_neftune_takes_the_only_embedding_of_a_plain_module_and_refuses_to_guess(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"max_steps": 1, "train_sampling_strategy": "sequential"}
+    losses = [
+        trainer(tmp_path, token_rows(8), model=TokenModel(), neftune_noise_alpha=alpha, **given).train().training_loss
+        for alpha in (None, 50.0)
+    ]
+    assert losses[0] != losses[1]
+
+    class Two(TokenModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Embedding(7, 8)
+
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha = 5.0: It is not clear which embedding"):
+        trainer(tmp_path, token_rows(8), model=Two(), neftune_noise_alpha=5.0)
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "dtype"), [("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)])
+def test_a_full_evaluation_in_half_precision_leaves_every_bit_as_it_was(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    seen: list[torch.dtype] = []
+    model = llama(tie_word_embeddings=True)
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    before = {name: each.clone() for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    given: dict[str, Any] = {name: True, "max_steps": 1}
+    one = trainer(tmp_path, ROWS, model=model, eval_dataset=ROWS, **given)
+    one.evaluate()
+    assert set(seen) == {dtype}
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert "model.rotary_emb.inv_freq" in after  # in no state_dict
+    assert all(value.dtype == after[name].dtype and torch.equal(value, after[name]) for name, value in before.items())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    seen.clear()
+    one.train()
+    assert set(seen) == {torch.float32}
+
+
+def test_a_half_precision_model_stays_one_after_a_full_evaluation(tmp_path: Path) -> None:
+    model = llama().to(torch.bfloat16)
+    trainer(tmp_path, ROWS, model=model, eval_dataset=ROWS, fp16_full_eval=True).evaluate()
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+def test_label_smoothing_is_switched_off_for_labels_that_do_not_exclude_one_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{**row, "labels": torch.tensor([1.0, 0.0, 1.0])} for row in text_rows(8)]
+    model = bert(problem_type="multi_label_classification")
+    one = trainer(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
+    one.train()
+    assert one.label_smoother is None
+    assert "label_smoothing_factor is ignored" in caplog.text
+
+
+# -- several trainings -------------------------------------------------------------------------------------------------
+def test_model_init_makes_the_same_model_for_every_training(tmp_path: Path) -> None:
+    def make() -> Any:
+        made.append(bert(seed=int(torch.initial_seed())))
+        return made[-1]
+
+    made: list[Any] = []
+    one = trainer(tmp_path, text_rows(12), model_init=make, max_steps=3)
+    one.train()
+    first = final_state(one)
+    one.train()
+    assert_equal(first, final_state(one))
+    assert len(made) == 3
+    assert one.model is made[-1]
+
+
+def test_full_determinism_switches_torchs_algorithms_and_repeats_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    states = []
+    try:
+        for run in ("one", "two"):
+            one = trainer(tmp_path / run, text_rows(12), model=bert(), max_steps=3, full_determinism=True)
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.backends.cudnn.deterministic
+            one.train()
+            states.append(final_state(one))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    assert_equal(*states)
+
+
+def test_trackers_get_the_models_configuration_and_the_arguments(tmp_path: Path) -> None:
+    class Noting:
+        """A tracker that keeps what it is told."""
+
+        params: dict[str, Any]
+
+        def start(self, *, run_name: str | None, params: dict[str, Any], resume_step: int) -> None:
+            self.params = params
+
+        log = close = lambda self, *_, **__: None
+
+    tracker: Any = Noting()
+    callbacks = [TrackingCallback([tracker])]
+    trainer(tmp_path, ROWS, model=llama(), max_steps=1, callbacks=callbacks, learning_rate=0.5).train()
+    assert tracker.params["model_type"] == "llama"
+    assert tracker.params["num_hidden_layers"] == 2
+    assert tracker.params["learning_rate"] == 0.5
+
+
+# -- datasets ----------------------------------------------------------------------------------------------------------
+def text_data(count: int = 12) -> Any:
+    """Encoded texts with a column of strings beside what the model takes."""
+    from datasets import Dataset
+
+    rows = text_rows(count)
+    columns = {name: [torch.as_tensor(row[name]).tolist() for row in rows] for name in ("input_ids", "attention_mask")}
+    labels = [row["labels"] for row in rows]
+    return Dataset.from_dict({**columns, "label": labels, "text": [f"text {i}" for i in range(count)]})
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+def test_a_dataset_loses_the_columns_the_model_does_not_take_in_any_format(form: str | None, tmp_path: Path) -> None:
+    data = text_data().with_format(form)
+    one = trainer(tmp_path, data, model=bert(), eval_dataset={"a": data, "b": data}, max_steps=2)
+    batch = next(iter(one.get_train_dataloader().micros(0, 0))).batch
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    one.train()
+    metrics = one.evaluate()
+    assert metrics["eval_a_loss"] == metrics["eval_b_loss"]
+    assert one.predict(data).predictions.shape == (12, 3)
+
+
+def test_all_formats_of_a_dataset_train_alike(tmp_path: Path) -> None:
+    states = []
+    for form in (None, "torch", "numpy"):
+        one = trainer(tmp_path / str(form), text_data().with_format(form), model=bert(), max_steps=3)
+        one.train()
+        states.append(final_state(one))
+    assert_equal(states[0], states[1])
+    assert_equal(states[0], states[2])
+
+
+def test_an_iterable_dataset_loses_its_unused_columns_and_trains(tmp_path: Path) -> None:
+    data = text_data().to_iterable_dataset()
+    one = trainer(tmp_path, data, model=bert(), max_steps=4, eval_dataset=data)
+    one.train()
+    assert one.state.global_step == 4
+    assert one.evaluate()["eval_loss"] > 0
+    assert one.predict(data).predictions.shape == (12, 3)
+
+
+def test_columns_may_be_kept(tmp_path: Path) -> None:
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        seen.update(samples[0])
+        return {
+            "input_ids": torch.tensor([row["input_ids"] for row in samples]),
+            "labels": torch.tensor([row["label"] for row in samples]),
+        }
+
+    seen: set[str] = set()
+    given: dict[str, Any] = {"remove_unused_columns": False, "data_collator": collate, "max_steps": 1}
+    trainer(tmp_path, text_data(), model=bert(), **given).train()
+    assert "text" in seen
+
+
+def test_a_tokenizers_padding_is_the_default_collator(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    encode = tokenizer()
+    texts = ["the cat sat", "a dog", "the red dog ran under the old tree", "cat and dog"]
+    data = Dataset.from_dict({"text": texts, "label": [0, 1, 2, 0]}).map(lambda row: encode(row["text"]))
+    one = trainer(tmp_path, data, model=bert(), processing_class=encode, max_steps=1)
+    batch = next(iter(one.get_train_dataloader().micros(0, 0))).batch
+    assert batch["input_ids"].shape == (4, 8)
+    one.train()
+
+
+# -- tokens and operations ---------------------------------------------------------------------------------------------
+def padded_rows() -> list[dict[str, torch.Tensor]]:
+    rows = [dict(row) for row in ROWS]
+    for number, row in enumerate(rows):
+        row["attention_mask"] = (torch.arange(8) < 2 + number % 4).long()
+        row["input_ids"] = row["input_ids"] * row["attention_mask"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("all", 16 * 8), (True, 16 * 8), ("non_padding", 4 * (2 + 3 + 4 + 5)), ("no", 0)]
+)
+@pytest.mark.parametrize("masked", [True, False])
+def test_tokens_are_counted_as_asked(asked: Any, expected: int, masked: bool, tmp_path: Path) -> None:
+    rows = padded_rows()
+    if not masked:  # padding is then what the tokenizer says it is
+        rows = [{name: value for name, value in row.items() if name != "attention_mask"} for row in rows]
+    given: dict[str, Any] = {"num_train_epochs": 1, "logging_strategy": "steps", "logging_steps": 4}
+    one = trainer(
+        tmp_path,
+        rows,
+        model=llama(),
+        include_num_input_tokens_seen=asked,
+        processing_class=tokenizer(),
+        data_collator=default_data_collator,
+        **given,
+    )
+    one.train()
+    assert one.state.num_input_tokens_seen == expected
+    assert one.state.log_history[0].get("num_input_tokens_seen") == (expected or None)
+
+
+def test_a_batch_without_tokens_is_said_once_and_counts_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "max_steps": 2}
+    one = trainer(tmp_path, classification_rows(8), **given)
+    one.train()
+    assert one.state.num_input_tokens_seen == 0
+    assert [record.message for record in caplog.records if "No tokens are counted" in record.message] == [
+        "No tokens are counted: batches have no 'input_ids' (give the model a main_input_name)."
+    ]
+
+
+def test_tokens_per_second_are_reported_per_device(tmp_path: Path) -> None:
+    output = trainer(tmp_path, ROWS, model=llama(), max_steps=2, include_tokens_per_second=True).train()
+    speed, runtime = output.metrics["train_tokens_per_second"], output.metrics["train_runtime"]
+    assert speed * runtime == pytest.approx(2 * 4 * 8, rel=0.02)
+
+
+def test_num_tokens_enumerates_a_loader(tmp_path: Path) -> None:
+    batches = [{"input_ids": torch.zeros(4, 8)}, {"input_ids": torch.zeros(2, 8)}]
+    assert Trainer.num_tokens(batches) == 48
+    assert Trainer.num_tokens(batches, max_steps=5) == 160
+
+
+def test_operations_are_six_per_token_and_parameter_outside_the_embeddings(tmp_path: Path) -> None:
+    model = llama()
+    # transformers' BatchEncoding is a UserDict.
+    given: dict[str, Any] = {"data_collator": lambda rows: UserDict(default_data_collator(rows))}
+    one = trainer(tmp_path, ROWS, model=model, max_steps=2, **given)
+    assert one.train().metrics["total_flos"] == 6 * model.num_parameters(exclude_embeddings=True) * 2 * 4 * 8
+    assert one._trainflow.counters.own_tokens == 2 * 4 * 8
+
+
+def test_operations_of_plain_modules_count_tokens_or_samples(tmp_path: Path) -> None:
+    tokens = trainer(tmp_path / "t", token_rows(8), model=TokenModel(), max_steps=2).train()
+    assert tokens.metrics["total_flos"] == 6 * (8 * 11 + 11) * 2 * 4 * 7  # the head; the table multiplies nothing
+    samples = trainer(tmp_path / "s", classification_rows(8), max_steps=2).train()
+    assert samples.metrics["total_flos"] == 6 * sum(p.numel() for p in Classifier().parameters()) * 2 * 4
+
+
+def test_a_model_may_count_its_operations_itself(tmp_path: Path) -> None:
+    class Counting(Classifier):
+        def floating_point_ops(self, inputs: Any) -> int:
+            return 1000 * len(inputs["x"])
+
+    one = trainer(tmp_path, classification_rows(8), model=Counting(), max_steps=2, save_strategy="steps", save_steps=1)
+    assert one.train().metrics["total_flos"] == 8000
+    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
+    assert state["total_flos"] == 4000
