@@ -327,12 +327,14 @@ def test_what_is_counted(tmp_path: Path) -> None:
             return 1000 * len(inputs["input_ids"])
 
     given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "include_tokens_per_second": True}
+    given |= {"save_strategy": "steps", "save_steps": 1}
     one = trainer(tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, **given, **EVERY_STEP)
     output = one.train()
     rates = [output.metrics[f"train_{what}_per_second"] for what in ("samples", "tokens")]
     assert rates[1] == pytest.approx(7 * rates[0], rel=0.01)  # ten samples of seven tokens, the ragged batch included
     assert one.state.num_input_tokens_seen == 70
     assert output.metrics["total_flos"] == one.state.total_flos == 10_000
+    assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["total_flos"] == 4000
     assert [entry["num_input_tokens_seen"] for entry in one.state.log_history] == [28, 56, 70, 70]
     for entry in one.state.log_history[:3]:  # the run so far, as the Trainer of transformers logs it
         tokens = entry["train_tokens_per_second"] * entry["train_runtime"]

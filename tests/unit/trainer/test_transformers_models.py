@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.gradients import assert_close, gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows, tokenizer
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import assert_equal, final_state, logged, trainer
+from tests.support.training import Note, assert_equal, final_state, logged, trainer
 from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trackers.callback import TrackingCallback
@@ -97,16 +98,10 @@ def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path) -> None:
 
 # -- what a model is given ---------------------------------------------------------------------------------------------
 def test_keys_and_values_are_not_kept_while_training_unless_asked_for(tmp_path: Path) -> None:
-    class Looking(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            seen.append(model.config.use_cache)
-
     for asked in (False, True):
-        seen: list[bool] = []
-        model = llama()
-        trainer(tmp_path, ROWS, model=model, max_steps=1, callbacks=[Looking()], use_cache=asked).train()
-        assert seen == [asked]
-        assert model.config.use_cache is True
+        seen, model = Note("on_step_end", lambda state, model, **_: model.config.use_cache), llama()
+        trainer(tmp_path, ROWS, model=model, max_steps=1, callbacks=[seen], use_cache=asked).train()
+        assert (seen.kept, model.config.use_cache) == ([asked], True)
 
 
 def test_predictions_leave_out_what_the_configuration_says(tmp_path: Path) -> None:
@@ -153,33 +148,20 @@ def test_a_model_that_returns_its_loss_without_labels_is_measured(tmp_path: Path
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
-def gradients_of(tmp_path: Path, model: Any, rows: list[Any] = ROWS, **given: Any) -> dict[str, torch.Tensor]:
-    """The gradients of the first step."""
-    found: dict[str, torch.Tensor] = {}
-
-    class Watching(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-    given = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0, "max_steps": 1, **given}
-    trainer(tmp_path, rows, model=model, callbacks=[Watching()], **given).train()
-    return found
-
-
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}])
-def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(kwargs: Any, tmp_path: Path) -> None:
+def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(kwargs: Any) -> None:
     calls: list[int] = []
 
-    def counting(model: Any) -> Any:
+    def counting() -> Any:
+        model = llama()
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         return model
 
-    plain = gradients_of(tmp_path / "plain", counting(llama()))
+    plain = gradients(ROWS, micro=4, batch=4, model=counting)
     assert len(calls) == 1
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
-    recomputed = gradients_of(tmp_path / "recomputed", counting(llama()), **settings)
+    assert_close(gradients(ROWS, micro=4, batch=4, model=counting, **settings), plain)
     assert len(calls) == 3
-    assert all(torch.allclose(value, recomputed[name]) for name, value in plain.items())
 
 
 def test_gradient_checkpointing_is_refused_where_the_model_has_no_support(tmp_path: Path) -> None:
@@ -420,24 +402,19 @@ def text_data(count: int = 12) -> Any:
     return Dataset.from_dict({**columns, "label": labels, "text": [f"text {i}" for i in range(count)]})
 
 
-@pytest.mark.parametrize("form", [None, "torch", "numpy"])
-def test_a_dataset_loses_the_columns_the_model_does_not_take_in_any_format(form: str | None, tmp_path: Path) -> None:
-    data = text_data().with_format(form)
-    one = trainer(tmp_path, data, model=bert(), eval_dataset={"a": data, "b": data}, max_steps=2)
-    batch = next(iter(one.get_train_dataloader().micros(0, 0))).batch
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}
-    one.train()
-    metrics = one.evaluate()
-    assert metrics["eval_a_loss"] == metrics["eval_b_loss"]
-    assert one.predict(data).predictions.shape == (12, 3)
-
-
-def test_all_formats_of_a_dataset_train_alike(tmp_path: Path) -> None:
+def test_all_formats_of_a_dataset_lose_the_columns_the_model_does_not_take_and_train_alike(tmp_path: Path) -> None:
     states = []
     for form in (None, "torch", "numpy"):
-        one = trainer(tmp_path / str(form), text_data().with_format(form), model=bert(), max_steps=3)
+        data = text_data().with_format(form)
+        sets = {"a": data, "b": data}
+        one = trainer(tmp_path / str(form), data, model=bert(), eval_dataset=sets, max_steps=2)
+        batch = next(iter(one.get_train_dataloader().micros(0, 0))).batch
+        assert set(batch) == {"input_ids", "attention_mask", "labels"}
         one.train()
         states.append(final_state(one))
+        metrics = one.evaluate()
+        assert metrics["eval_a_loss"] == metrics["eval_b_loss"]
+        assert one.predict(data).predictions.shape == (12, 3)
     assert_equal(states[0], states[1])
     assert_equal(states[0], states[2])
 
@@ -478,32 +455,23 @@ def test_a_tokenizers_padding_is_the_default_collator(tmp_path: Path) -> None:
 
 
 # -- tokens and operations ---------------------------------------------------------------------------------------------
-def padded_rows() -> list[dict[str, torch.Tensor]]:
-    rows = [dict(row) for row in ROWS]
-    for number, row in enumerate(rows):
-        row["attention_mask"] = (torch.arange(8) < 2 + number % 4).long()
-        row["input_ids"] = row["input_ids"] * row["attention_mask"]
-    return rows
-
-
 @pytest.mark.parametrize(
-    ("asked", "expected"), [("all", 16 * 8), (True, 16 * 8), ("non_padding", 4 * (2 + 3 + 4 + 5)), ("no", 0)]
+    ("asked", "masked", "expected"),
+    [
+        *(("all", True, 16 * 8), (True, True, 16 * 8), ("no", True, 0)),
+        ("non_padding", True, 4 * (2 + 3 + 4 + 5)),
+        ("non_padding", False, 4 * (2 + 3 + 4 + 5)),  # padding is then what the tokenizer says it is
+    ],
 )
-@pytest.mark.parametrize("masked", [True, False])
-def test_tokens_are_counted_as_asked(asked: Any, expected: int, masked: bool, tmp_path: Path) -> None:
-    rows = padded_rows()
-    if not masked:  # padding is then what the tokenizer says it is
-        rows = [{name: value for name, value in row.items() if name != "attention_mask"} for row in rows]
+def test_tokens_are_counted_as_asked(asked: Any, masked: bool, expected: int, tmp_path: Path) -> None:
+    masks = [(torch.arange(8) < 2 + number % 4).long() for number in range(16)]
+    rows = [
+        {"input_ids": row["input_ids"] * mask, "labels": row["labels"], **({"attention_mask": mask} if masked else {})}
+        for row, mask in zip(ROWS, masks, strict=True)
+    ]
     given: dict[str, Any] = {"num_train_epochs": 1, "logging_strategy": "steps", "logging_steps": 4}
-    one = trainer(
-        tmp_path,
-        rows,
-        model=llama(),
-        include_num_input_tokens_seen=asked,
-        processing_class=tokenizer(),
-        data_collator=default_data_collator,
-        **given,
-    )
+    given |= {"processing_class": tokenizer(), "data_collator": default_data_collator}
+    one = trainer(tmp_path, rows, model=llama(), include_num_input_tokens_seen=asked, **given)
     one.train()
     assert one.state.num_input_tokens_seen == expected
     assert one.state.log_history[0].get("num_input_tokens_seen") == (expected or None)
@@ -547,14 +515,3 @@ def test_operations_of_plain_modules_count_tokens_or_samples(tmp_path: Path) -> 
     assert tokens.metrics["total_flos"] == 6 * (8 * 11 + 11) * 2 * 4 * 7  # the head; the table multiplies nothing
     samples = trainer(tmp_path / "s", classification_rows(8), max_steps=2).train()
     assert samples.metrics["total_flos"] == 6 * sum(p.numel() for p in Classifier().parameters()) * 2 * 4
-
-
-def test_a_model_may_count_its_operations_itself(tmp_path: Path) -> None:
-    class Counting(Classifier):
-        def floating_point_ops(self, inputs: Any) -> int:
-            return 1000 * len(inputs["x"])
-
-    one = trainer(tmp_path, classification_rows(8), model=Counting(), max_steps=2, save_strategy="steps", save_steps=1)
-    assert one.train().metrics["total_flos"] == 8000
-    state = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())
-    assert state["total_flos"] == 4000
