@@ -68,6 +68,15 @@ def resumed_differences(outcome: Outcome) -> list[str]:
     ]
 
 
+def differences(ours: Outcome, theirs: Outcome, *, names_only: bool = False) -> list[str]:
+    """Return what failed on either side, how the logs differ, and what is lost by a resume or by loading."""
+    failed = [f"{step}: {text}" for outcome in (ours, theirs) for step, text in outcome["errors"].items()]
+    if failed:
+        return failed
+    found = [*log_differences(ours["logs"], theirs["logs"], names_only=names_only), *resumed_differences(ours)]
+    return found if ours["loaded"] == 0 else [*found, f"a loaded weight differs by {ours['loaded']}"]
+
+
 def achievements(outcome: Outcome, other: Outcome) -> dict[str, bool]:
     """Return column -> whether the client did it; its log is compared with that of the `other` Trainer."""
     done = {}
