@@ -1,12 +1,15 @@
-"""What flows keep on a store: names, details and logs of runs, garbage, new data, a follower's evaluations."""
+"""What flows keep and find on a store or a server: runs, garbage, new data, a follower's evaluations, sources."""
 
 from __future__ import annotations
 
+import http.server
 import json
 import math
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,6 +23,7 @@ from flows.run_names import name_run
 from flows.server.new_data import Watch
 from flows.spec.spec import PipelineSpec
 from tasks.stage.progress import publish
+from tasks.stage.sources import fingerprints
 from tests.support.following import FollowedStage
 from tests.support.recorded import (
     collect,
@@ -31,12 +35,17 @@ from tests.support.recorded import (
     record_run,
     train_spec,
 )
+from tests.support.s3 import S3Server
 from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.commit import COMMIT
+from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 
-# Both ways of keeping files; what all stores promise is in test_stores.py.
-pytestmark = pytest.mark.parametrize("any_url", ["file", "s3"], indirect=True)
+
+@pytest.fixture(params=["file", "s3"])
+def any_url(request: pytest.FixtureRequest, tmp_path: Path, s3_server: S3Server) -> str:
+    """Both ways of keeping files; what all stores promise is in test_stores.py."""
+    return str(tmp_path / "store") if request.param == "file" else str(request.getfixturevalue("s3_url"))
 
 
 def details(storage: str, text: str) -> RunDetails:
@@ -237,3 +246,64 @@ def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(
     assert not project.stage.child("follow", "claims").list()
     for file in project.stage.child("follow").list():
         json.loads(project.stage.read_bytes(f"follow/{file.path}"), parse_constant=pytest.fail)
+
+
+def digest(source: str) -> str:
+    [found] = fingerprints([source])
+    return found["digest"]
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    tags: ClassVar[dict[str, str | None]] = {}
+
+    def do_HEAD(self) -> None:
+        if self.path not in self.tags:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        tag = self.tags[self.path]
+        if tag is not None:
+            self.send_header("ETag", tag)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Not on the tests' output."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    _Server.tags = {"/a": '"one"', "/none": None}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_a_url_counts_by_its_etag(server: str) -> None:
+    before = digest(f"{server}/a")
+    _Server.tags["/a"] = 'W/"one"'
+    assert digest(f"{server}/a") == before
+    _Server.tags["/a"] = '"two"'
+    assert digest(f"{server}/a") != before
+    with pytest.raises(ConfigError, match="no ETag"):
+        digest(f"{server}/none")
+    with pytest.raises(ConfigError, match="404"):
+        digest(f"{server}/missing")
+
+
+def test_objects_count_by_the_stores_own_tags(s3_url: str) -> None:
+    store, elsewhere = Store.open(s3_url), Store.open(f"{s3_url}-other")
+    store.write_bytes("a.csv", b"one")
+    store.write_bytes("sub/b.csv", b"two")
+    elsewhere.write_bytes("x.csv", b"three")
+    folder, file = digest(f"{s3_url}/"), digest(f"{s3_url}/a.csv")
+    elsewhere.write_bytes("x.csv", b"changed")
+    assert digest(s3_url) == folder
+    store.write_bytes("sub/b.csv", b"TWO")
+    assert digest(s3_url) != folder
+    assert digest(f"{s3_url}/a.csv") == file
+    with pytest.raises(ConfigError, match="nothing at this address"):
+        digest(f"{s3_url}/nowhere")

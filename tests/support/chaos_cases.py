@@ -13,46 +13,41 @@ from pathlib import Path
 from tests.support.repository import ROOT
 
 STAGES = ("prepare-data", "train", "evaluate", "predict", "push-to-hub")
-LAUNCHED = STAGES[:4]
-"""The stages whose work is done by processes of their own."""
-
 SIGNALLED = ("kill", "terminate", "hang up", "interrupt", "stop", "freeze")
 """The faults that are a signal to one process."""
-
 QUICK = 10
-"""The first cases, which CI runs, train with one process: a second undisturbed run is not needed for them."""
-
+"""The first cases train with one process: a second undisturbed run is not needed for them."""
 # How often each fault of a family comes in one cycle; `draw_case` takes the families in turn.
 FAMILIES: dict[str, dict[str, int]] = {
-    "process": {
-        "kill": 6,
-        "terminate": 3,
-        "hang up": 2,
-        "interrupt": 1,
-        "stop": 2,
-        "freeze": 2,
-        "power": 2,
-        "drain": 2,
-    },
+    "process": {"kill": 6, "terminate": 3, "hang up": 2, "interrupt": 1, "stop": 2, "freeze": 2, "power": 2,
+                "drain": 2},
     "mlflow": {"away": 1, "outage": 1, "slow": 1, "silent": 1, "errors": 1, "killed": 1},
     "damage": {"flip": 2, "cut": 1, "swap": 1, "missing": 1, "folder": 1},
     "disk": {"storage": 2, "tmp": 1, "home": 1},
     "prefect": {"kill": 1, "terminate": 1, "hang up": 1, "stop": 1, "outage": 1, "slow": 1, "silent": 1},
     "twice": {"both": 2, "one killed": 1},
     "store": {"outage": 1, "slow": 1, "silent": 1},
-}
+}  # fmt: skip
+# (stage, event, weight). Events: "start", "begin" (of an attempt), "step" (that checkpoint is committed), "save" (it is
+# being written), "commit" (of the stage), "files" (of the publication), "closing" (the report is written), "time".
+_EVENTS = (
+    *(
+        ("", "start", 1),
+        ("prepare-data", "begin", 1),
+        ("train", "begin", 2),
+        ("train", "step", 4),
+        ("train", "save", 3),
+    ),
+    *(("train", "commit", 1), ("evaluate", "begin", 2), ("predict", "begin", 2), ("push-to-hub", "begin", 2)),
+    *(("push-to-hub", "files", 1), ("", "closing", 2)),
+)
 
 
 @dataclass(frozen=True)
 class Moment:
     """When the fault comes, as it can be seen from outside.
 
-    Attributes:
-        stage: the stage that is at work; empty for the start and the end of the command.
-        event: "start", "begin" (of an attempt), "step" (that checkpoint is committed), "save" (it is being written),
-            "commit" (of the stage), "files" (of the publication), "closing" (the report is written), "time".
-        step: optimizer step of "step" and "save".
-        pause: from 0 to 1, the share of the stage's (of "time": the command's) usual seconds that pass after it.
+    `pause` is the share of the stage's (of "time": the command's) usual seconds that pass after the event.
     """
 
     stage: str
@@ -70,14 +65,9 @@ class Case:
     """One case.
 
     Attributes:
-        number, seed: what it was drawn from.
-        family, fault: what goes wrong; the names of `FAMILIES`.
-        target: the process, the service, the disk, or the kind of file that it hits.
-        moment: when.
+        target: the process, the service, the disk, or the kind of file that the fault hits.
         whole: the storage is empty before; otherwise only the stage of `moment` has no result yet.
-        processes: of the training.
         own_engine: the command starts a Prefect server; otherwise it uses one that is up.
-        tracked: MLflow is used.
         at_once: the same command follows at once; otherwise after all processes of the first have ended.
         seconds: how long an outage, a stop, or a full disk lasts.
     """
@@ -107,18 +97,16 @@ class Case:
 
 
 def draw_case(seed: int, number: int, *, steps: tuple[int, ...], local: bool = True) -> Case:
-    """Draw case `number`, from 0.
+    """Draw case `number`, from 0; `steps` are those after which the recipe saves.
 
-    Args:
-        steps: optimizer steps after which the recipe saves.
-        local: False leaves out what needs mounts of its own (a full disk).
+    Without `local` there is no full disk, which needs mounts.
     """
-    order = _cycle(random.Random(f"{seed} cycle {number // _cycle_length(local)}"), local=local)
-    family, fault = order[number % len(order)]
-    draw = random.Random(f"{seed} case {number}")
+    families = {name: faults for name, faults in FAMILIES.items() if local or name != "disk"}
+    length = sum(sum(faults.values()) for faults in families.values())
+    family, fault = _cycle(random.Random(f"{seed} cycle {number // length}"), families)[number % length]
+    draw, is_quick = random.Random(f"{seed} case {number}"), number < QUICK
     moment = _draw_moment(draw, family, steps)
     target = _draw_target(draw, family, fault, moment)
-    is_quick = number < QUICK
     whole = family in ("store", "twice") or (draw.random() < 0.2 and not is_quick)
     if whole and target == "worker" and draw.random() < 0.3:
         target = "warm parent"  # one launch alone has none
@@ -141,41 +129,20 @@ def draw_case(seed: int, number: int, *, steps: tuple[int, ...], local: bool = T
     )
 
 
-def _families(local: bool) -> dict[str, dict[str, int]]:
-    return {name: faults for name, faults in FAMILIES.items() if local or name != "disk"}
-
-
-def _cycle_length(local: bool) -> int:
-    return sum(sum(faults.values()) for faults in _families(local).values())
-
-
-def _cycle(draw: random.Random, *, local: bool) -> list[tuple[str, str]]:
-    """All faults as often as `FAMILIES` says, the families in turn: a few cases already show all of them."""
+def _cycle(draw: random.Random, families: dict[str, dict[str, int]]) -> list[tuple[str, str]]:
+    """All faults as often as the families say, the families in turn: a few cases already show all of them."""
     columns = []
-    for family, faults in _families(local).items():
+    for family, faults in families.items():
         column = [(family, fault) for fault, count in faults.items() for _ in range(count)]
         draw.shuffle(column)
         columns.append(column)
-    return [each for row in itertools.zip_longest(*columns) for each in row if each is not None]
+    return [fault for row in itertools.zip_longest(*columns) for fault in row if fault is not None]
 
 
 def _draw_moment(draw: random.Random, family: str, steps: tuple[int, ...]) -> Moment:
     if family == "store":  # its files cannot be watched without asking the store
         return Moment("", "time", pause=draw.random())
-    events = [
-        ("", "start", 1),
-        ("prepare-data", "begin", 1),
-        ("train", "begin", 2),
-        ("train", "step", 4),
-        ("train", "save", 3),
-        ("train", "commit", 1),
-        ("evaluate", "begin", 2),
-        ("predict", "begin", 2),
-        ("push-to-hub", "begin", 2),
-        ("push-to-hub", "files", 1),
-        ("", "closing", 2),
-    ]
-    [(stage, event, _)] = draw.choices(events, weights=[weight for *_, weight in events])
+    [(stage, event, _)] = draw.choices(_EVENTS, weights=[weight for *_, weight in _EVENTS])
     step = draw.choice(steps) if event in ("step", "save") else 0
     return Moment(stage, event, step, round(draw.random(), 3))
 
@@ -184,7 +151,7 @@ def _draw_target(draw: random.Random, family: str, fault: str, moment: Moment) -
     if fault in ("power", "drain"):
         return "all"
     if family == "process":
-        launched = moment.stage in LAUNCHED and moment.event != "commit"
+        launched = moment.stage in STAGES[:4] and moment.event != "commit"
         launched = launched and fault != "interrupt"  # Ctrl-C is for the orchestrator
         chosen = draw.choice(["orchestrator", "worker", "guard", "agent"]) if launched else "orchestrator"
         return "worker" if chosen == "agent" and moment.stage != "train" else chosen
@@ -196,6 +163,8 @@ def _draw_target(draw: random.Random, family: str, fault: str, moment: Moment) -
         return "embedded server"
     return "command" if family == "twice" else "server"
 
+
+# ---------------------------------------------------------------------------------------------------------- projects
 
 RECIPE = '''
 """Three classes of noisy points and a classifier that is easy to resume wrongly: dropout, BatchNorm, a schedule."""
@@ -241,52 +210,28 @@ def build_model(options, data):
 def compute_metrics(p):
     return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 '''
-
-SPEC = """
+FORWARD_S = "0.02"
+_LAUNCH = "launch: {kind: process, processes: 1, threads: 1, grace_s: 5}"
+SPEC = f"""
 name: small
 recipe: recipe.py
 storage: store
-prepare:
-  options: {rows: 48}
-  launch: {kind: process, processes: 1, threads: 1, grace_s: 5}
+prepare: {{options: {{rows: 48}}, {_LAUNCH}}}
 train:
   eval_split: validation
-  model: {width: 8, dropout: 0.2}
-  args:
-    seed: 1
-    max_steps: 12
-    per_device_train_batch_size: 4
-    global_batch_size: 8
-    learning_rate: 1.0e-2
-    lr_scheduler_type: cosine
-    warmup_steps: 2
-    logging_steps: 1
-    eval_strategy: steps
-    eval_steps: 4
-    save_steps: 2
-    save_total_limit: 2
-    use_cpu: true
-  launch: {processes: 1, threads: 1, grace_s: 5}
-evaluate:
-  splits: [validation, test]
-  launch: {kind: process, processes: 1, threads: 1, grace_s: 5}
-predict:
-  split: test
-  rows_per_file: 8
-  launch: {kind: process, processes: 1, threads: 1, grace_s: 5}
+  model: {{width: 8, dropout: 0.2}}
+  args: {{seed: 1, max_steps: 12, per_device_train_batch_size: 4, global_batch_size: 8, learning_rate: 1.0e-2,
+    lr_scheduler_type: cosine, warmup_steps: 2, logging_steps: 1, eval_strategy: steps, eval_steps: 4, save_steps: 2,
+    save_total_limit: 2, use_cpu: true}}
+  launch: {{processes: 1, threads: 1, grace_s: 5}}
+evaluate: {{splits: [validation, test], {_LAUNCH}}}
+predict: {{split: test, rows_per_file: 8, {_LAUNCH}}}
 """
-
-FORWARD_S = "0.02"
 
 
 @dataclass(frozen=True)
 class Project:
-    """A pipeline to run.
-
-    Attributes:
-        overrides: settings of every command.
-        steps: optimizer steps after which it saves; the last one is the end of the training.
-    """
+    """A pipeline to run: settings of every command, and the optimizer steps after which it saves."""
 
     name: str
     overrides: Sequence[str]
@@ -299,24 +244,16 @@ class Project:
         else:
             folder.mkdir(parents=True)
             (folder / "recipe.py").write_text(textwrap.dedent(RECIPE))
-            (folder / "pipeline.yaml").write_text(textwrap.dedent(SPEC))
+            (folder / "pipeline.yaml").write_text(SPEC)
         (folder / "pyproject.toml").write_text(f"[project]\nname = '{self.name}'\n")
         return folder / "pipeline.yaml"
 
 
+_DIGITS = "num_train_epochs=4 save_steps=10 eval_steps=20 logging_steps=5"
+_ENDING = ("train.launch.grace_s=5", "train.launch.threads=1", "prepare.launch.grace_s=5")
 PROJECTS = {
     "small": Project("small", (), tuple(range(2, 13, 2))),
     "digits": Project(
-        "digits",
-        (
-            "train.args.num_train_epochs=4",
-            "train.args.save_steps=10",
-            "train.args.eval_steps=20",
-            "train.args.logging_steps=5",
-            "train.launch.grace_s=5",
-            "train.launch.threads=1",
-            "prepare.launch.grace_s=5",
-        ),
-        (10, 20, 30, 40, 50, 60, 70, 80),
+        "digits", (*(f"train.args.{word}" for word in _DIGITS.split()), *_ENDING), tuple(range(10, 81, 10))
     ),
 }

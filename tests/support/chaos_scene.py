@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,36 @@ from tests.support.chaos_services import MlflowServer, Relay, Services, fill, sm
 MARK = "TRAINFLOW_CHAOS_CASE"
 """In the environment of every process of a case: its folder."""
 POLL_S = 0.02
+COMMANDS = 4
+GONE_S = 30.0
+"""After the end of a command its processes may take so long to end: five seconds of grace, on a busy machine."""
+DISK_BYTES = 96 << 20
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "hang up": signal.SIGHUP, "interrupt": signal.SIGINT}
+FILES = {
+    "result": "stages/*/*/{data,model,predictions,metrics.json,data.json,README.md}",
+    "checkpoint": "stages/train/*/checkpoints",
+    "commit": "stages/*/*/COMMIT.json",
+    "publication": "hub",
+    "record": "runs",
+    "books": "stages/*/*/{key.json,attempts,lease,history.json}",
+}
+# In this order: the words of a worker are part of the warm parent's, and a guard's end with those of what it guards.
+ROLES = {
+    "warm_parent": "warm parent",
+    "guard.py": "guard",
+    "trainer_lib.machines.agent": "agent",
+    "trainer_lib.worker": "worker",
+    "flows/server/embedded.py": "engine",
+    "trainflow run": "orchestrator",
+}
+
+
+def settings(url: str, name: str, *, processes: int, tracked: bool) -> list[str]:
+    """The settings of a case: an experiment and a registered model of this name on the MLflow server at `url`."""
+    words = [f"tracking.uri={url}", f"tracking.experiment={name}", f"train.launch.processes={processes}"]
+    if not tracked:
+        return [*words, "tracking.enabled=false"]
+    return [*words, f"register.name={name}", "register.metric=test_accuracy"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +60,49 @@ class Found:
     pid: int
     role: str
     words: str
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; it may have ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def find_processes(folder: Path) -> list[Found]:
+    """Return the living processes whose mark is this folder, or one below it."""
+    mark, found = f"{MARK}={folder}/".encode(), []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
+            if any((word + b"/").startswith(mark) for word in (place / "environ").read_bytes().split(b"\0")):
+                words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                role = next((role for text, role in ROLES.items() if text in words), "other")
+                found.append(Found(int(place.name), role, words))
+    return sorted(found, key=lambda process: process.pid)
+
+
+def kill_processes(folder: Path) -> None:
+    """Send SIGKILL to those processes until none is left."""
+    while left := find_processes(folder):
+        for process in left:
+            process.signal(signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def has_come(storage: Path, moment: Moment) -> bool:
+    """Whether the files of a storage show that the moment has come; its pause is left to the caller."""
+    stage = storage / "stages" / moment.stage
+    if moment.event in ("step", "save"):
+        folders = list(stage.glob("*/checkpoints/checkpoint-*"))
+        steps = {int(folder.name.rpartition("-")[2]): folder for folder in folders}
+        is_there = moment.step in steps and (moment.event == "save" or (steps[moment.step] / "COMMIT.json").exists())
+        return is_there or max(steps, default=0) > moment.step  # it has been passed, and perhaps rotated away
+    signs = {
+        "begin": (stage, "*/attempts/*.json"),
+        "commit": (stage, "*/COMMIT.json"),
+        "files": (storage, "hub/*/revisions/*"),
+        "closing": (storage, "runs/*/report.html"),
+    }
+    folder, pattern = signs.get(moment.event, (storage.parent, ""))  # "start" and "time" have come
+    return not pattern or any(folder.glob(pattern))
 
 
 class Workplace:
@@ -49,11 +122,7 @@ class Workplace:
         self.env: dict[str, str] = {}
 
     def take(self, storage: Path, *, but: str | None = None) -> None:
-        """Begin with a copy of a storage, without the results of one stage and without what lies beside the stages.
-
-        Args:
-            but: the stage whose result is left out; None copies the whole storage.
-        """
+        """Begin with a copy of a storage, or with its stages alone without the results of one (`but`)."""
         if but is None:
             shutil.copytree(storage, self.storage, dirs_exist_ok=True)
             return
@@ -64,7 +133,7 @@ class Workplace:
             shutil.copytree(storage / "hub", self.storage / "hub")
 
     def start(self, verb: str = "run") -> Command:
-        """Start `trainflow run`, or another verb that takes a spec, in a session of its own."""
+        """Start `trainflow run`, or another verb that takes a spec, in another session."""
         trainflow = str(Path(sys.executable).with_name("trainflow"))
         words = [trainflow, verb, str(self.spec), f"storage={self.storage_url}", *self.project.overrides]
         env = {
@@ -113,10 +182,6 @@ class Workplace:
         """Whether something waits for MLflow."""
         return any(path.is_dir() for spool in self.spools() for path in spool.glob("*-*"))
 
-    def kill_all(self) -> None:
-        """Send SIGKILL to every process of this case until none is left."""
-        kill_processes(self.folder)
-
 
 class Command:
     """One started command."""
@@ -133,118 +198,24 @@ class Command:
 
     def wait(self, seconds: float) -> int | None:
         """Wait for its end and return its exit code; None if it still runs after so many seconds."""
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
+        return None
 
-    def wait_for(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is true; False if the command ends before, or so many seconds pass."""
+    def wait_for(self, reached: Callable[[], Any], seconds: float) -> Any:
+        """Wait until something is true, and return it; None if the command ends before, or so many seconds pass."""
         deadline = time.monotonic() + seconds
         while self.is_running and time.monotonic() < deadline:
-            if reached():
-                return True
+            if found := reached():
+                return found
             time.sleep(POLL_S)
-        return False
+        return None
 
-    def pick(self, role: str, choose: Callable[[Sequence[Found]], Found]) -> Found | None:
-        """Return a process that plays this part; None while there is none."""
+    def with_role(self, role: str) -> list[Found]:
+        """Return the processes that play this part."""
         if role == "orchestrator":
-            return Found(self.process.pid, role, "") if self.is_running else None
-        found = [each for each in self.place.processes() if each.role == role]
-        return choose(found) if found else None
-
-
-def find_processes(folder: Path) -> list[Found]:
-    """Return the living processes whose mark is this folder, or one below it."""
-    marks, found = (f"{MARK}={folder}".encode(), f"{MARK}={folder}/".encode()), []
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended, or belongs to another user
-            environ = (place / "environ").read_bytes().split(b"\0")
-            if any(each == marks[0] or each.startswith(marks[1]) for each in environ):
-                words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(Found(int(place.name), _role(words), words))
-    return sorted(found, key=lambda each: each.pid)
-
-
-def kill_processes(folder: Path) -> None:
-    """Send SIGKILL to those processes until none is left."""
-    while left := find_processes(folder):
-        for each in left:
-            signal_process(each.pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def signal_process(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def has_come(storage: Path, moment: Moment) -> bool:
-    """Whether the files of a storage show that the moment has come; its pause is left to the caller."""
-    stage = storage / "stages" / moment.stage
-    if moment.event == "begin":
-        return any(path for path in stage.glob("*/attempts/*.json"))
-    if moment.event == "commit":
-        return any(stage.glob("*/COMMIT.json"))
-    if moment.event in ("step", "save"):
-        folders = list(stage.glob(f"*/checkpoints/checkpoint-{moment.step}"))
-        committed = [folder for folder in folders if (folder / "COMMIT.json").exists()]
-        return bool(committed if moment.event == "step" else folders) or _is_later(stage, moment.step)
-    if moment.event == "files":
-        return any(storage.glob("hub/*/revisions/*"))
-    if moment.event == "closing":
-        return any(storage.glob("runs/*/report.html"))
-    return True  # "start" and "time"
-
-
-def _is_later(stage: Path, step: int) -> bool:
-    """Whether the training has passed the step, and rotation has removed its checkpoint."""
-    steps = [int(path.name.rpartition("-")[2]) for path in stage.glob("*/checkpoints/checkpoint-*")]
-    return max(steps, default=0) > step
-
-
-def _role(words: str) -> str:
-    for text, role in (
-        ("warm_parent", "warm parent"),  # first, as the words of a worker are part of these
-        ("guard.py", "guard"),  # its words end with those of what it guards
-        ("trainer_lib.machines.agent", "agent"),
-        ("trainer_lib.worker", "worker"),
-        ("flows/server/embedded.py", "engine"),
-        ("trainflow run", "orchestrator"),
-    ):
-        if text in words:
-            return role
-    return "other"
-
-
-COMMANDS = 4
-GONE_S = 30.0
-"""After the end of a command its processes may take so long to end: five seconds of grace, on a busy machine."""
-DISK_BYTES = 96 << 20
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "terminate": signal.SIGTERM,
-    "hang up": signal.SIGHUP,
-    "interrupt": signal.SIGINT,
-}
-FILES = {
-    "result": "stages/*/*/{data,model,predictions,metrics.json,data.json,README.md}",
-    "checkpoint": "stages/train/*/checkpoints",
-    "commit": "stages/*/*/COMMIT.json",
-    "publication": "hub",
-    "record": "runs",
-    "books": "stages/*/*/{key.json,attempts,lease,history.json}",
-}
-
-
-def settings(url: str, name: str, *, processes: int, tracked: bool) -> list[str]:
-    """The settings of a case: an experiment, and a registered model, of its own on the MLflow server at `url`."""
-    found = [f"tracking.uri={url}", f"tracking.experiment={name}", f"train.launch.processes={processes}"]
-    if not tracked:
-        return [*found, "tracking.enabled=false"]
-    return [*found, f"register.name={name}", "register.metric=test_accuracy"]
+            return [Found(self.process.pid, role, "")] if self.is_running else []
+        return [process for process in self.place.processes() if process.role == role]
 
 
 class Scene:
@@ -252,13 +223,11 @@ class Scene:
 
     Attributes:
         injected: whether the fault came before the command ended.
-        codes: exit codes of the commands, in order; None of one that had to be killed because it did not end.
-        seconds: how long each command took.
+        codes, seconds: of the commands, in order; the code of one that had to be killed is None.
         problems: what was wrong while it was played.
         synced: whether `trainflow sync` had to deliver what still waited for MLflow after the last command.
         seen: what was hit, in words.
         database: of the MLflow server.
-        at_rest: whether everything was committed before the first command.
     """
 
     def __init__(self, case: Case, place: Workplace, services: Services, spans: Mapping[str, float]) -> None:
@@ -266,14 +235,13 @@ class Scene:
         self.place = place
         self.services = services
         self.draw = random.Random(f"{case.seed} scene {case.number}")
-        self.injected = False
+        self.injected = self.synced = False
         self.codes: list[int | None] = []
         self.seconds: list[float] = []
         self.problems: list[str] = []
-        self.synced = False
         self.seen = ""
         self.database = services.mlflow.database
-        self.at_rest = case.family == "damage" and case.moment.event in ("start", "closing")
+        self._at_rest = case.family == "damage" and case.moment.event in ("start", "closing")
         self._spans = spans
         self._limit_s = max(120.0, 6 * spans[""])
         self._stack = contextlib.ExitStack()
@@ -282,73 +250,66 @@ class Scene:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.place.kill_all()
+        kill_processes(self.place.folder)
         self._stack.close()
 
     def play(self, reference: Path) -> None:
-        """Play the case.
-
-        Args:
-            reference: the storage of the undisturbed run, from which committed results are taken.
-        """
+        """Play the case; committed results are taken from the storage of the undisturbed run."""
         case = self.case
         if case.family == "disk":
             self._stack.enter_context(small_disk(getattr(self.place, case.target), DISK_BYTES))
         if self.place.home != self.services.home:
             shutil.copytree(self.services.new_home, self.place.home, dirs_exist_ok=True)
-        if not case.whole or self.at_rest:
-            self.place.take(reference, but=None if self.at_rest else case.moment.stage or "push-to-hub")
+        if not case.whole or self._at_rest:
+            self.place.take(reference, but=None if self._at_rest else case.moment.stage or "push-to-hub")
         self._track(f"http://127.0.0.1:{self.services.mlflow.port}")
         code = _PLAYS[case.family](self)
         # What waits for a server is delivered, and what could not be recorded is corrected, by the next command.
         if case.family in ("mlflow", "twice") or case.target == "home":
-            code = self.finish(self.place.start())
+            code = self._finish(self.place.start())
         while code != 0 and len(self.codes) < COMMANDS:
-            code = self.finish(self.place.start())
+            code = self._finish(self.place.start())
         if code != 0:
             self.problems.append(f"command: exit codes {self.codes}")
-        elif self.place.is_waiting():
-            self._sync()
-        if left := self.place.wait_until_gone(GONE_S):
-            self.problems.append(f"orphans: {len(left)} after the last command ({left[0].role}: {left[0].words[:80]})")
+        elif self.place.is_waiting():  # the summary names the command that delivers it
+            if "deliver it" not in self.place.log.read_text(errors="replace").rpartition("browse it")[2]:
+                self.problems.append("MLflow: something waits, and the last summary does not say so")
+            self.synced = self._finish(self.place.start("sync")) == 0
+        self._expect_gone("last")
 
-    # -- the command --------------------------------------------------------------------------------------------------
-
-    def wait_for_moment(self, command: Command) -> bool:
+    def _wait_for_moment(self, command: Command) -> bool:
         """Wait for the case's moment; False if the command ended before."""
         moment = self.case.moment
         if not command.wait_for(lambda: has_come(self.place.storage, moment), self._limit_s):
             return False
-        key = "" if moment.event in ("time", "start") else moment.stage
-        span = self._spans.get(key, 1.0)
+        span = self._spans.get("" if moment.event in ("time", "start") else moment.stage, 1.0)
         if moment.event in ("step", "save", "commit", "files", "closing"):
             span = 0.3
         command.wait(moment.pause * span)
         return command.is_running
 
-    def finish(self, command: Command) -> int | None:
+    def _finish(self, command: Command) -> int | None:
         """Wait for the end of a command, and note its exit code."""
         code = command.wait(self._limit_s)
         if code is None:
             self.problems.append(f"command: it did not end within {self._limit_s:.0f} s")
-            self.place.kill_all()
+            kill_processes(self.place.folder)
             command.process.wait()
         self.codes.append(code)
         self.seconds.append(round(time.monotonic() - command.started, 1))
         return code
 
-    def finish_first(self, command: Command, *, may_stay: bool = False) -> int | None:
+    def _finish_first(self, command: Command, *, may_stay: bool = False) -> int | None:
         """Wait for the end of the disturbed command and, if the case says so, of all its processes."""
-        code = self.finish(command)
-        if not self.case.at_once and not may_stay and (left := self.place.wait_until_gone(GONE_S)):
-            self.problems.append(f"orphans: {len(left)} after the first command ({left[0].role}: {left[0].words[:80]})")
+        code = self._finish(command)
+        if not self.case.at_once and not may_stay:
+            self._expect_gone("first")
         return code
 
-    def _sync(self) -> None:
-        """Run the command that a summary names when its MLflow server was too slow, or busy, to take everything."""
-        if "deliver it" not in self.place.log.read_text(errors="replace").rpartition("browse it")[2]:
-            self.problems.append("MLflow: something waits, and the last summary does not say so")
-        self.synced = self.finish(self.place.start("sync")) == 0
+    def _expect_gone(self, which: str) -> None:
+        if left := self.place.wait_until_gone(GONE_S):
+            first = f"{left[0].role}: {left[0].words[:80]}"
+            self.problems.append(f"orphans: {len(left)} after the {which} command ({first})")
 
     def _track(self, url: str) -> None:
         case = self.case
@@ -365,42 +326,30 @@ class Scene:
         case, command = self.case, self.place.start()
         role = "engine" if case.family == "prefect" else case.target
         frozen = False
-        if self.wait_for_moment(command):
+        if self._wait_for_moment(command):
             if case.target == "all":
                 self.injected = True
-                self._end_all()
-            else:
-                frozen = self._signal(command, role) and case.fault == "freeze" and role == "guard"
+                for process in self.place.processes() if case.fault == "drain" else []:
+                    process.signal(signal.SIGTERM)
+                self.place.wait_until_gone(case.seconds if case.fault == "drain" else 0.0)
+                kill_processes(self.place.folder)
+            elif found := command.wait_for(lambda: command.with_role(role), self._limit_s):
+                self._signal(command, self.draw.choice(found))
+                frozen = case.fault == "freeze" and role == "guard"
         # The supervisor of the workers is stopped: the next command ends them.
-        return self.finish_first(command, may_stay=frozen)
+        return self._finish_first(command, may_stay=frozen)
 
-    def _end_all(self) -> None:
-        if self.case.fault == "drain":
-            for each in self.place.processes():
-                signal_process(each.pid, signal.SIGTERM)
-            self.place.wait_until_gone(self.case.seconds)
-        self.place.kill_all()
-
-    def _signal(self, command: Command, role: str) -> bool:
-        if not command.wait_for(lambda: command.pick(role, self.draw.choice) is not None, self._limit_s):
-            return False
-        target = command.pick(role, self.draw.choice)
-        if target is None:
-            return False
-        self.injected, self.seen = True, target.words[:100] or role
-        if self.case.fault in SIGNALS:
-            signal_process(target.pid, SIGNALS[self.case.fault])
-            return True
-        signal_process(target.pid, signal.SIGSTOP)
+    def _signal(self, command: Command, target: Found) -> None:
+        self.injected, self.seen = True, target.words[:100] or target.role
+        target.signal(SIGNALS.get(self.case.fault, signal.SIGSTOP))
         if self.case.fault == "stop":
             time.sleep(self.case.seconds)
-            signal_process(target.pid, signal.SIGCONT)
-            return True
-        time.sleep(0.3)
-        signal_process(command.process.pid, signal.SIGKILL)
-        return True
+            target.signal(signal.SIGCONT)
+        elif self.case.fault == "freeze":
+            time.sleep(0.3)
+            command.process.kill()
 
-    # -- servers ------------------------------------------------------------------------------------------------------
+    # -- servers and disks --------------------------------------------------------------------------------------------
 
     def disturb_mlflow(self) -> int | None:
         """Make the MLflow server dead, slow, silent or failing, some time or until the end of the first command."""
@@ -411,13 +360,12 @@ class Scene:
             self.database = server.database
             self._track(f"http://127.0.0.1:{server.port}")
             return self._disturb(server.kill, server.start, case.seconds)
-        relay = Relay(self.services.mlflow.port)
-        self._stack.callback(relay.close)
+        relay = self._relay(self.services.mlflow.port)
         self._track(relay.url)
         if case.fault in ("away", "slow"):
             self.injected = True
             relay.set("dead" if case.fault == "away" else "open", delay_s=case.seconds / 3)
-            code = self.finish_first(self.place.start())
+            code = self._finish_first(self.place.start())
             relay.set("open")
             return code
         mode = {"outage": "dead", "silent": "silent", "errors": "errors"}[case.fault]
@@ -429,18 +377,21 @@ class Scene:
         if self.case.target == "embedded server":
             return self.hit_process()
         port, password = self.services.engine()
-        relay = Relay(port)
-        self._stack.callback(relay.close)
+        relay = self._relay(port)
         self.place.env = {"PREFECT_API_URL": f"{relay.url}/api", "PREFECT_API_AUTH_STRING": password}
         return self._disturb_relay(relay)
 
     def disturb_store(self) -> int | None:
         """Make the S3 server dead, slow or silent for some time."""
         server = self.services.s3()
-        relay = Relay(int(server.endpoint.rpartition(":")[2]))
-        self._stack.callback(relay.close)
+        relay = self._relay(int(server.endpoint.rpartition(":")[2]))
         self.place.env = {**server.env, "AWS_ENDPOINT_URL": relay.url}
         return self._disturb_relay(relay)
+
+    def _relay(self, port: int) -> Relay:
+        relay = Relay(port)
+        self._stack.callback(relay.close)
+        return relay
 
     def _disturb_relay(self, relay: Relay) -> int | None:
         delay_s = 0.5 if self.case.fault == "slow" else 0.0
@@ -457,14 +408,14 @@ class Scene:
     def _disturb(self, begin: Callable[[], object], end: Callable[[], object], seconds: float | None) -> int | None:
         """Begin at the moment; end after so many seconds, or with the command."""
         command = self.place.start()
-        if not self.wait_for_moment(command):
-            return self.finish_first(command)
+        if not self._wait_for_moment(command):
+            return self._finish_first(command)
         begin()
         self.injected = True
         if seconds is not None:
             time.sleep(seconds)
             end()
-        code = self.finish_first(command)
+        code = self._finish_first(command)
         if seconds is None:
             end()
         return code
@@ -473,66 +424,47 @@ class Scene:
 
     def damage_files(self) -> int | None:
         """Damage what lies in the storage, after the end or after a power cut, then run the command."""
-        if not self.at_rest:
+        if not self._at_rest:
             command = self.place.start()
-            self.wait_for_moment(command)
-            self.place.kill_all()
-            self.finish(command)
-        self._damage()
-        return self.finish(self.place.start())
+            self._wait_for_moment(command)
+            kill_processes(self.place.folder)
+            self._finish(command)
+        storage, fault = self.place.storage, self.case.fault
+        if fault == "folder":
+            paths = [path for path in storage.glob("stages/*/*") if path.is_dir()]
+        else:
+            paths = _files(storage, FILES[self.case.target]) or _files(storage, "stages")
+        if paths:
+            path, other = self.draw.choice(paths), self.draw.choice(paths)
+            self.injected, self.seen = True, str(path.relative_to(storage))
+            if fault in ("swap", "folder"):
+                self.seen += f" and {other.relative_to(storage)}"
+                _swap(path, other, self.place.folder / "aside")
+            else:
+                self._damage(path)
+        return self._finish(self.place.start())
 
-    def _damage(self) -> None:
-        case, storage = self.case, self.place.storage
-        if case.fault == "folder":
-            return self._swap_folders()
-        files = [path for path in _files(storage, FILES[case.target]) if path.stat().st_size]
-        if not files:
-            files = [path for path in _files(storage, "stages") if path.stat().st_size]
-        if not files:
-            return None
-        path = self.draw.choice(files)
-        self.injected, self.seen = True, str(path.relative_to(storage))
+    def _damage(self, path: Path) -> None:
         data = bytearray(path.read_bytes())
-        if case.fault == "flip":
+        if self.case.fault == "missing":
+            path.unlink()
+        elif self.case.fault == "cut":
+            os.truncate(path, self.draw.randrange(len(data)))
+        else:
             data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
             path.write_bytes(data)
-        elif case.fault == "cut":
-            os.truncate(path, self.draw.randrange(len(data)))
-        elif case.fault == "missing":
-            path.unlink()
-        else:
-            other = self.draw.choice(files)
-            self.seen += f" and {other.relative_to(storage)}"
-            path.write_bytes(other.read_bytes())
-            other.write_bytes(data)
-        return None
-
-    def _swap_folders(self) -> None:
-        folders = [path for path in self.place.storage.glob("stages/*/*") if path.is_dir()]
-        if not folders:
-            return
-        self.injected = True
-        one, other = self.draw.choice(folders), self.draw.choice(folders)
-        self.seen = f"{one.parent.name} and {other.parent.name}"
-        if one == other:
-            shutil.rmtree(one)
-            return
-        aside = self.place.folder / "aside"
-        one.rename(aside)
-        other.rename(one)
-        aside.rename(other)
 
     # -- two commands -------------------------------------------------------------------------------------------------
 
     def run_twice(self) -> int | None:
         """Start the command a second time while it runs; perhaps kill the first one then."""
         first = self.place.start()
-        self.injected = self.wait_for_moment(first)
+        self.injected = self._wait_for_moment(first)
         second = self.place.start()
         if self.case.fault == "one killed":
             first.wait(self.case.seconds)
-            signal_process(first.process.pid, signal.SIGKILL)
-        code, later = self.finish(first), self.finish(second)
+            first.process.kill()
+        code, later = self._finish(first), self._finish(second)
         if later != 0 or (code != 0 and self.case.fault == "both"):
             self.problems.append(f"command: of two at once they ended with {code} and {later}")
         return later
@@ -541,8 +473,19 @@ class Scene:
 def _files(storage: Path, pattern: str) -> list[Path]:
     head, _, names = pattern.partition("{")
     patterns = [head + name for name in names.rstrip("}").split(",")] if names else [pattern]
-    tops = [path for each in patterns for path in storage.glob(each)]
-    return sorted(file for top in tops for file in (top.rglob("*") if top.is_dir() else [top]) if file.is_file())
+    tops = [path for part in patterns for path in storage.glob(part)]
+    files = (file for top in tops for file in (top.rglob("*") if top.is_dir() else [top]))
+    return sorted(file for file in files if file.is_file() and file.stat().st_size)
+
+
+def _swap(path: Path, other: Path, aside: Path) -> None:
+    if path == other:  # of a folder that is drawn twice nothing stays
+        if path.is_dir():
+            shutil.rmtree(path)
+        return
+    path.rename(aside)
+    other.rename(path)
+    aside.rename(other)
 
 
 _PLAYS: dict[str, Callable[[Scene], Any]] = {

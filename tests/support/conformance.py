@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import untrained
+from tests.support.checkpoints import no_damage, untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
 from tests.support.s3 import PART, S3Server
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
@@ -49,11 +49,6 @@ def faulty(root: Store) -> Store:
     return Store(root.url, FaultyBackend(root._backend))
 
 
-def damage(what: str) -> None:
-    """Fail the test: nothing that was committed may be damaged."""
-    raise AssertionError(what)
-
-
 def check_holds(root: Store, snapshot: Snapshot) -> None:
     """Load the checkpoint and compare every tensor and number with what was saved."""
     loaded = load_checkpoint(root, f"checkpoint-{snapshot.step}", SingleProcess())
@@ -73,7 +68,7 @@ def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, r
 
     It may only if it is whole, and must if the save returned.
     """
-    newest = find_newest_intact(root, on_damage=damage)
+    newest = find_newest_intact(root, on_damage=no_damage)
     assert newest is not None
     assert [info.step for info in list_checkpoints(root)] == sorted({newest.step, before.step}, reverse=True)
     assert newest.step in (before.step, attempted.step)

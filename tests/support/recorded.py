@@ -18,10 +18,7 @@ from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 
 STAGES = ("prepare-data", "train", "evaluate")
-_FACTS: dict[str, dict[str, Any]] = {
-    "prepare-data": {"splits": {}},
-    "predict": {"rows": 1, "split": "test"},
-}
+_FACTS: dict[str, dict[str, Any]] = {"prepare-data": {"splits": {}}, "predict": {"rows": 1, "split": "test"}}
 
 
 def key_of(stage: str, seed: str) -> StageKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,12 +20,30 @@ from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.commit import COMMIT
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks import readers as readers
+from trainer_lib.locks import readers
 from trainer_lib.locks.claim import WRITING
-from trainer_lib.locks.keeping import KEEP, keep_checkpoint
+from trainer_lib.locks.keeping import KEEP, end_keeping, is_kept, keep_checkpoint
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+@pytest.fixture
+def folder(root: Store) -> Store:
+    """The folder of an untrained checkpoint-1, the only one."""
+    save_untrained(root, 1)
+    return root.child("checkpoint-1")
+
+
+def test_it_lists_what_the_writer_writes(root: Store) -> None:
+    first, second = save(root, 1), save(root, 2)
+    assert list_checkpoints(root) == [second, first]
+    assert checkpoint_name(2) == second.name
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_go_back(faulty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,10 +69,10 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over_all_the_same(faul
     root.write_bytes("checkpoint-2/model.safetensors", b"12345")
     told: list[str] = []
     faults.plan(1)
-    found = find_newest_intact(root, on_damage=told.append)
+    newest = find_newest_intact(root, on_damage=told.append)
     faults.plan(None)
-    assert found is not None
-    assert found.step == 1
+    assert newest is not None
+    assert newest.step == 1
     assert "could not be set aside" in told[0]
 
 
@@ -77,25 +96,52 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over_all_the_same(faul
     ],
 )
 def test_neither_the_newest_nor_a_protected_one_is_deleted(
-    keep: int | None, protect: tuple[str, ...], left: list[int], tmp_path: Path
+    keep: int | None, protect: tuple[str, ...], left: list[int], root: Store
 ) -> None:
-    root = Store.open(tmp_path)
     for step in (1, 2, 3, 4):
         commit(root, step)
     rotate_checkpoints(root, keep=keep, protect=protect)
     assert steps(root) == left
 
 
-def test_a_damaged_newest_does_not_cost_the_newest_good_one(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
+@pytest.mark.parametrize("harm", [lambda data: b"", lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_a_damaged_newest_does_not_cost_the_newest_good_one(harm: Callable[[bytes], bytes], root: Store) -> None:
     for step in (1, 2, 3):
-        commit(root, step)
-    (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"")
-    rotate_checkpoints(root, keep=1, protect=())
-    assert 2 in steps(root)
-    found = find_newest_intact(root, on_damage=lambda _: None)
-    assert found is not None
-    assert found.step == 2
+        save_untrained(root, step)
+    name = "checkpoint-3/model.safetensors"
+    root.write_bytes(name, harm(root.read_bytes(name)))
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1"]
+    newest = find_newest_intact(root, on_damage=lambda _: None)
+    assert newest is not None
+    assert newest.step == 2
+
+
+def test_one_just_written_is_known_by_its_writing_and_its_sizes(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save_untrained(root, step)
+    read: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "digest", lambda self, rel: read.append(rel))
+        assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-2") == ["checkpoint-1"]
+    assert read == []
+    save_untrained(root, 3)
+    root.write_bytes("checkpoint-3/optimizer.safetensors", b"")
+    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-3") == []
+    assert steps(root) == [3, 2]
+
+
+def test_models_alone_do_not_cost_the_newest_that_can_be_resumed(root: Store) -> None:
+    alone: dict[str, Any] = {"optimizer": None, "scheduler": None, "scaler": None, "rng": {}}
+    for step in range(1, 6):
+        save_untrained(root, step, **(alone if step > 2 else {}))
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
+    assert steps(root) == [5, 2]
+    assert find_newest_intact(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
+    resumable = find_newest_intact(root, on_damage=pytest.fail, resumable=True)
+    assert resumable is not None
+    assert resumable.step == 2
+    save_untrained(root, 6)
+    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2", "checkpoint-5"]
 
 
 def test_a_deletion_that_fails_leaves_no_half_checkpoint(faulty_url: str, faults: Faults) -> None:
@@ -111,8 +157,7 @@ def test_a_deletion_that_fails_leaves_no_half_checkpoint(faulty_url: str, faults
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2"]
 
 
-def test_a_save_under_way_on_this_machine_is_no_leftover(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
+def test_a_save_under_way_on_this_machine_is_no_leftover(root: Store) -> None:
     living = Holder.this_process()
     for step, claim in ((1, living), (2, replace(living, started="1")), (3, replace(living, machine="elsewhere"))):
         root.write_bytes(f"checkpoint-{step}/{WRITING}", claim.to_bytes())
@@ -121,42 +166,35 @@ def test_a_save_under_way_on_this_machine_is_no_leftover(tmp_path: Path) -> None
     assert root.children() == ["checkpoint-1"]
 
 
-def test_it_lists_what_the_writer_writes(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    first, second = save(root, 1), save(root, 2)
-    assert list_checkpoints(root) == [second, first]
-    assert checkpoint_name(2) == second.name
+# ------------------------------------------------------------------------------------------------------------- readers
 
 
-def test_several_may_read_at_once(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    folder = root.child("checkpoint-1")
+def test_several_may_read_at_once_and_cost_no_newer_one(folder: Store, root: Store) -> None:
+    for step in (2, 3, 4):
+        save_untrained(root, step)
     with protect_from_removal(folder):
         with protect_from_removal(folder):
             assert len(readers.list_readers(folder)) == 2
         assert not withdraw_if_unread(folder)
-    assert withdraw_if_unread(folder)
-    assert root.children() == []
+        assert rotate_checkpoints(root, keep=3, protect=()) == []
+        assert steps(root) == [4, 3, 2, 1]
+    assert rotate_checkpoints(root, keep=3, protect=()) == ["checkpoint-1"]
+    assert withdraw_if_unread(root.child("checkpoint-2"))
+    assert root.children() == ["checkpoint-3", "checkpoint-4"]
 
 
 @pytest.mark.parametrize(
     ("minutes", "counts"), [(0, True), (-59, True), (59, True), (-61, False), (61, False), (None, False)]
 )
-def test_a_mark_from_another_machine_counts_for_an_hour(minutes: int | None, counts: bool, tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
+def test_a_mark_from_another_machine_counts_for_an_hour(minutes: int | None, counts: bool, folder: Store) -> None:
     since = "yesterday" if minutes is None else (datetime.now(UTC) + timedelta(minutes=minutes)).isoformat()
     mark = replace(Holder.this_process(readers.TTL_S), machine="elsewhere", since=since)
-    root.write_bytes("checkpoint-1/READING-1.json", mark.to_bytes())
-    root.write_bytes("checkpoint-1/READING-2.json", b"torn")
-    assert withdraw_if_unread(root.child("checkpoint-1")) is not counts
+    folder.write_bytes("READING-1.json", mark.to_bytes())
+    folder.write_bytes("READING-2.json", b"torn")
+    assert withdraw_if_unread(folder) is not counts
 
 
-def test_a_long_reader_renews_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    folder = root.child("checkpoint-1")
+def test_a_long_reader_renews_its_mark(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "RENEW_S", 0.02)
     names: set[str] = set()
     enough = threading.Event()
@@ -168,113 +206,37 @@ def test_a_long_reader_renews_its_mark(tmp_path: Path, monkeypatch: pytest.Monke
     assert not [name for name in folder.children() if name.startswith("READING")]
 
 
-def test_where_nothing_can_be_written_reading_works_all_the_same(faulty_url: str, faults: object) -> None:
-    from tests.support.faulty import FAULTS
-
+def test_where_nothing_can_be_written_reading_works_all_the_same(faulty_url: str, faults: Faults) -> None:
     root = Store.open(faulty_url)
     save_untrained(root, 1)
-    FAULTS.plan(1)
+    faults.plan(1)
     with protect_from_removal(root.child("checkpoint-1")):
-        FAULTS.plan(None)
+        faults.plan(None)
         load_checkpoint(root, "checkpoint-1", SingleProcess()).read_model()
 
 
-# ------------------------------------------------------------------------------------------------------- what is needed
+# ------------------------------------------------------------------------------------------------------------- keeping
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(bytes(data))
-
-
-def test_a_flipped_bit_in_the_newest_does_not_cost_the_newest_good_one(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    for step in (1, 2, 3):
+def test_a_kept_checkpoint_stays_until_its_mark_is_taken_away_or_training_went_back(folder: Store, root: Store) -> None:
+    assert not keep_checkpoint(root.child("checkpoint-0"), "the best"), "a removed one is not made again by a mark"
+    assert root.children() == ["checkpoint-1"]
+    for step in (2, 3):
         save_untrained(root, step)
-    flip(tmp_path / "checkpoint-3" / "model.safetensors")
+    for name in ("checkpoint-1", "checkpoint-1", "checkpoint-2"):  # safe to repeat
+        assert keep_checkpoint(root.child(name), "the best")
+    assert rotate_checkpoints(root, keep=1, protect=()) == []
+    end_keeping(folder)
+    assert not is_kept(folder)
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1"]
-    found = find_newest_intact(root, on_damage=lambda _: None)
-    assert found is not None
-    assert found.step == 2
-
-
-def test_one_that_is_read_stays_and_costs_no_newer_one(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    for step in (1, 2, 3, 4):
-        save_untrained(root, step)
-    with protect_from_removal(root.child("checkpoint-1")):
-        assert rotate_checkpoints(root, keep=3, protect=()) == []
-        assert steps(root) == [4, 3, 2, 1]
-    assert rotate_checkpoints(root, keep=3, protect=()) == ["checkpoint-1"]
-
-
-def test_one_just_written_is_known_by_its_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Store.open(tmp_path)
-    for step in (1, 2):
-        save_untrained(root, step)
-    read: list[str] = []
-    monkeypatch.setattr(Store, "digest", lambda self, rel: read.append(rel))
-    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-2") == ["checkpoint-1"]
-    assert read == []
-
-
-def test_its_sizes_are_looked_at_all_the_same(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    for step in (1, 2):
-        save_untrained(root, step)
-    (tmp_path / "checkpoint-2" / "optimizer.safetensors").write_bytes(b"")
-    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-2") == []
-    assert steps(root) == [2, 1]
-
-
-def test_models_alone_do_not_cost_the_newest_that_can_be_resumed(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    alone: dict[str, Any] = {"optimizer": None, "scheduler": None, "scaler": None, "rng": {}}
-    save_untrained(root, 1)
-    save_untrained(root, 2)
-    for step in (3, 4, 5):
-        save_untrained(root, step, **alone)
-    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    assert steps(root) == [5, 2]
-    assert find_newest_intact(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
-    resumable = find_newest_intact(root, on_damage=pytest.fail, resumable=True)
-    assert resumable is not None
-    assert resumable.step == 2
-    save_untrained(root, 6)
-    assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2", "checkpoint-5"]
-
-
-def test_the_commit_is_there_or_nothing_is(tmp_path: Path) -> None:
-    """What a remover that died between its two deletions leaves does not count as a checkpoint."""
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    root.child("checkpoint-1").delete(COMMIT)
-    assert steps(root) == []
-
-
-def test_a_removed_checkpoint_is_not_made_again_by_a_mark(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    assert not keep_checkpoint(root.child("checkpoint-1"), "the best")
-    assert root.children() == []
-
-
-def test_a_training_that_went_back_removes_also_what_is_kept(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    keep_checkpoint(root.child("checkpoint-1"), "the best")
-    assert not withdraw_if_unread(root.child("checkpoint-1"))
-    assert withdraw_if_unread(root.child("checkpoint-1"), even_kept=True)
+    assert not withdraw_if_unread(root.child("checkpoint-2"))
+    assert withdraw_if_unread(root.child("checkpoint-2"), even_kept=True)
 
 
 @pytest.mark.parametrize("at", ["before the commit is deleted", "after the commit is deleted"])
-def test_a_mark_that_comes_during_the_removal_is_seen(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_comes_during_the_removal_is_seen(at: str, folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The remover has looked for marks already; it looks again once the commit is gone, and puts the commit back."""
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    folder = root.child("checkpoint-1")
-    whole = folder.read_bytes(COMMIT)
-    delete, marked = Store.delete, []
+    whole, delete, marked = folder.read_bytes(COMMIT), Store.delete, []
 
     def marking_delete(self: Store, rel: str) -> None:
         if rel == COMMIT and at.startswith("before"):
@@ -291,15 +253,13 @@ def test_a_mark_that_comes_during_the_removal_is_seen(at: str, tmp_path: Path, m
     assert folder.read_bytes(COMMIT) == whole
 
 
-def test_a_mark_that_comes_too_late_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_comes_too_late_is_taken_back(folder: Store, root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint goes between the marker's two looks: it is told that nothing is kept."""
-    root = Store.open(tmp_path)
-    save_untrained(root, 1)
-    folder, create = root.child("checkpoint-1"), Store.create
+    create = Store.create
 
     def late_create(self: Store, rel: str, data: bytes) -> Any:
         if rel == KEEP:
-            assert withdraw_if_unread(Store.open(tmp_path / "checkpoint-1"))
+            assert withdraw_if_unread(Store.open(folder.url))
         return create(self, rel, data)
 
     monkeypatch.setattr(Store, "create", late_create)

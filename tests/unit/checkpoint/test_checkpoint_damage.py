@@ -1,19 +1,31 @@
-"""Every damaged file is found before it is used, named, and gone round."""
+"""Damaged files, and folders made to do harm, are found before they are used, named, and passed in little memory."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tests.support import fuzz
 from tests.support.checkpoints import FILES, no_damage, save
+from tests.support.fuzz import Target, in_json
+from tests.support.fuzz_targets import targets
+from tests.support.hostile import bounded, with_file
+from tests.support.training import trainer
+from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
+from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.commit import COMMIT, FileEntry, read_commit, write_commit
 from trainer_lib.distributed import SingleProcess
-from trainer_lib.errors import DamagedError
+from trainer_lib.errors import CodeError, ConfigError, DamagedError, TrainflowError
 from trainer_lib.storage import Store
 
 
@@ -75,3 +87,250 @@ def _read_all(store: Store, name: str) -> None:
     loaded.read_rng(0)
     for entry in loaded.commit.files:
         loaded.read_file(entry.path)
+
+
+def load(root: Path) -> None:
+    """Everything that a resume reads."""
+    loaded = load_checkpoint(Store.open(root), "checkpoint-2", SingleProcess())
+    loaded.read_model()
+    loaded.read_optimizer()
+    loaded.read_rng(0)
+
+
+def refused(root: Path, match: str, names: str = "") -> TrainflowError:
+    """The error that a resume meets; it names the file, and what to do."""
+    with pytest.raises(DamagedError, match=match) as caught:
+        load(root)
+    assert names in str(caught.value.field)
+    assert caught.value.remedy
+    return caught.value
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    save(Store.open(tmp_path / "run"), 1)
+    save(Store.open(tmp_path / "run"), 2)
+    return tmp_path / "run"
+
+
+# ------------------------------------------------------------------------------------------------------ commit files
+def test_a_commit_of_a_wrong_world_is_refused(root: Path) -> None:
+    folder = Store.open(root / "checkpoint-2")
+    commit = read_commit(folder)
+    assert commit is not None
+    for world in (0, -1, "many", 1e300, 10**30, None):
+        folder.delete(COMMIT)
+        write_commit(folder, "checkpoint", commit.files, {**commit.meta, "world_size": world})
+        refused(root, "world size", COMMIT)
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+def test_a_link_in_the_place_of_a_file_is_not_followed(root: Path, tmp_path: Path) -> None:
+    file = root / "checkpoint-2" / "model.safetensors"
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")  # the bytes are right: only the place is not
+    refused(root, "a link, not a file", "model.safetensors")
+    file.unlink()
+    file.symlink_to(file)  # a loop
+    refused(root, "missing", "model.safetensors")
+    file.unlink()
+    os.mkfifo(file)  # reading it would wait for ever
+    refused(root, "missing", "model.safetensors")
+
+
+def test_a_pipe_or_an_endless_file_in_the_place_of_the_commit_holds_nobody_up(root: Path) -> None:
+    commit = root / "checkpoint-2" / COMMIT
+    commit.unlink()
+    os.mkfifo(commit)
+    with bounded(50), pytest.raises(ConfigError, match="no committed checkpoint"):
+        load(root)
+    commit.unlink()
+    commit.symlink_to("/dev/zero")
+    with bounded(50), pytest.raises(ConfigError, match="no committed checkpoint"):
+        load(root)
+
+
+def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
+    root = Store.open(tmp_path)
+    write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
+    with pytest.raises(DamagedError, match="does not list it"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "other" / "checkpoint-9"
+    save(Store.open(outside.parent), 9)
+    (root / "checkpoint-9").symlink_to(outside)
+    (root / "checkpoint-10").symlink_to(root)
+    (root / "checkpoint-11").symlink_to("checkpoint-11")
+    store = Store.open(root)
+    found = catalogue.find_newest_intact(store, on_damage=pytest.fail)
+    assert found is not None
+    assert found.step == 2
+    assert catalogue.rotate_checkpoints(store, keep=1, protect=()) == ["checkpoint-1"]
+    assert catalogue.delete_leftovers(store) == []
+    assert (outside / COMMIT).exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+@pytest.mark.parametrize("name", ["trainer_state.json", "data.json", "optimizer.json", "scheduler.json", "scaler.json",
+                                  "training_args.json", "rng/rank-00000.json"])  # fmt: skip
+def test_json_of_any_other_kind_or_shape_is_refused(name: str, root: Path) -> None:
+    texts = [b"[" * 200_000, b'{"a":' * 200_000, b"[" + b"[]," * 5_000_000 + b"1]", b"\xff\xfe", b"nope", b"[]", b""]
+    for text in (*texts, b"1" * 9000):
+        with_file(Store.open(root / "checkpoint-2"), name, text)
+        with bounded(150):
+            refused(root, "is damaged", name)
+    for value in ODD.get(name, []):
+        with_file(Store.open(root / "checkpoint-2"), name, json.dumps(value).encode())
+        refused(root, "damaged|malformed|refers to a tensor")
+
+
+def test_a_file_of_ten_terabytes_is_not_read(root: Path) -> None:
+    folder = root / "checkpoint-2"
+    os.truncate(folder / "data.json", 10 * 2**40)  # sparse: takes no space
+    record = json.loads((folder / COMMIT).read_text())
+    entries = [FileEntry(**entry) for entry in record["files"]]
+    entries = [FileEntry("data.json", 10 * 2**40, "0" * 64) if e.path == "data.json" else e for e in entries]
+    (folder / COMMIT).unlink()
+    write_commit(Store.open(folder), "checkpoint", entries, record["meta"])
+    with bounded(50):
+        refused(root, "more than", "data.json")
+
+
+ODD: dict[str, list[Any]] = {
+    "optimizer.json": [
+        {"groups": [5], "scalars": {}},
+        {"groups": [{}], "scalars": {}},
+        {"groups": [{"params": [[]]}], "scalars": {}},
+        {"groups": [], "scalars": {"state": []}},
+        {"groups": [], "scalars": {"state": {"a": 5}}},
+    ],
+    "scheduler.json": [{"a": {"__tuple__": 5}}, {"a": {"__dict__": [[[], 1]]}}, {"a": {"__dict__": "ab"}}],
+    "scaler.json": [{"scale": {"__tensor__": "x"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("trainer_state.json", {"global_step": "six"}),
+        ("trainer_state.json", {"log_history": [5]}),
+        ("trainer_state.json", {"stateful_callbacks": {"TrainerControl": {"args": {"x": 1}}}}),
+        ("trainer_state.json", {"stateful_callbacks": {"Anything": 5}}),
+        ("data.json", {"epoch": "one"}),
+        ("data.json", {"epoch": None}),
+        ("data.json", {"source": "text"}),
+        ("data.json", {"history": {"since_log": [[1]]}}),
+        ("optimizer.json", {"scalars": {"state": {"body.weight": {"step": {"__tensor__": "absent"}}}}}),
+        ("scheduler.json", {"lr_lambdas": 5}),
+    ],
+)
+def test_a_state_that_training_cannot_take_up_is_refused_by_file(
+    name: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
+    trainer(tmp_path, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+    folder = Store.open(tmp_path / "checkpoint-1")
+    with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
+    with pytest.raises(DamagedError) as caught:
+        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
+    assert name in str(caught.value.field)
+    assert caught.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------- other programs' folders
+FOREIGN = {
+    "transformers": (["trainer_state.json", "optimizer.pt", "model.safetensors"], "transformers Trainer", "import"),
+    "a random state": (["rng_state.pth"], "transformers Trainer", "import"),
+    "arguments": (["training_args.bin"], "transformers Trainer", "import"),
+    "deepspeed": (["global_step5/mp_rank_00_model_states.pt", "trainer_state.json"], "DeepSpeed", "zero_to_fp32"),
+    "distributed": ([".metadata", "__0_0.distcp"], "torch.distributed", "merge-weights"),
+    "fsdp": (["pytorch_model_fsdp_0/.metadata", "trainer_state.json"], "torch.distributed", "merge-weights"),
+    "accelerate": (["random_states_0.pkl", "model.safetensors"], "another trainer", "safetensors"),
+    "lightning": (["epoch=1.ckpt"], "another trainer", "safetensors"),
+    "weights": (["pytorch_model.bin"], "weights only", "start a new training"),
+    "pickles": (["state.pkl"], "folder with pickles", "any code"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str, tmp_path: Path) -> None:
+    names, what, remedy = FOREIGN[kind]
+    for name in names:
+        path = tmp_path / "run" / "checkpoint-2" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(path)  # opening it waits for ever
+    with pytest.raises(ConfigError, match=what) as caught:
+        load(tmp_path / "run")
+    assert remedy in str(caught.value.remedy)
+    store = Store.open(tmp_path / "run")
+    assert catalogue.find_newest_intact(store, on_damage=pytest.fail) is None
+    if kind not in ("weights", "lightning"):
+        assert catalogue.delete_leftovers(store) == [], "another program's checkpoint was deleted"
+        assert (tmp_path / "run" / "checkpoint-2" / names[0]).exists()
+    if what != "transformers Trainer":
+        with pytest.raises(ConfigError, match=what):
+            read_source(Store.open(tmp_path / "run" / "checkpoint-2"))
+
+
+def test_another_programs_checkpoints_in_the_output_folder_are_spared(tmp_path: Path) -> None:
+    """A user of transformers changes the import and nothing else."""
+    theirs = tmp_path / "checkpoint-1"
+    theirs.mkdir()
+    (theirs / "optimizer.pt").write_bytes(b"weeks of work")
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
+
+    def made(**more: Any) -> Any:
+        return trainer(tmp_path, rows, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **more})
+
+    with pytest.raises(ConfigError, match="another program wrote") as caught:
+        made().train(resume_from_checkpoint=True)
+    assert "import" in str(caught.value.remedy)
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match="another program wrote") as caught:
+            made().train(resume_from_checkpoint=resume)
+        assert caught.value.field == "output_dir"
+    made(save_strategy="no").train()
+    assert (theirs / "optimizer.pt").read_bytes() == b"weeks of work"
+
+
+def test_no_reader_of_a_checkpoints_bytes_is_broken_by_what_it_reads(tmp_path: Path) -> None:
+    found = targets(tmp_path)
+    slow = {name: target for name, target in found.items() if name.startswith("resume")}
+    for some, cases in ((slow, 2), ({name: found[name] for name in found.keys() - slow.keys()}, 20)):
+        outcome = fuzz.fuzz(some, seed=0, cases=cases)
+        assert outcome.crashes == []
+        assert set(outcome.cases.values()) == {cases}
+
+
+def _raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (lambda data: data["absent"], "TypeError"),
+        (lambda data: bytearray(8 * 2**30), "MemoryError"),
+        (lambda data: _raises(CodeError("somebody's", remedy="fix it")), "CodeError"),
+        (lambda data: _raises(DamagedError("no remedy here")), "without a remedy"),
+        (lambda data: [None for _ in iter(int, 1)], "TooSlow"),
+    ],
+    ids=["untyped", "memory", "code", "no remedy", "endless"],
+)
+def test_the_fuzzer_finds_what_it_looks_for(read: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "SECONDS", 0.2)
+    target = Target(read, [b'{"a": 1}'], in_json)
+    outcome = fuzz.fuzz({"one": target}, seed=0, cases=1)
+    assert found in outcome.crashes[0]["error"]
+
+
+def test_the_same_seed_makes_the_same_inputs() -> None:
+    data = json.dumps({"a": [1, {"b": "text"}], "c": None}).encode()
+    one, other = (
+        [mutate(random.Random(number), data) for number in range(50) for mutate in (in_json, fuzz.in_bytes)]
+        for _ in range(2)
+    )
+    assert one == other
+    assert len(set(one)) > 50

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,11 @@ from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 
 STEPS = 12
-QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BUILT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_steps": 3}
 
 
-MODEL = "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers({depth})\n"
-
-
 def classifier(seed: int = 0) -> Any:
-    made = bert(seed=seed, **QUIET)
+    made = bert(seed=seed, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     made.accepts_loss_kwargs = False  # its loss is a mean and ignores the count, which the peer has to be told
     return made
 
@@ -65,55 +63,112 @@ def points(count: int = 40) -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.randn(4, generator=generator), "labels": torch.tensor(n % 4)} for n in range(count)]
 
 
-@pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("llama")
-    return folder, peer_run(folder, llama(), lm_rows(40), **BUILT)
+def experts(seed: int = 0) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(llama(), LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+
+def equal_layers(seed: int = 1) -> Layers:
+    return layers(4)
+
+
+def tied(seed: int = 0) -> Any:
+    return llama(seed=seed, tie_word_embeddings=True)
+
+
+# How a model is built, with a seed or always alike, and its rows.
+MODELS: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]]]] = {
+    "llama": (llama, lambda: lm_rows(40)),
+    "bert": (classifier, lambda: text_rows(40)),
+    "layers": (lambda seed=1: layers(), points),
+    "equal layers": (equal_layers, points),
+    "tied": (tied, lambda: lm_rows(40)),
+    "experts": (experts, lambda: lm_rows(40)),
+    "adapter": (lambda seed=0: adapted(), lambda: lm_rows(40)),
+}
+Peers = Callable[[str], tuple[Path, Any]]
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    folder = tmp_path_factory.mktemp("small")
-    return folder, peer_run(folder, layers(), points(), **BUILT)
+def peers(tmp_path_factory: pytest.TempPathFactory) -> Peers:
+    """Train a model of `MODELS` with transformers, once; the folder of its checkpoints and its Trainer."""
+
+    @functools.cache
+    def train(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("peer")
+        build, rows = MODELS[name]
+        return folder, peer_run(folder, build(), rows(), **BUILT)
+
+    return train
 
 
-def go_on(folder: Path, model: Any, rows: list[Any], **more: Any) -> Any:
-    one = trainer(folder, rows, model=model, **{**SETTINGS, **BUILT, "save_strategy": "no", **more})
-    one.train(resume_from_checkpoint=True)
-    return one
+def copied(peers: Peers, name: str, tmp_path: Path, step: int = 6) -> Path:
+    return Path(shutil.copytree(peers(name)[0] / f"checkpoint-{step}", tmp_path / "source"))
 
 
-def same(ours: Any, peer: Any) -> None:
-    """The same losses to 2e-6, and the same weights."""
+def goes_on(folder: Path, peers: Peers, name: str) -> Any:
+    """Continue what was imported: the same losses as the peer's to 2e-6, and the same weights."""
+    build, rows = MODELS[name]
+    ours = trainer(folder, rows(), model=build(seed=5), **{**SETTINGS, **BUILT, "save_strategy": "no"})
+    ours.train(resume_from_checkpoint=True)
+    peer = peers(name)[1]
     assert losses(ours) == pytest.approx(losses(peer), rel=2e-6)
     assert len(losses(ours)) == STEPS
     expected = peer.model.state_dict()
     for name, value in ours.model.state_dict().items():
         assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-7), name
+    return ours.model
 
 
 # --------------------------------------------------------------------------------------------------------- going on
-@pytest.mark.parametrize("step", [3, 6, 9])
-def test_a_language_model_goes_on_as_with_transformers(
-    step: int, language_model: tuple[Path, Any], tmp_path: Path
-) -> None:
-    folder, peer = language_model
-    told = import_here(folder / f"checkpoint-{step}", tmp_path)
-    assert (told.step, told.parameters, told.left_out) == (step, 21, ("training_args.bin",))
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("llama", 3), ("llama", 6), ("llama", 9), ("bert", 6), ("layers", 6), ("tied", 6), ("experts", 6)],
+)
+def test_a_model_goes_on_as_with_transformers(name: str, step: int, peers: Peers, tmp_path: Path) -> None:
+    """Also one that its shapes alone tell (layers), and experts that lie apart in the file."""
+    source = peers(name)[0] / f"checkpoint-{step}"
+    told = import_here(source, tmp_path)
+    assert (told.step, told.left_out) == (step, ("training_args.bin",))
+    assert told.parameters == 21 or name != "llama"
     assert get_last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{step}")
-    same(go_on(tmp_path, llama(seed=5), lm_rows(40)), peer)
+    assert any("experts.0" in key for key in load_file(source / "model.safetensors")) == (name == "experts")
+    model = goes_on(tmp_path, peers, name)
+    assert name != "tied" or model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_classifier_goes_on_as_with_transformers(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", classifier(), text_rows(40), **BUILT)
-    import_here(tmp_path / "peer" / "checkpoint-6", tmp_path / "ours")
-    same(go_on(tmp_path / "ours", classifier(seed=5), text_rows(40)), peer)
+def test_sharded_weights_are_taken_together(peers: Peers, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    source = copied(peers, "llama", tmp_path)
+    LlamaForCausalLM.from_pretrained(source).save_pretrained(source, max_shard_size="20KB")
+    (source / "model.safetensors").unlink(missing_ok=True)
+    assert len(list(source.glob("model-*.safetensors"))) > 1
+    import_here(source, tmp_path / "ours")
+    goes_on(tmp_path / "ours", peers, "llama")
 
 
-def test_the_imported_checkpoint_is_whole_and_says_where_it_came_from(
-    language_model: tuple[Path, Any], tmp_path: Path
-) -> None:
-    source = language_model[0] / "checkpoint-6"
+def test_a_folder_without_random_states_says_what_that_means(peers: Peers, tmp_path: Path) -> None:
+    source = copied(peers, "layers", tmp_path)
+    (source / "rng_state.pth").unlink()
+    told = import_here(source, tmp_path / "ours")
+    assert any("no random states" in note for note in told.notes)
+    goes_on(tmp_path / "ours", peers, "layers")
+
+
+def test_the_imported_checkpoint_is_whole_and_says_where_it_came_from(peers: Peers, tmp_path: Path) -> None:
+    source = peers("llama")[0] / "checkpoint-6"
     import_here(source, tmp_path)
     store = Store.open(tmp_path / "checkpoint-6")
     commit = read_commit(store, kind="checkpoint")
@@ -158,45 +213,45 @@ def test_a_position_that_contradicts_itself_is_refused() -> None:
 
 
 # ----------------------------------------------------------------------------------- names without the model's class
-def test_a_model_of_ones_own_is_told_by_its_shapes(small: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, peer = small
-    import_here(folder / "checkpoint-6", tmp_path)
-    same(go_on(tmp_path, Layers(), points()), peer)
+MODEL = "from tests.unit.checkpoint.test_checkpoint_import import {0}\ndef build():\n    return {0}({1})\n"
 
 
-def test_a_model_that_its_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", layers(4), points(), **BUILT)
-    source = tmp_path / "peer" / "checkpoint-6"
+def test_a_model_that_its_shapes_do_not_tell_is_asked_for(peers: Peers, tmp_path: Path) -> None:
+    source, file = peers("equal layers")[0] / "checkpoint-6", tmp_path / "model.py"
     with pytest.raises(ConfigError, match="several names of the weights fit one number") as caught:
         import_here(source, tmp_path / "ours")
     assert "--model FILE.py:FUNCTION" in str(caught.value.remedy)
     assert not (tmp_path / "ours").exists()
-
-    file = tmp_path / "model.py"
-    file.write_text(
-        "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers(4)\n"
-    )
+    file.write_text(MODEL.format("Layers", 4))
     import_here(source, tmp_path / "ours", f"{file}:build")
-    same(go_on(tmp_path / "ours", Layers(4), points()), peer)
-    for function, message in (("absent", "no function absent"), ("number", "must return a torch.nn.Module")):
-        file.write_text("def number():\n    return 5\n")
+    goes_on(tmp_path / "ours", peers, "equal layers")
+    for text, function, message in (
+        ("", "absent", "no function absent"),
+        ("def number():\n    return 5\n", "number", "must return a torch.nn.Module"),
+        (MODEL.format("Layers", 9), "build", "or other shapes"),
+    ):
+        file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             import_here(source, tmp_path / "other", f"{file}:{function}")
-    file.write_text(
-        "from tests.unit.checkpoint.test_checkpoint_import import Layers\ndef build():\n    return Layers(9)\n"
-    )
-    with pytest.raises(ConfigError, match="or other shapes"):
-        import_here(source, tmp_path / "other", f"{file}:build")
 
 
-def test_the_order_in_pytorch_model_bin_tells_equal_shapes_apart(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", layers(4), points(), **BUILT)
-    source = tmp_path / "peer" / "checkpoint-6"
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_goes_on_with_its_base(peers: Peers, tmp_path: Path) -> None:
+    source, file = peers("adapter")[0] / "checkpoint-6", tmp_path / "model.py"
+    with pytest.raises(ConfigError, match="peft adapter"):
+        import_here(source, tmp_path / "ours")
+    file.write_text(MODEL.format("adapted", ""))
+    import_here(source, tmp_path / "ours", f"{file}:build")
+    goes_on(tmp_path / "ours", peers, "adapter")
+
+
+def test_the_order_in_pytorch_model_bin_tells_equal_shapes_apart(peers: Peers, tmp_path: Path) -> None:
+    source = copied(peers, "equal layers", tmp_path)
     ordered = {name: load_file(source / "model.safetensors")[name] for name in layers(4).state_dict()}
     (source / "model.safetensors").unlink()
     torch.save(ordered, source / "pytorch_model.bin")
     import_here(source, tmp_path / "ours")
-    same(go_on(tmp_path / "ours", Layers(4), points()), peer)
+    goes_on(tmp_path / "ours", peers, "equal layers")
 
 
 def test_names_are_dealt_in_order_or_not_at_all() -> None:
@@ -212,48 +267,8 @@ def test_names_are_dealt_in_order_or_not_at_all() -> None:
             derive_names(weights, places, in_order=in_order, decays=decays)
 
 
-# ---------------------------------------------------------------------------------------------- other kinds of folder
-def test_sharded_weights_are_taken_together(language_model: tuple[Path, Any], tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    folder, peer = language_model
-    source = tmp_path / "source"
-    shutil.copytree(folder / "checkpoint-6", source)
-    LlamaForCausalLM.from_pretrained(source).save_pretrained(source, max_shard_size="20KB")
-    (source / "model.safetensors").unlink(missing_ok=True)
-    assert len(list(source.glob("model-*.safetensors"))) > 1
-    import_here(source, tmp_path / "ours")
-    same(go_on(tmp_path / "ours", llama(seed=5), lm_rows(40)), peer)
-
-
-def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", llama(tie_word_embeddings=True), lm_rows(40), **BUILT)
-    import_here(tmp_path / "peer" / "checkpoint-6", tmp_path / "ours")
-    ours = go_on(tmp_path / "ours", llama(seed=5, tie_word_embeddings=True), lm_rows(40))
-    assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
-    same(ours, peer)
-
-
-def experts(seed: int = 0) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-
-
-def test_experts_that_lie_apart_in_the_file_are_joined_again(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", experts(), lm_rows(40), **BUILT)
-    source = tmp_path / "peer" / "checkpoint-6"
-    assert any("experts.0" in name for name in load_file(source / "model.safetensors"))
-    import_here(source, tmp_path / "ours")
-    same(go_on(tmp_path / "ours", experts(seed=5), lm_rows(40)), peer)
-
-
-def test_weights_of_another_model_are_refused(language_model: tuple[Path, Any], tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(language_model[0] / "checkpoint-6", source)
+def test_weights_of_another_model_are_refused(peers: Peers, tmp_path: Path) -> None:
+    source = copied(peers, "llama", tmp_path)
     weights = load_file(source / "model.safetensors")
     first = next(iter(weights))
     for other in ({**weights, "other": torch.ones(2)}, {name: each for name, each in weights.items() if name != first}):
@@ -263,36 +278,9 @@ def test_weights_of_another_model_are_refused(language_model: tuple[Path, Any], 
         assert "--model" in str(caught.value.remedy)
 
 
-ADAPTED = """
-import sys
-from tests.unit.checkpoint.test_checkpoint_import import adapted
-def build():
-    return adapted()
-"""
-
-
-def adapted() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(3)
-    return get_peft_model(llama(), LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_goes_on_with_its_base(tmp_path: Path) -> None:
-    peer = peer_run(tmp_path / "peer", adapted(), lm_rows(40), **BUILT)
-    source = tmp_path / "peer" / "checkpoint-6"
-    with pytest.raises(ConfigError, match="peft adapter"):
-        import_here(source, tmp_path / "ours")
-    file = tmp_path / "model.py"
-    file.write_text(ADAPTED)
-    import_here(source, tmp_path / "ours", f"{file}:build")
-    same(go_on(tmp_path / "ours", adapted(), lm_rows(40)), peer)
-
-
-def test_every_ranks_random_state_and_the_scaler_are_taken_over(small: tuple[Path, Any], tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(small[0] / "checkpoint-6", source)
+# ---------------------------------------------------------------------------------------------- what else it takes over
+def test_every_ranks_random_state_and_the_scaler_are_taken_over(peers: Peers, tmp_path: Path) -> None:
+    source = copied(peers, "layers", tmp_path)
     states = torch.load(source / "rng_state.pth", weights_only=False)
     (source / "rng_state.pth").unlink()
     for rank in range(3):
@@ -308,28 +296,19 @@ def test_every_ranks_random_state_and_the_scaler_are_taken_over(small: tuple[Pat
     assert loaded.scaler["_growth_tracker"] == 3
 
 
-def test_a_folder_without_random_states_says_what_that_means(small: tuple[Path, Any], tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(small[0] / "checkpoint-6", source)
-    (source / "rng_state.pth").unlink()
-    told = import_here(source, tmp_path / "ours")
-    assert any("no random states" in note for note in told.notes)
-    same(go_on(tmp_path / "ours", Layers(), points()), small[1])
-
-
-def test_what_is_there_already_is_not_overwritten(small: tuple[Path, Any], tmp_path: Path) -> None:
-    import_here(small[0] / "checkpoint-6", tmp_path)
+def test_what_is_there_already_is_not_overwritten(peers: Peers, tmp_path: Path) -> None:
+    import_here(peers("layers")[0] / "checkpoint-6", tmp_path)
     with pytest.raises(ConfigError, match="step 6 already"):
-        import_here(small[0] / "checkpoint-6", tmp_path)
+        import_here(peers("layers")[0] / "checkpoint-6", tmp_path)
     with pytest.raises(ConfigError, match="already a checkpoint of trainflow"):
         import_here(tmp_path / "checkpoint-6", tmp_path / "other")
 
 
-def test_the_best_checkpoint_is_found_again_once_it_is_imported(small: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_found_again_once_it_is_imported(peers: Peers, tmp_path: Path) -> None:
     sources = {}
     for step in (3, 6):
         sources[step] = tmp_path / f"checkpoint-{step}"
-        shutil.copytree(small[0] / f"checkpoint-{step}", sources[step])
+        shutil.copytree(peers("layers")[0] / f"checkpoint-{step}", sources[step])
         state = json.loads((sources[step] / "trainer_state.json").read_text())
         state |= {"best_global_step": 3, "best_metric": 0.5, "best_model_checkpoint": "/gone/checkpoint-3"}
         (sources[step] / "trainer_state.json").write_text(json.dumps(state))

@@ -440,9 +440,4 @@ def test_where_state_lives_is_recorded() -> None:
         _describe_place(here, elsewhere),
         _describe_place(here, here),
         _describe_place(here, None),
-    ] == [
-        "param",
-        "cpu",
-        "any",
-        "any",
-    ]
+    ] == ["param", "cpu", "any", "any"]

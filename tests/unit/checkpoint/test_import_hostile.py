@@ -129,10 +129,7 @@ def test_the_arguments_are_never_opened(peers: Path, tmp_path: Path) -> None:
     (source / "training_args.bin").write_bytes(saved(Evil(touched)))
     (source / "modeling.py").write_text(f"open({str(touched)!r}, 'w')")
     told = import_here(source, tmp_path / "out")
-    assert told.left_out == (
-        "modeling.py",
-        "training_args.bin",
-    )
+    assert told.left_out == ("modeling.py", "training_args.bin")
     assert not touched.exists()
 
 

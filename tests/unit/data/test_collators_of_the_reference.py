@@ -98,10 +98,7 @@ def test_sequence_to_sequence_padding_and_causal_batches(kind: str, side: str) -
 
 
 def test_several_choices() -> None:
-    features = [
-        {"input_ids": [[5, 6], [7]], "labels": 1},
-        {"input_ids": [[8], [9, 10, 11]], "labels": 0},
-    ]
+    features = [{"input_ids": [[5, 6], [7]], "labels": 1}, {"input_ids": [[8], [9, 10, 11]], "labels": 0}]
     assert_same(*both("DataCollatorForMultipleChoice", tokens(), features=features, kind="pt"))
     ours = trainer_lib.DataCollatorForMultipleChoice(tokens())(features, return_tensors="np")
     assert ours["input_ids"].shape == (2, 2, 3) and isinstance(ours["labels"], np.ndarray)

@@ -67,10 +67,7 @@ def test_the_first_place_goes_to_every_sample_equally_often() -> None:
 
 
 @given(
-    num_samples=st.integers(1, 200),
-    global_batch=st.integers(1, 40),
-    micro=st.integers(1, 12),
-    world=st.integers(1, 5),
+    num_samples=st.integers(1, 200), global_batch=st.integers(1, 40), micro=st.integers(1, 12), world=st.integers(1, 5)
 )
 def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
     num_samples: int, global_batch: int, micro: int, world: int

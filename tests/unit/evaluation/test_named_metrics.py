@@ -124,9 +124,7 @@ def test_objects_that_compute_of_predictions_and_references() -> None:
     assert measured({"name": "somewhere:both", "as": "b"}) == {"b_right": 200 * right, "b_rows": 200.0}
 
 
-def test_each_call_begins_anew_and_parts_that_cannot_be_measured_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_call_begins_anew_and_parts_that_cannot_be_measured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = read_metrics(
         [
             {"name": "torchmetrics.classification:MulticlassF1Score", "as": "f1", "num_classes": 3},

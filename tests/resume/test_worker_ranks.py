@@ -1,0 +1,35 @@
+"""The real worker on two ranks: an error on one, and evaluation and prediction shared out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tests.support.launched import request
+from trainer_lib.errors import CodeError
+from trainer_lib.requests import PreparedData
+
+
+def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, prepared_data: PreparedData) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    with pytest.raises(CodeError, match="this rank cannot collate") as caught:
+        tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
+    assert caught.value.rank == 1
+    assert f"{tmp_path}/recipe.py" in str(caught.value)
+
+
+def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, prepared_data: PreparedData) -> None:
+    output = str(tmp_path / "train")
+    tiny.run(tiny.train_request(tmp_path, prepared_data, output, max_steps=4), kind="in_process")
+    more = {"data": prepared_data, "model_url": f"{output}/model", "model": {}, "args": tiny.ARGS}
+    results = []
+    for config in ({"processes": 2}, {"kind": "in_process"}):
+        base = {"output": str(tmp_path / str(config)), **more}
+        evaluated = tiny.run(request(tmp_path, tiny.RECIPE, "evaluate", splits=["test"], **base), **config)
+        tiny.run(request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config)
+        files = (tmp_path / str(config) / "predictions" / "test").glob("*.parquet")
+        results.append((evaluated.metrics["test"]["accuracy"], {file.name: file.read_bytes() for file in files}))
+    assert len(results[0][1]) == 3
+    assert results[0] == results[1]
