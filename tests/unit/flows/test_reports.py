@@ -90,9 +90,6 @@ def test_the_whole_spec_and_every_argument_are_files(plan: Plan) -> None:
     files = settings_files(plan)
     assert "Lines through points." in files["settings/spec.yaml"]
     assert '"logging_steps": "2"' in files["settings/arguments.json"]
-
-
-def test_the_experiment_is_described_by_what_is_published(plan: Plan) -> None:
     text = describe_experiment(plan.spec)
     assert text == "Runs of the pipeline **toy** (recipe.py).\n\nLines through points."
 
@@ -117,24 +114,15 @@ def test_a_failure_is_a_tag_and_in_the_description_and_goes_with_the_next_succes
 def test_planted_secrets_are_in_nothing_that_mlflow_or_a_card_shows(tmp_path: Path) -> None:
     spec = load_spec(project(tmp_path / "project"))
     assert len(PLANTED) >= 30
+    publish = spec.publish.model_copy(update={"description": f"It was made with {' and '.join(PLANTED)} once."})
+    prepare = spec.prepare.model_copy(update={"options": {"rows": 64, "notes": PLANTED}})
+    plan = Plan.of(spec.model_copy(update={"publish": publish, "prepare": prepare}))
+    settings = [flatten_params(tracked_params(plan)), settings_files(plan), describe_experiment(plan.spec)]
     for secret in PLANTED:
-        publish = spec.publish.model_copy(update={"description": f"It was made with {secret} once."})
-        prepare = spec.prepare.model_copy(update={"options": {"rows": 64, "note": secret}})
-        plan = Plan.of(spec.model_copy(update={"publish": publish, "prepare": prepare}))
         result = PipelineResult("toy", "k" * 64, f"s3://bucket/{secret}", [StageOutcome("train", "failed", secret)])
         result.error = CodeError(f"it broke: {secret}", field="x", value=secret)
-        card = Card(
-            title=secret, description=spec.publish.description, arguments={"note": secret}, sources={secret: ""}
-        )
-        shown = json.dumps(
-            [
-                flatten_params(tracked_params(plan)),
-                settings_files(plan),
-                describe_experiment(plan.spec),
-                describe_end(result, "abc"),
-                render_card(card),
-            ]
-        )
+        card = Card(title=secret, description=secret, arguments={"note": secret}, sources={secret: ""})
+        shown = json.dumps([settings, describe_end(result, "abc"), render_card(card)])
         assert secret not in shown and json.dumps(secret)[1:-1] not in shown, secret
 
 
@@ -153,9 +141,8 @@ def test_the_page_of_the_run_in_prefect_is_a_tag(monkeypatch: pytest.MonkeyPatch
 
 def test_names_of_strangers_are_no_markup_in_the_note(tmp_path: Path) -> None:
     odd = "<script>\x1b]0;x\x07</script>\u202e![x](http://h/p)"
-    result = PipelineResult("toy", "ab" * 32, str(tmp_path))
     evaluated = {"stage": "evaluate", "metrics": {"test": {f"test_{odd}": 0.5}}, "url": str(tmp_path)}
-    result.stages.append(StageOutcome("evaluate", "ran", odd, manifest=evaluated))
+    result = PipelineResult("toy", "ab" * 32, str(tmp_path), [StageOutcome("evaluate", "ran", odd, manifest=evaluated)])
     result.error = CodeError(odd)
     note = describe_end(result, "ab" * 8)[NOTE]
     assert note is not None and "0.5" in note
@@ -210,24 +197,16 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
 
 def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
-    error = GateError("The model is not published.")
-    found = {
-        each["key"]: each
-        for each in _artifacts.make_artifacts(live_result(gates=gates, error=error), draw_images(HISTORY))
-    }
+    failed = live_result(gates=gates, error=GateError("The model is not published."))
+    found = {each["key"]: each["data"] for each in _artifacts.make_artifacts(failed, draw_images(HISTORY))}
     assert set(found) == {"summary", "metrics", "gates", "loss"}
-    text = found["summary"]["data"]
-    assert "args\\|seed" in text, "a reason does not end its cell"
-    assert "`/data/model`" in text
-    assert "`/data/runs/k/report.html`" in text
-    assert "GateError" in text
-    rows = json.loads(found["metrics"]["data"])
-    assert {"split": "test", "metric": "loss", "value": "nan"} in rows
-    assert json.loads(found["gates"]["data"])[0]["passed"] is False
-    assert found["loss"]["data"].startswith("data:image/png;base64,iVBOR")
-
-
-def test_links_are_made_to_web_addresses_alone() -> None:
+    # A reason does not end its cell.
+    for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError"):
+        assert part in found["summary"]
+    assert {"split": "test", "metric": "loss", "value": "nan"} in json.loads(found["metrics"])
+    assert json.loads(found["gates"])[0]["passed"] is False
+    assert found["loss"].startswith("data:image/png;base64,iVBOR")
+    # Links are made to web addresses alone.
     text = _artifacts.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
     assert "[https://mlflow/x](https://mlflow/x)" in text
     assert draw_images([]) == {}
@@ -331,31 +310,20 @@ class Run:
     def __init__(self) -> None:
         self.files: dict[str, Any] = {}
         self.tags: dict[str, str] = {}
+        self.set_tags = self.tags.update
 
     def log_file(self, content: Any, path: str) -> None:
         self.files[path] = content
 
-    def set_tags(self, tags: dict[str, str]) -> None:
-        self.tags |= tags
-
-
-class Evaluation:
-    """A manifest of evaluate, with the outcomes of the split test."""
-
-    def __init__(self, outcomes: Any, metrics: dict[str, Any]) -> None:
-        self._content, self.metrics = json.dumps(outcomes).encode(), metrics
-        self.files = [type("Entry", (), {"path": "outcomes/test.json"})]
-
-    def store(self) -> Any:
-        return type("Store", (), {"read_bytes": lambda _, path, limit: self._content})()
-
 
 def _logged(outcomes: Any, metrics: dict[str, Any], **tags: str) -> Run:
-    run = Run()
-    spec = PipelineSpec.model_validate(
-        {"name": "toy", "recipe": "recipe.py", "storage": "s", "tracking": {"tags": tags}}
-    )
-    log_outcomes(spec, cast(Any, run), cast(Any, Evaluation(outcomes, metrics)), {"classes": ["no", "yes"]})
+    """What is logged of a manifest of evaluate with these outcomes of the split test."""
+    run, content = Run(), json.dumps(outcomes).encode()
+    store = SimpleNamespace(read_bytes=lambda path, limit: content)
+    files = [SimpleNamespace(path="outcomes/test.json")]
+    evaluation: Any = SimpleNamespace(metrics=metrics, files=files, store=lambda: store)
+    spec = {"name": "toy", "recipe": "recipe.py", "storage": "s", "tracking": {"tags": tags}}
+    log_outcomes(PipelineSpec.model_validate(spec), cast(Any, run), evaluation, {"classes": ["no", "yes"]})
     return run
 
 
@@ -392,21 +360,15 @@ def test_numbers_have_residuals_and_older_outcomes_are_still_drawn() -> None:
     assert json.loads(run.files["samples/hardest-test.json"])["columns"][3] == "absolute_error"
     older = {name: value for name, value in found.items() if name != "hardest"}
     assert set(_logged(older, {}).files) == {"plots/residuals-test.png", "samples/test.json"}
-
-
-@pytest.mark.parametrize("outcomes", [{"kind": "classes"}, {"kind": "numbers", "measured": "x"}])
-def test_outcomes_that_cannot_be_drawn_are_not_worth_a_run(outcomes: Any) -> None:
-    assert _logged(outcomes, {}).files == {}
+    for outcomes in ({"kind": "classes"}, {"kind": "numbers", "measured": "x"}):  # not worth a failed run
+        assert _logged(outcomes, {}).files == {}
 
 
 def test_a_trial_of_a_sweep_has_tables_and_no_pictures() -> None:
-    labels = np.array([0, 1] * 20)
-    run = _logged(summarize_outcomes(np.eye(2)[labels] * 3, labels), {}, **{TRIAL: "3"})
-    assert set(run.files) == {"samples/test.json", "samples/hardest-test.json"}
-    values = np.linspace(0, 1, 20)
-    run = _logged(summarize_outcomes(values + 0.01, values), {}, **{TRIAL: "3"})
-    assert run.files
-    assert not [path for path in run.files if path.startswith("plots/")]
+    labels, values = np.array([0, 1] * 20), np.linspace(0, 1, 20)
+    for outcomes in (summarize_outcomes(np.eye(2)[labels] * 3, labels), summarize_outcomes(values + 0.01, values)):
+        run = _logged(outcomes, {}, **{TRIAL: "3"})
+        assert set(run.files) == {"samples/test.json", "samples/hardest-test.json"}
 
 
 WARNING = "Split 'test' has no row whose 'label' is <b>2</b>, and 20 % of the rows of 'train' have."
@@ -439,24 +401,20 @@ def test_statistics_in_words(tmp_path: Path) -> None:
     ]
 
 
-def test_data_without_statistics_has_none(tmp_path: Path) -> None:
+def test_data_without_statistics_has_none_and_of_many_columns_some_are_shown(tmp_path: Path) -> None:
     assert describe_data(None) == []
     assert describe_data(_prepared(tmp_path, None)) == []
     damaged = _prepared(tmp_path, STATISTICS, WARNING)
     empty, cut = {"rows": 0, "min": 0, "max": 0, "sum": 0}, {"rows": 1, "longest": 2}
-    for content in ("{", "[1]", *(json.dumps({"train": {"x": one}}) for one in (empty, cut))):
+    for content in ("{", "[1]", *(json.dumps({"train": {"x": column}}) for column in (empty, cut))):
         (tmp_path / "statistics.json").write_text(content)
         assert describe_data(damaged) == [("warning", WARNING)], content
     (tmp_path / "statistics.json").unlink()
     assert describe_data(damaged) == [("warning", WARNING)]
-
-
-@pytest.mark.parametrize("columns", [40, 43])
-def test_some_columns_are_shown(columns: int, tmp_path: Path) -> None:
-    many = {"train": {f"c{number}": {"rows": 1} for number in range(columns)}}
-    rows = describe_data(_prepared(tmp_path, many))
-    assert len(rows) == (40 if columns == 40 else 41)
-    assert columns == 40 or rows[-1] == ("statistics.json", "has 3 more columns")
+    for columns, last in ((40, []), (43, [("statistics.json", "has 3 more columns")])):
+        many = {"train": {f"c{number}": {"rows": 1} for number in range(columns)}}
+        rows = describe_data(_prepared(tmp_path, many))
+        assert (len(rows[:40]), rows[40:]) == (40, last)
 
 
 def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:

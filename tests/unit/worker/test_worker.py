@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from tests.support import tiny
 from tests.support.launched import request
-from tests.support.tiny import ARGS, RECIPE, prepared, run
+from tests.support.tiny import ARGS, RECIPE, run
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.communicator import SingleProcess
 from trainer_lib.data.row_parts import split_parts
@@ -31,11 +31,32 @@ from trainer_lib.worker import events as worker_events
 from trainer_lib.worker.train import thin_losses
 
 
+@dataclass
+class Trained:
+    """A training of the tiny recipe, and what is asked of its model."""
+
+    data: PreparedData
+    output: str
+    result: TrainResult
+
+    def ask(self, folder: Path, verb: str, recipe: str = tiny.RECIPE, **fields: Any) -> Any:
+        given = {"data": self.data, "model_url": f"{self.output}/model", "model": {}, "args": tiny.ARGS, **fields}
+        return request(folder, recipe, verb, output=str(folder / verb), **given)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> tuple[str, TrainResult]:
+def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     output = str(folder / "train")
-    return output, tiny.run(tiny.train_request(folder, prepared_data, output), kind="in_process")
+    result = tiny.run(tiny.train_request(folder, prepared_data, output), kind="in_process")
+    return Trained(prepared_data, output, result)
+
+
+def events_of(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """The result of a request and its events."""
+    events: list[dict[str, Any]] = []
+    config = LaunchConfig(kind="in_process")
+    return launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append), events
 
 
 def check_files(output: str, result: Any) -> set[str]:
@@ -68,8 +89,8 @@ def test_prepare_refuses_bad_data(tmp_path: Path, body: str, what: str) -> None:
         tiny.run(request(tmp_path, recipe), kind="in_process")
 
 
-def test_train_exports_a_model_and_says_what_it_did(trained: tuple[str, TrainResult]) -> None:
-    output, result = trained
+def test_train_exports_a_model_and_says_what_it_did(tmp_path: Path, trained: Trained) -> None:
+    output, result = trained.output, trained.result
     assert check_files(output, result) >= {"model/model.safetensors", "model/config.json"}
     assert (result.global_step, result.global_samples) == (36, 270)
     assert (result.world_size, result.resumed_from, result.parameters) == (1, None, 146)
@@ -78,15 +99,13 @@ def test_train_exports_a_model_and_says_what_it_did(trained: tuple[str, TrainRes
     assert result.metrics["train_loss"] < 0.7
     history = json.loads(Path(output, "history.json").read_text())
     assert [entry["step"] for entry in history if "loss" in entry] == [10, 20, 30]
-
-
-def test_a_finished_training_run_again_takes_no_step_and_gives_the_same(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
-) -> None:
-    output, first = trained
-    again = tiny.run(tiny.train_request(tmp_path, prepared_data, output), kind="in_process")
-    assert (again.resumed_from, again.global_step) == (36, 36)
-    assert again.files == first.files
+    # Finished, it takes no step and gives the same.
+    again = tiny.run(tiny.train_request(tmp_path, trained.data, output), kind="in_process")
+    assert (again.resumed_from, again.global_step, again.files) == (36, 36, result.files)
+    # The bytes do not depend on where they lie or how it was logged.
+    changed = {"logging_steps": 3, "save_steps": 20, "run_name": "other"}
+    asked = tiny.train_request(tmp_path, trained.data, str(tmp_path / "elsewhere"), **changed)
+    assert tiny.run(asked, kind="in_process").files == result.files
 
 
 def test_samples_are_counted_also_when_the_batch_changes_between_attempts(
@@ -99,19 +118,8 @@ def test_samples_are_counted_also_when_the_batch_changes_between_attempts(
     assert (first.global_samples, again.global_step, again.global_samples) == (6 * 8, 12, 6 * 8 + 6 * 4)
 
 
-def test_exported_bytes_do_not_depend_on_where_they_lie_or_how_it_was_logged(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
-) -> None:
-    output = str(tmp_path / "elsewhere")
-    asked = tiny.train_request(tmp_path, prepared_data, output, logging_steps=3, save_steps=20, run_name="other")
-    assert tiny.run(asked, kind="in_process").files == trained[1].files
-
-
 def test_events_tell_position_speed_and_time_left(tmp_path: Path, prepared_data: PreparedData) -> None:
-    events: list[dict[str, Any]] = []
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    config = LaunchConfig(kind="in_process")
-    launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append)
+    _, events = events_of(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")))
     logs = [event for event in events if event["event"] == "log" and "loss" in event]
     assert [event["step"] for event in logs] == [10, 20, 30]
     assert all(event["max_steps"] == 36 and event["eta_s"] > 0 and event["samples_per_second"] > 0 for event in logs)
@@ -119,20 +127,10 @@ def test_events_tell_position_speed_and_time_left(tmp_path: Path, prepared_data:
 
 
 def test_evaluate_measures_each_split_and_what_the_recipe_adds(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_events, "QUIET_S", 0.0)
-    output = str(tmp_path / "evaluate")
-    more = {
-        "data": prepared_data,
-        "model_url": f"{trained[0]}/model",
-        "model": {},
-        "args": tiny.ARGS,
-        "splits": ("test", "train"),
-    }
-    asked, events = request(tmp_path, tiny.RECIPE, "evaluate", output=output, **more), list[dict[str, Any]]()
-    config = LaunchConfig(kind="in_process")
-    result = launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append)
+    result, events = events_of(trained.ask(tmp_path, "evaluate", splits=("test", "train")))
     assert set(result.metrics) == {"test", "train", "overall"}
     # Both splits are one progress, in rows, with the time left once the first batches are through.
     shown = [event for event in events if event.get("max_steps")]
@@ -144,15 +142,17 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     assert "eta_s" not in shown[0]
     assert 0.5 < result.metrics["test"]["accuracy"] <= 1
     assert result.metrics["test"]["loss"] > 0
-    total = sum(float(abs(tensor).sum()) for tensor in load_file(f"{trained[0]}/model/model.safetensors").values())
+    weights = load_file(f"{trained.output}/model/model.safetensors").values()
+    total = sum(float(abs(tensor).sum()) for tensor in weights)
     assert result.metrics["overall"]["weights"] == pytest.approx(total, rel=1e-5)
     outcomes = {"outcomes/test.json", "outcomes/train.json"}
-    assert check_files(output, result) == {"metrics.json", "artifacts/note.txt", *outcomes}
+    assert check_files(str(tmp_path / "evaluate"), result) == {"metrics.json", "artifacts/note.txt", *outcomes}
+    other = tiny.RECIPE.replace("nn.Linear(16, 2)", "nn.Linear(16, 3)")
+    with pytest.raises(DamagedError, match="weights do not fit this model"):
+        tiny.run(trained.ask(tmp_path, "evaluate", other, splits=("test",)), kind="in_process")
 
 
-def test_outcomes_are_what_the_recipe_pairs_with_the_row_of_each(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
-) -> None:
+def test_outcomes_are_what_the_recipe_pairs_with_the_row_of_each(tmp_path: Path, trained: Trained) -> None:
     own = """
 
 def outcome_pairs(p):
@@ -160,27 +160,19 @@ def outcome_pairs(p):
     off[7] += 1000
     return {"predictions": off[::-1], "labels": p.predictions[::-1, 1], "rows": range(len(off))[::-1]}
 """
-    output = str(tmp_path / "evaluate")
-    more = {"data": prepared_data, "model_url": f"{trained[0]}/model", "model": {}, "splits": ("test",)}
-    asked = request(tmp_path, tiny.RECIPE + own, "evaluate", output=output, args=tiny.ARGS, **more)
-    tiny.run(asked, kind="in_process")
-    found = json.loads(Path(output, "outcomes/test.json").read_text())
+    tiny.run(trained.ask(tmp_path, "evaluate", tiny.RECIPE + own, splits=("test",)), kind="in_process")
+    found = json.loads((tmp_path / "evaluate" / "outcomes/test.json").read_text())
     assert (found["kind"], found["rows"]) == ("numbers", 25)
     assert found["hardest"][0][0] == 7
     assert found["hardest"][0][3] == pytest.approx(1000, rel=1e-4)
 
 
-def test_predict_writes_every_row_once_and_keeps_finished_parts(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
-) -> None:
-    output = str(tmp_path / "predict")
-    more = {"data": prepared_data, "model_url": f"{trained[0]}/model", "model": {}, "args": tiny.ARGS, "split": "test"}
-    asked = request(tmp_path, tiny.RECIPE, "predict", output=output, rows_per_file=10, **more)
+def test_predict_writes_every_row_once_and_keeps_finished_parts(tmp_path: Path, trained: Trained) -> None:
+    output, asked = str(tmp_path / "predict"), trained.ask(tmp_path, "predict", rows_per_file=10, split="test")
     result = tiny.run(asked, kind="in_process")
     parts = sorted(Path(output, "predictions/test").iterdir())
     rows = [row for part in parts for row in pq.read_table(part)["row_id"].to_pylist()]
-    assert (result.rows, len(parts), rows) == (25, 3, list(range(25)))
-    assert result.parts == 3
+    assert (result.rows, result.parts, len(parts), rows) == (25, 3, 3, list(range(25)))
     assert not [path for path in Path(output, "claims").rglob("*") if path.is_file()]
     scores = pq.read_table(parts[0])["scores"].to_pylist()
     assert pq.read_table(parts[0])["prediction"].to_pylist() == [int(b > a) for a, b in scores]
@@ -192,50 +184,26 @@ def test_predict_writes_every_row_once_and_keeps_finished_parts(
     assert parts[1].stat().st_mtime_ns == kept
 
 
-def test_weights_of_another_model_are_refused(
-    tmp_path: Path, prepared_data: PreparedData, trained: tuple[str, TrainResult]
-) -> None:
-    other = tiny.RECIPE.replace("nn.Linear(16, 2)", "nn.Linear(16, 3)")
-    model = {"model_url": f"{trained[0]}/model", "model": {}}
-    more = {"data": prepared_data, **model, "args": tiny.ARGS, "splits": ("test",)}
-    with pytest.raises(DamagedError, match="weights do not fit this model"):
-        tiny.run(request(tmp_path, other, "evaluate", **more), kind="in_process")
-
-
 @pytest.mark.parametrize(
-    ("change", "error", "what"),
+    ("change", "fields", "error", "what"),
     [
-        (("return Net(", "return 7  # ("), ConfigError, "must return a torch.nn.Module"),
-        (("logits = self", "logits = self.nothing + self"), CodeError, "no attribute 'nothing'"),
-        (('assert data.read_file("note.txt")', 'assert data.read_file("no.txt")'), ConfigError, "no such file"),
+        (("return Net(", "return 7  # ("), {}, ConfigError, "must return a torch.nn.Module"),
+        (("logits = self", "logits = self.nothing + self"), {}, CodeError, "no attribute 'nothing'"),
+        (('assert data.read_file("note.txt")', 'assert data.read_file("no")'), {}, ConfigError, "no such file"),
+        (("", ""), {"args": {"learning_rat": 1}}, ConfigError, "train.args.learning_rat"),
+        (("", ""), {"train_split": "trian"}, ConfigError, "^split"),
     ],
 )
-def test_train_says_what_is_wrong_with_the_recipe(
-    tmp_path: Path, prepared_data: PreparedData, change: tuple[str, str], error: type[Exception], what: str
+def test_train_says_what_is_wrong_with_the_recipe_or_the_request(
+    tmp_path: Path, trained: Trained, change: tuple[str, str], fields: Any, error: type[Exception], what: str
 ) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    asked = replace(tiny.train_request(tmp_path, trained.data, str(tmp_path / "train")), **fields)
     path = Path(asked.recipe.path)
     path.write_text(path.read_text().replace(*change))
     with pytest.raises(error, match=what) as caught:
         tiny.run(asked, kind="in_process")
     if error is CodeError:
         assert f"{path}:" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"args": {"learning_rat": 1}}, "train.args.learning_rat"),
-        ({"train_split": "trian"}, "split"),
-    ],
-)
-def test_a_request_that_makes_no_sense_is_refused(
-    tmp_path: Path, prepared_data: PreparedData, fields: dict[str, Any], field: str
-) -> None:
-    asked = replace(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")), **fields)
-    with pytest.raises(ConfigError) as caught:
-        tiny.run(asked, kind="in_process")
-    assert caught.value.field == field
 
 
 # Collator and model draw, also in an evaluation, which continues from the training's random numbers.
@@ -276,25 +244,21 @@ def _measured(entry: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "args", [{}, {"bf16": True, "per_device_eval_batch_size": 7}], ids=["float32", "bfloat16, a ragged last batch"]
 )
-def test_the_numbers_are_those_of_an_evaluation_inside_training(args: dict[str, Any], tmp_path: Path) -> None:
-    data = prepared(tmp_path / "prepared")
-    inside = train_beside(tmp_path, DRAWING, data, **args)
+def test_the_numbers_are_those_of_an_evaluation_inside_training(
+    args: dict[str, Any], tmp_path: Path, prepared_data: PreparedData
+) -> None:
+    inside = train_beside(tmp_path, DRAWING, prepared_data, **args)
     assert set(inside) >= {4, 8}
     for step in (8, 12) if 12 in inside else (4, 8):
-        found = beside(tmp_path, DRAWING, data, step, **args)
+        found = beside(tmp_path, DRAWING, prepared_data, step, **args)
         assert found.step == step
         assert _measured(found.metrics) == inside[step]
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    data = prepared(tmp_path / "prepared")
-    train_beside(tmp_path, RECIPE, data)
     weights = tmp_path / "train" / "checkpoints" / "checkpoint-8" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(DamagedError, match="digest") as error:
-        beside(tmp_path, RECIPE, data, 8)
+        beside(tmp_path, DRAWING, prepared_data, 8, **args)
     assert "checkpoint-8/model.safetensors" in str(error.value.field)
 
 
@@ -400,29 +364,22 @@ def ask(folder: Path, data: PreparedData, verb: str, recipe: str = tiny.RECIPE, 
     return tiny.run(request(folder, recipe, verb, output=str(folder / "out"), **given), kind="in_process")
 
 
-@pytest.fixture(scope="module")
-def estimate(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> Estimate:
-    found = ask(tmp_path_factory.mktemp("estimate"), prepared_data, "estimate", eval_split="test")
+def test_the_estimate_counts_every_byte_of_weights_gradients_and_optimizer(
+    tmp_path: Path, prepared_data: PreparedData
+) -> None:
+    found = ask(tmp_path, prepared_data, "estimate", eval_split="test")
     assert isinstance(found, Estimate)
-    return found
-
-
-def test_the_estimate_counts_every_byte_of_weights_gradients_and_optimizer(estimate: Estimate) -> None:
-    size = estimate.size
+    size = found.size
     assert (size.parameters, size.trainable, size.parameter_bytes) == (PARAMETERS, PARAMETERS, 4 * PARAMETERS)
-    assert size.gradient_bytes == 4 * PARAMETERS
+    assert (size.gradient_bytes, size.stored_bytes) == (4 * PARAMETERS, 4 * PARAMETERS)
     # Two moments of each element and a step of each of four tensors.
     assert size.optimizer_bytes == 2 * 4 * PARAMETERS + 4 * 4
-    assert size.stored_bytes == 4 * PARAMETERS
-    assert (estimate.device, estimate.notes, estimate.tokens_per_sample) == ("cpu", (), None)
-    assert estimate.process_bytes > 50e6
-
-
-def test_the_estimate_knows_what_a_micro_batch_leaves_in_memory(estimate: Estimate) -> None:
+    assert (found.device, found.notes, found.tokens_per_sample) == ("cpu", (), None)
+    assert found.process_bytes > 50e6
     # At least the layers' outputs of four rows: 16 hidden values twice, and 2 logits.
-    assert estimate.size.activation_bytes is not None
-    assert 4 * 4 * (16 + 16 + 2) <= estimate.size.activation_bytes < 20_000
-    assert estimate.size.evaluation_bytes is not None
+    assert size.activation_bytes is not None
+    assert 4 * 4 * (16 + 16 + 2) <= size.activation_bytes < 20_000
+    assert size.evaluation_bytes is not None
 
 
 def test_a_model_that_reads_its_values_is_sized_all_the_same(tmp_path: Path, prepared_data: PreparedData) -> None:
@@ -447,9 +404,7 @@ def test_the_probe_times_steps_an_evaluation_and_a_save(tmp_path: Path, prepared
     found = ask(tmp_path, prepared_data, "probe", args={**MICRO, **steps}, eval_split="test", rows=10)
     assert isinstance(found, Probe)
     assert found.steps == 2
-    assert found.step_s > 0
-    assert (found.evaluation_row_s or 0) > 0
-    assert (found.save_s or 0) > 0
+    assert min(found.step_s, found.evaluation_row_s or 0, found.save_s or 0) > 0
     [checkpoint] = list_checkpoints(Store.open(str(tmp_path / "out")))
     assert found.checkpoint_bytes == sum(each.size for each in checkpoint.commit.files)
     assert found.peak_bytes > 50e6
