@@ -27,7 +27,6 @@ from trainer_lib.errors import (
     DataError,
     InfrastructureError,
     StorageError,
-    TrainflowError,
     first_line,
     from_exception,
 )
@@ -132,15 +131,12 @@ def test_the_scalers_state_is_plain_numbers_and_comes_back() -> None:
     assert plain.scaler_state() is None
 
 
-def test_what_a_device_cannot_serve_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
-        create_precision(Settings(fp16=True), torch.device("mps"))
-
-
 def test_whole_models_are_cast_for_evaluation_when_asked() -> None:
     assert full_eval_dtype(Settings()) is None
     assert full_eval_dtype(Settings(bf16_full_eval=True)) is torch.bfloat16
     assert full_eval_dtype(Settings(fp16_full_eval=True)) is torch.float16
+    with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
+        create_precision(Settings(fp16=True), torch.device("mps"))
 
 
 def test_memory_is_reported_per_stage_and_init_with_the_first() -> None:
@@ -153,75 +149,35 @@ def test_memory_is_reported_per_stage_and_init_with_the_first() -> None:
     block = torch.ones(80 << 18)  # 80 MiB: beyond what the allocator keeps of earlier blocks
     tracker.stop("eval", {})
     tracker.stop("train", metrics)
-    assert metrics.keys() == {
-        "before_init_mem_cpu",
-        *(f"{stage}_mem_cpu_{kind}_delta" for stage in ("init", "train") for kind in ("alloc", "peaked")),
-    }
+    measured = {f"{stage}_mem_cpu_{kind}_delta" for stage in ("init", "train") for kind in ("alloc", "peaked")}
+    assert metrics.keys() == {"before_init_mem_cpu", *measured}
     assert metrics["train_mem_cpu_alloc_delta"] >= block.nbytes * 0.9
-    again: dict[str, Any] = {}
-    tracker.start("test")
-    tracker.stop("test", again)
-    assert set(again) == {"test_mem_cpu_alloc_delta", "test_mem_cpu_peaked_delta"}
+    for another, keys in (
+        (tracker, {"test_mem_cpu_alloc_delta", "test_mem_cpu_peaked_delta"}),
+        (MemoryTracker(enabled=False), set()),
+    ):
+        again: dict[str, Any] = {}
+        another.start("test")
+        another.stop("test", again)
+        another.abandon()
+        assert set(again) == keys
 
 
-def test_memory_is_left_alone_when_not_asked_for() -> None:
-    tracker = MemoryTracker(enabled=False)
-    metrics: dict[str, Any] = {}
-    tracker.start("train")
-    tracker.stop("train", metrics)
-    tracker.abandon()
-    assert metrics == {}
-
-
-SIZE = ModelSize(
-    parameters=100,
-    trainable=100,
-    parameter_bytes=400,
-    gradient_bytes=400,
-    optimizer_bytes=800,
-    activation_bytes=50,
-    evaluation_bytes=None,
-    gathered_bytes=100,
-    stored_bytes=400,
-)
+SIZE = ModelSize(100, 100, 400, 400, 800, 50, None, 100, 400)
 
 
 def by_name(size: ModelSize, processes: int, **settings: Any) -> dict[str, Footprint]:
     return {each.strategy: each for each in footprints(size, processes, **settings)}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "parameters", "gradients", "optimizer", "exchange"),
-    [
-        ("single", 400, 400, 800, 0),
-        ("ddp", 400, 400, 800, 400),
-        ("fsdp", 100, 100, 200, 200),
-        ("zero-1", 500, 400, 200, 800),
-        ("zero-2", 500, 100, 200, 800),
-        ("zero-3", 200, 100, 200, 900),
-    ],
-)
-def test_what_each_strategy_shares_out_over_four_ranks(
-    strategy: str, parameters: int, gradients: int, optimizer: int, exchange: int
-) -> None:
-    rank = by_name(SIZE, 4)[strategy]
-    assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == (
-        *(parameters, gradients, optimizer),
-        exchange,
-    )
-    assert rank.total == parameters + gradients + optimizer + exchange + 50
-    assert rank.processes == (1 if strategy == "single" else 4)
-
-
 def test_a_small_bucket_is_taken_as_it_is_set_and_a_large_evaluation_is_the_peak() -> None:
     assert by_name(SIZE, 2, bucket_elements=10)["zero-2"].exchange == 80
     large = by_name(replace(SIZE, evaluation_bytes=10_000), 1)["single"]
     assert large.total == 400 + 800 + 10_000
-
-
-def test_one_process_alone_may_have_a_larger_micro_batch() -> None:
-    ranks = {each.strategy: each for each in footprints(replace(SIZE, micro_batch=4), 2, alone=8)}
+    ranks = by_name(replace(SIZE, micro_batch=4), 2, alone=8)  # one process alone may have a larger micro batch
     assert (ranks["single"].activations, ranks["ddp"].activations) == (100, 50)
+    # A part that does not come out even counts as the largest.
+    assert by_name(replace(SIZE, stored_bytes=401), 4)["fsdp"].checkpoint == 301
 
 
 def test_what_is_not_known_stays_unknown() -> None:
@@ -233,35 +189,38 @@ def test_what_is_not_known_stays_unknown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "each", "writers"),
+    ("strategy", "held", "written"),
     [
-        ("single", 1200, 1),
-        ("ddp", 1200, 1),  # the other ranks hold the same, and write none of it
-        ("fsdp", 300, 4),
-        ("zero-1", 1200, 1),  # what ZeRO shards is gathered to the first rank
-        ("zero-2", 1200, 1),
-        ("zero-3", 1200, 1),
+        ("single", (400, 400, 800, 0), (1200, 1)),
+        ("ddp", (400, 400, 800, 400), (1200, 1)),  # the other ranks hold the same, and write none of it
+        ("fsdp", (100, 100, 200, 200), (300, 4)),
+        ("zero-1", (500, 400, 200, 800), (1200, 1)),  # what ZeRO shards is gathered to the first rank
+        ("zero-2", (500, 100, 200, 800), (1200, 1)),
+        ("zero-3", (200, 100, 200, 900), (1200, 1)),
     ],
 )
-def test_what_a_rank_writes_into_a_checkpoint(strategy: str, each: int, writers: int) -> None:
+def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
+    strategy: str, held: tuple[int, ...], written: tuple[int, int]
+) -> None:
     rank = by_name(SIZE, 4)[strategy]
-    assert (rank.checkpoint, rank.writers) == (each, writers)
+    assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
+    assert rank.total == sum(held) + 50
+    assert rank.processes == (1 if strategy == "single" else 4)
+    assert (rank.checkpoint, rank.writers) == written
 
 
 @pytest.mark.parametrize(("writers", "each"), [(None, 200), (1, 600), (3, 200), (4, 150)])
 def test_fsdp_is_written_by_as_many_ranks_as_its_settings_say(writers: int | None, each: int) -> None:
-    rank = {one.strategy: one for one in footprints(replace(SIZE, optimizer_bytes=200), 3, writers=writers)}["fsdp"]
+    rank = by_name(replace(SIZE, optimizer_bytes=200), 3, writers=writers)["fsdp"]
     assert (rank.checkpoint, rank.writers) == (each, writers or 3)
 
 
-def test_a_part_that_does_not_come_out_even_counts_as_the_largest() -> None:
-    assert by_name(replace(SIZE, stored_bytes=401), 4)["fsdp"].checkpoint == 301
-
-
 def test_a_checkpoint_of_the_model_alone_has_no_optimizer_state() -> None:
-    unknown = replace(SIZE, optimizer_bytes=None)
-    ranks = {each.strategy: each.checkpoint for each in footprints(unknown, 2, only_model=True)}
-    assert ranks == {"single": 400, "ddp": 400, "fsdp": 200, "zero-1": 400, "zero-2": 400, "zero-3": 400}
+    ranks = by_name(replace(SIZE, optimizer_bytes=None), 2, only_model=True)
+    assert {name: rank.checkpoint for name, rank in ranks.items()} == {
+        **dict.fromkeys(("single", "ddp", "zero-1", "zero-2", "zero-3"), 400),
+        "fsdp": 200,
+    }
 
 
 def test_the_result_is_returned_and_a_failure_is_typed() -> None:
@@ -271,39 +230,32 @@ def test_the_result_is_returned_and_a_failure_is_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "is_lost"),
     [
-        RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"),
-        RuntimeError("Broken pipe"),
-        RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"),
-        RuntimeError("NCCL Error 6: remote process exited"),
-        dist.DistBackendError("NCCL communicator was aborted on rank 1"),
-        dist.DistNetworkError("The client socket has timed out after 300s"),
-        dist.DistStoreError("wait timeout"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"), True),
+        (RuntimeError("Broken pipe"), True),
+        (RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"), True),
+        (RuntimeError("NCCL Error 6: remote process exited"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1"), True),
+        (dist.DistNetworkError("The client socket has timed out after 300s"), True),
+        (dist.DistStoreError("wait timeout"), True),
+        # A cause is not taken for a lost peer.
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+        (dist.DistBackendError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"), False),
+        (InfrastructureError("A worker could not be started."), False),
+        (DataError("It is empty."), False),
     ],
 )
-def test_a_lost_peer_is_recognized_by_class_or_text(error: RuntimeError) -> None:
-    assert is_lost_peer(error)
+def test_a_lost_peer_is_recognized_by_class_or_text(error: Exception, is_lost: bool) -> None:
+    assert is_lost_peer(error) is is_lost
     typed = lost_peer_error(error, rank=2)
-    assert isinstance(typed, InfrastructureError) and typed.rank == 2
-    typed.__cause__ = error
-    assert is_lost_peer(typed)  # as the Trainer raises it: still a consequence
-    assert lost_peer_error(typed, rank=2) is None  # typed already
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        ValueError("Connection closed by peer"),
-        dist.DistBackendError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"),
-        InfrastructureError("A worker could not be started."),
-        DataError("It is empty."),
-    ],
-)
-def test_a_cause_is_not_taken_for_a_lost_peer(error: Exception) -> None:
-    assert not is_lost_peer(error)
-    assert lost_peer_error(error, rank=0) is None
+    assert (typed is not None) is is_lost
+    if typed is not None:
+        assert isinstance(typed, InfrastructureError) and typed.rank == 2
+        typed.__cause__ = error
+        assert is_lost_peer(typed)  # as the Trainer raises it: still a consequence
+        assert lost_peer_error(typed, rank=2) is None  # typed already
 
 
 @pytest.fixture(autouse=True)
@@ -328,9 +280,8 @@ def test_a_thread_that_never_drops_its_tensor_delays_the_end_no_longer_than_the_
     held = in_flight.remember(torch.zeros(1))
     assert not in_flight.wait_until_released(0.05)
     assert held.item() == 0
-
-
-def test_large_tensors_are_not_kept_alive_and_small_ones_only_the_newest() -> None:
+    in_flight._recent.clear()
+    # Large tensors are not kept alive, and small ones only the newest.
     in_flight.remember(torch.zeros(1_000_000))
     assert not in_flight._recent
     for _ in range(1_000):
@@ -383,18 +334,14 @@ def test_an_error_is_told_in_one_line_that_is_never_empty(message: str, line: st
     assert first_line(OSError(message)) == line
 
 
-@pytest.mark.parametrize("cls", [ConfigError, DataError])
-def test_what_callers_catch_as_value_errors_with_transformers_they_catch_here(cls: type[TrainflowError]) -> None:
-    with pytest.raises(ValueError, match="wrong"):
-        raise cls("The input is wrong.")
-
-
 def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> None:
     def work() -> None:
         raise MemoryError("\nCUDA out of memory. Tried to allocate 2 GiB")
 
     with pytest.raises(MemoryRanOut, match="CUDA out of memory"):
         call_within_memory(SingleProcess(), work)
+    # As with transformers, callers catch wrong input as value errors.
+    assert issubclass(ConfigError, ValueError) and issubclass(DataError, ValueError)
 
 
 def test_a_folder_for_temporary_files_that_was_removed_is_named(

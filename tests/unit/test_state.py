@@ -8,6 +8,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,29 +41,19 @@ def test_the_state_has_the_references_fields_and_defaults() -> None:
 
 def test_the_state_survives_json_and_files(tmp_path: Path) -> None:
     state = TrainerState(
-        epoch=1.5,
-        global_step=7,
-        max_steps=10,
-        log_history=[{"loss": 0.5, "step": 7}],
-        best_metric=0.1,
-        trial_params={"lr": 1.0},
+        epoch=1.5, global_step=7, max_steps=10, log_history=[{"loss": 0.5, "step": 7}], trial_params={"lr": 1.0}
     )
+    state.best_metric = 0.1
     assert TrainerState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
-    state.save_to_json(str(tmp_path / "trainer_state.json"))
-    assert TrainerState.load_from_json(tmp_path / "trainer_state.json") == state
-    text = (tmp_path / "trainer_state.json").read_text()
+    file = tmp_path / "trainer_state.json"
+    state.save_to_json(str(file))
+    assert TrainerState.load_from_json(file) == state
+    text = file.read_text()
     assert list(json.loads(text)) == sorted(SURFACE["TrainerState"])
     assert text.endswith("}\n")
-
-
-def test_a_non_finite_loss_survives_the_file(tmp_path: Path) -> None:
-    TrainerState(log_history=[{"loss": float("nan")}]).save_to_json(tmp_path / "s.json")
-    loss = TrainerState.load_from_json(tmp_path / "s.json").log_history[0]["loss"]
-    assert np.isnan(loss)
-
-
-def test_fields_of_other_versions_are_left_out() -> None:
     assert TrainerState.from_dict({"global_step": 3, "from_the_future": 1}).global_step == 3
+    TrainerState(log_history=[{"loss": float("nan")}]).save_to_json(file)
+    assert np.isnan(TrainerState.load_from_json(file).log_history[0]["loss"])
 
 
 @pytest.mark.parametrize("content", ["[]", '{"global_step": "many"}', '{"epoch": null}', "{"])
@@ -75,33 +66,17 @@ def test_a_damaged_state_is_refused(tmp_path: Path, content: str) -> None:
         TrainerState.load_from_json(tmp_path / "none.json")
 
 
-def test_shares_become_steps_rounded_up() -> None:
+def test_starting_references_are_noted_and_shares_become_steps_rounded_up() -> None:
+    started: Any = SimpleNamespace(hp_name=lambda trial: "first", _trial=None)
+    started.is_local_process_zero, started.is_world_process_zero = lambda: True, lambda: False
     state = TrainerState()
-    state.compute_steps(TrainingArguments("out", logging_steps=0.101, save_steps=7), 100)
-    assert (state.logging_steps, state.eval_steps, state.save_steps) == (11, 500, 7)
-
-
-def test_starting_references_are_noted() -> None:
-    class Trial:
-        def __init__(self) -> None:
-            self.params = {"learning_rate": 0.1}
-
-    class Started:
-        hp_name = staticmethod(lambda trial: "first")
-        _trial = None
-
-        def is_local_process_zero(self) -> bool:
-            return True
-
-        def is_world_process_zero(self) -> bool:
-            return False
-
-    state = TrainerState()
-    state.init_training_references(Started(), 10, 2, Trial())
+    state.init_training_references(started, 10, 2, SimpleNamespace(params={"learning_rate": 0.1}))
     assert (state.max_steps, state.num_train_epochs, state.is_world_process_zero) == (10, 2, False)
     assert (state.trial_name, state.trial_params) == ("first", {"learning_rate": 0.1})
-    state.init_training_references(Started(), 10, 2, None)
+    state.init_training_references(started, 10, 2, None)
     assert state.trial_params is None
+    state.compute_steps(TrainingArguments("out", logging_steps=0.101, save_steps=7), 100)
+    assert (state.logging_steps, state.eval_steps, state.save_steps) == (11, 500, 7)
 
 
 def test_callback_states_are_kept_by_class_and_in_order() -> None:
@@ -111,16 +86,12 @@ def test_callback_states_are_kept_by_class_and_in_order() -> None:
     assert state.stateful_callbacks["TrainerControl"]["args"]["should_log"] is True
     saved = state.stateful_callbacks["EarlyStoppingCallback"]
     restored = [EarlyStoppingCallback.from_state(each) for each in saved]
-    assert [(each.early_stopping_patience, each.early_stopping_patience_counter) for each in restored] == [
-        (2, 1),
-        (3, 0),
-    ]
+    counts = [(each.early_stopping_patience, each.early_stopping_patience_counter) for each in restored]
+    assert counts == [(2, 1), (3, 0)]
     assert TrainerControl.from_state(state.stateful_callbacks["TrainerControl"]).should_log
     with pytest.raises(ConfigError, match="stateful_callbacks = object"):
         TrainerState(stateful_callbacks=[object()])
 
-
-def test_an_exportable_class_without_state_says_so() -> None:
     class Forgetful(ExportableState):
         pass
 
@@ -128,10 +99,13 @@ def test_an_exportable_class_without_state_says_so() -> None:
         Forgetful().state()
 
 
-def test_eval_prediction_unpacks_with_what_was_asked_for() -> None:
+def test_outputs_are_tuples_and_eval_prediction_unpacks_with_what_was_asked_for() -> None:
+    assert TrainOutput(3, 0.5, {"a": 1.0}) == (3, 0.5, {"a": 1.0})
+    assert PredictionOutput([1], None, None).predictions == [1]
+    assert EvalLoopOutput([1], [2], {}, 3).num_samples == 3
+    assert BestRun("7", 0.1, {"lr": 1}).run_summary is None
     predictions, labels = EvalPrediction(np.ones(2), np.zeros(2))
-    assert predictions.sum() == 2
-    assert labels.sum() == 0
+    assert (predictions.sum(), labels.sum()) == (2, 0)
     assert len(tuple(EvalPrediction(1, 2, inputs=3))) == 3
     full = EvalPrediction(1, 2, 3, 4)
     assert (full[0], full[1], full[2], full[3], len(full)) == (1, 2, 3, 4, 4)
@@ -139,13 +113,6 @@ def test_eval_prediction_unpacks_with_what_was_asked_for() -> None:
     for index in (-1, 4):
         with pytest.raises(IndexError):
             _ = full[index]
-
-
-def test_outputs_are_named_tuples() -> None:
-    assert TrainOutput(3, 0.5, {"a": 1.0}) == (3, 0.5, {"a": 1.0})
-    assert PredictionOutput([1], None, None).predictions == [1]
-    assert EvalLoopOutput([1], [2], {}, 3).num_samples == 3
-    assert BestRun("7", 0.1, {"lr": 1}).run_summary is None
 
 
 def test_speed_metrics_count_per_second() -> None:

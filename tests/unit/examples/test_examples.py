@@ -41,13 +41,32 @@ def _prepared(recipe: Recipe, options: dict[str, Any], folder: Path) -> tuple[di
 
 
 # -------------------------------------------------------------------------------------------------------- digits
-def test_digits_splits_share_no_scan_and_keep_the_classes_proportions(tmp_path: Path) -> None:
-    splits, _ = _prepared(_recipe("digits"), {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
+SHARES = {"validation": 0.1, "test": 0.2}
+
+
+def test_digits_splits_share_no_scan_keep_the_classes_proportions_and_depend_on_the_seed_only(tmp_path: Path) -> None:
+    recipe, chosen = _recipe("digits"), []
+    for number, seed in enumerate((0, 0, 1)):
+        splits, data = _prepared(recipe, {**SHARES, "seed": seed}, tmp_path / str(number))
+        chosen.append([row["row_id"] for row in splits["test"]])
+    assert chosen[0] == chosen[1] != chosen[2]
     ids = [row["row_id"] for rows in splits.values() for row in rows]
     assert sorted(ids) == list(range(1797))
-    for name, share in (("train", 0.7), ("validation", 0.1), ("test", 0.2)):
+    for name, share in (("train", 0.7), *SHARES.items()):
         counts = np.bincount([row["label"] for row in splits[name]], minlength=10)
         assert counts == pytest.approx(share * 179.7, rel=0.1)
+    # Predictions name the class and a probability.
+    logits = np.zeros((1, 10), dtype=np.float32)
+    logits[0, 7] = math.log(9.0)
+    columns = recipe.prediction_columns(logits, data)
+    assert columns["prediction"] == ["7"]
+    assert columns["confidence"] == pytest.approx([0.5])
+    # The network treats every sample alone.
+    torch.manual_seed(0)
+    model = recipe.build_model({"width": 8, "dropout": 0.5}, data).eval()
+    pixels = torch.rand(4, 1, 8, 8)
+    together, alone = model(pixels)["logits"], torch.cat([model(pixel[None])["logits"] for pixel in pixels])
+    torch.testing.assert_close(together, alone)
 
 
 def test_digits_divided_over_processes_are_the_same_digits() -> None:
@@ -60,15 +79,6 @@ def test_digits_divided_over_processes_are_the_same_digits() -> None:
     assert {name for name in whole if whole[name] != divided[name]} == {"name"}
 
 
-def test_digits_split_depends_on_the_seed_only(tmp_path: Path) -> None:
-    recipe = _recipe("digits")
-    chosen = []
-    for number, seed in enumerate((0, 0, 1)):
-        splits, _ = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": seed}, tmp_path / str(number))
-        chosen.append([row["row_id"] for row in splits["test"]])
-    assert chosen[0] == chosen[1] != chosen[2]
-
-
 def test_digits_collate_scales_the_ink_and_does_without_labels() -> None:
     recipe = _recipe("digits")
     assert recipe.collate is not None
@@ -78,26 +88,6 @@ def test_digits_collate_scales_the_ink_and_does_without_labels() -> None:
     assert batch["pixels"][:, 0, 0, 0].tolist() == [1.0, 0.5]
     assert batch["labels"].tolist() == [3, 4]
     assert set(recipe.collate([{"row_id": 0, "pixels": scan}])) == {"pixels"}
-
-
-def test_digits_predictions_name_the_class_and_a_probability(tmp_path: Path) -> None:
-    recipe = _recipe("digits")
-    _, data = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
-    logits = np.zeros((1, 10), dtype=np.float32)
-    logits[0, 7] = math.log(9.0)
-    columns = recipe.prediction_columns(logits, data)
-    assert columns["prediction"] == ["7"]
-    assert columns["confidence"] == pytest.approx([0.5])
-
-
-def test_digits_network_treats_every_sample_alone(tmp_path: Path) -> None:
-    recipe = _recipe("digits")
-    _, data = _prepared(recipe, {"validation": 0.1, "test": 0.2, "seed": 0}, tmp_path)
-    torch.manual_seed(0)
-    model = recipe.build_model({"width": 8, "dropout": 0.5}, data).eval()
-    pixels = torch.rand(4, 1, 8, 8)
-    together, alone = model(pixels)["logits"], torch.cat([model(pixel[None])["logits"] for pixel in pixels])
-    torch.testing.assert_close(together, alone)
 
 
 # ----------------------------------------------------------------------------------------------------- stdlib_lm
@@ -120,25 +110,27 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 OPTIONS = {"vocab_size": 400, "block_tokens": 16, "seed": 30}
 
 
-def test_stdlib_modules_are_held_out_whole_and_the_rest_is_left_out(library: Path, tmp_path: Path) -> None:
-    _, data = _prepared(_recipe("stdlib_lm"), OPTIONS, tmp_path)
+def test_stdlib_modules_are_held_out_whole_and_their_bytes_are_covered_once(library: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    recipe = _recipe("stdlib_lm")
+    splits, data = _prepared(recipe, OPTIONS, tmp_path)
     corpus = data.info["corpus"]
     assert sum(split["files"] for split in corpus.values()) == len(MODULES)
     assert all(split["files"] for split in corpus.values())
     total = sum((library / name / "__init__.py").stat().st_size for name in MODULES)
     assert sum(split["bytes"] for split in corpus.values()) == total
-
-
-def test_stdlib_blocks_cover_every_held_out_byte_exactly_once(library: Path, tmp_path: Path) -> None:
-    recipe = _recipe("stdlib_lm")
-    splits, data = _prepared(recipe, OPTIONS, tmp_path)
     assert recipe.collate is not None
     token_bytes = np.frombuffer(data.read_file("token_bytes.bin"), dtype=np.uint16)
     for name, rows in splits.items():
         labels = recipe.collate(rows)["labels"].numpy()
-        assert token_bytes[labels[labels >= 0]].sum() == data.info["corpus"][name]["bytes"]
-        ends = [row["tokens"][-1] for row in rows[:-1]]
-        assert ends == [row["tokens"][0] for row in rows[1:]]
+        assert token_bytes[labels[labels >= 0]].sum() == corpus[name]["bytes"]
+        assert [row["tokens"][-1] for row in rows[:-1]] == [row["tokens"][0] for row in rows[1:]]
+    # Compressors see the same bytes.
+    tokenizer = Tokenizer.from_str(data.read_file("tokenizer.json").decode())
+    tokens = [int(token) for row in splits["test"] for token in row["tokens"][1 : row["num_targets"] + 1]]
+    text = tokenizer.decode(tokens).encode()  # the separators decode to nothing
+    assert data.info["compressors"]["test"]["bz2"] == 8 * len(bz2.compress(text, 9)) / len(text)
 
 
 def test_stdlib_bits_per_byte_are_those_of_the_models_distribution(library: Path, tmp_path: Path) -> None:
@@ -161,18 +153,9 @@ def test_stdlib_bits_per_byte_are_those_of_the_models_distribution(library: Path
     assert metrics["bytes"] == data.info["corpus"]["test"]["bytes"]
 
 
-def test_stdlib_compressors_see_the_same_held_out_bytes(library: Path, tmp_path: Path) -> None:
-    recipe = _recipe("stdlib_lm")
-    splits, data = _prepared(recipe, OPTIONS, tmp_path)
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(data.read_file("tokenizer.json").decode())
-    tokens = [int(token) for row in splits["test"] for token in row["tokens"][1 : row["num_targets"] + 1]]
-    text = tokenizer.decode(tokens).encode()  # the separators decode to nothing
-    assert data.info["compressors"]["test"]["bz2"] == 8 * len(bz2.compress(text, 9)) / len(text)
-
-
-def test_stdlib_attention_looks_back_only(library: Path, tmp_path: Path) -> None:
+def test_stdlib_attention_looks_back_only_and_samples_the_curve_and_the_compressors_come_afterwards(
+    library: Path, tmp_path: Path
+) -> None:
     recipe = _recipe("stdlib_lm")
     _, data = _prepared(recipe, OPTIONS, tmp_path)
     torch.manual_seed(0)
@@ -183,14 +166,8 @@ def test_stdlib_attention_looks_back_only(library: Path, tmp_path: Path) -> None
     before, after = model(ids)["logits"], model(changed)["logits"]
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:])
-
-
-def test_stdlib_afterwards_gives_samples_the_curve_and_the_compressors(library: Path, tmp_path: Path) -> None:
-    recipe = _recipe("stdlib_lm")
-    _, data = _prepared(recipe, OPTIONS, tmp_path)
     data.history = [{"step": 10, "eval_bits_per_byte": 3.0}, {"step": 20, "eval_bits_per_byte": 2.5}, {"step": 20}]
     assert recipe.after_evaluate is not None
-    model = recipe.build_model({"width": 16, "layers": 1, "heads": 2}, data)
     options = {"prompts": ["def f(x):\n", "import "], "sample_tokens": 20}
     first, again = (recipe.after_evaluate(model, data, options) for _ in range(2))
     assert first == again
@@ -247,33 +224,21 @@ def test_what_the_examples_take_from_us_is_what_transformers_offers(name: str) -
 SCRIPT = ROOT / "examples" / "seq2seq_t5" / "train.py"
 
 
-@pytest.fixture
-def example() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPT))
-
-
-def test_numbers_are_read_in_english(example: dict[str, Any]) -> None:
-    words = example["words"]
-    assert words(0) == "zero"
-    assert words(13) == "thirteen"
-    assert words(4071) == "four thousand seventy one"
-    assert words(9900) == "nine thousand nine hundred"
+def test_seq2seq_trains_evaluates_and_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = runpy.run_path(str(SCRIPT))
+    numbers = {0: "zero", 13: "thirteen", 4071: "four thousand seventy one", 9900: "nine thousand nine hundred"}
+    assert {number: example["words"](number) for number in numbers} == numbers
     tokenizer = example["build_tokenizer"]()
     assert tokenizer.decode(tokenizer("4071").input_ids) == "4 0 7 1 </s>"
-    assert tokenizer.unk_token_id not in tokenizer(words(8765)).input_ids
-
-
-def test_the_script_trains_evaluates_and_generates(
-    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    assert tokenizer.unk_token_id not in tokenizer(example["words"](8765)).input_ids
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--output_dir", str(tmp_path / "out"), "--epochs", "0.2"])
     metrics = example["main"]()
     assert metrics["eval_loss"] < 4
     assert 0 <= metrics["eval_exact_match"] <= 1
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert len([line for line in capsys.readouterr().out.splitlines() if " -> " in line]) == 5
-
-
-def test_only_the_import_tells_it_from_a_script_for_transformers() -> None:
+    # Only the import tells it from a script for transformers.
     ours = [line for line in SCRIPT.read_text(encoding="utf-8").splitlines() if "trainer_lib" in line]
     assert ours == ["from trainer_lib import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments"]

@@ -26,12 +26,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: False)
 
 
-def test_auto_is_two_processes_on_two_cores_under_torchrun(two_cores: None) -> None:
+def test_auto_is_a_process_for_each_core(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve_config(LaunchConfig())
     assert (config.kind, config.processes) == ("torchrun", 2)
-
-
-def test_auto_is_one_plain_process_on_one_core(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0}, raising=False)
     config = resolve_config(LaunchConfig())
     assert (config.kind, config.processes) == ("process", 1)
@@ -42,11 +39,24 @@ def test_auto_processes_of_a_single_launcher_is_one(two_cores: None, kind: str) 
     assert resolve_config(LaunchConfig(kind=kind)).processes == 1  # type: ignore[arg-type]
 
 
-def test_more_processes_than_cores_are_refused(two_cores: None) -> None:
-    with pytest.raises(ConfigError, match=r"2 CPU core") as caught:
-        resolve_config(LaunchConfig(processes=3))
-    assert (caught.value.field, caught.value.value) == ("train.launch.processes", "3")
-    assert caught.value.remedy == "Use at most 2."
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "mpirun"}, r"kind = mpirun: .*not a launcher"),
+        ({"kind": "process", "processes": 2}, "processes = 2: The launcher 'process' runs one process"),
+        ({"processes": 3}, r"processes = 3: .*2 CPU core.*Use at most 2\."),
+        ({"devices": (0,)}, r"devices = \[0\]: This machine has no CUDA device"),
+        (
+            {"env": {"ACCELERATE_MIXED_PRECISION": "bf16"}},
+            "env = ACCELERATE_MIXED_PRECISION: This variable would change",
+        ),
+        *(({name: -1.0}, f"{name} = -1") for name in ("grace_s", "timeout_s", "join_timeout_s", "max_restarts")),
+        *(({name: 0}, f"{name} = 0") for name in ("processes", "threads")),
+    ],
+)
+def test_what_makes_no_sense_is_refused(two_cores: None, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.launch\.{message}"):
+        resolve_config(LaunchConfig(**changes))
 
 
 def test_more_processes_than_devices_are_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,44 +77,6 @@ def test_devices_are_counted_without_torch(
     monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
     assert gpu_selection.num_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
-
-
-def test_unknown_launcher_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not a launcher") as caught:
-        resolve_config(LaunchConfig(kind="mpirun"))  # type: ignore[arg-type]
-    assert caught.value.field == "train.launch.kind"
-
-
-@pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
-def test_a_launcher_whose_package_is_missing_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingExtraError, match=f"kind = {kind}: This launcher belongs to the package {kind}"
-    ) as caught:
-        resolve_config(LaunchConfig(kind=kind))
-    assert "pip install" in (caught.value.remedy or "")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"processes": 0},
-        {"threads": 0},
-        {"grace_s": -1.0},
-        {"timeout_s": -1.0},
-        {"max_restarts": -1},
-        {"join_timeout_s": -1.0},
-    ],
-)
-def test_senseless_numbers_are_refused(changes: dict[str, float]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve_config(replace(LaunchConfig(), **changes))  # type: ignore[arg-type]
-    assert caught.value.field == f"train.launch.{next(iter(changes))}"
-
-
-def test_single_launcher_with_two_processes_is_refused(two_cores: None) -> None:
-    with pytest.raises(ConfigError, match="runs one process"):
-        resolve_config(LaunchConfig(kind="process", processes=2))
 
 
 def test_cores_are_shared_out_so_that_load_cannot_change_the_result(
@@ -139,10 +111,6 @@ def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypa
     environment = worker_environment(resolve_config(LaunchConfig(processes=1)), {})
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["SLURM_JOB_ID"]) == ("0", "1", "7")
     assert not [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_", "SLURM_STEP", "SLURM_PROC"))]
-    with pytest.raises(
-        ConfigError, match=r"train\.launch\.env = ACCELERATE_MIXED_PRECISION: This variable would change"
-    ):
-        resolve_config(LaunchConfig(env={"ACCELERATE_MIXED_PRECISION": "bf16"}))
 
 
 def test_a_checked_configuration_is_known_as_checked_until_it_is_changed() -> None:
@@ -199,9 +167,7 @@ def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
     assert told[told.index("--num_gpus") + 1] == "2"
 
 
-def test_devices_on_a_machine_without_any_are_refused(two_cores: None) -> None:
-    with pytest.raises(ConfigError, match=r"train\.launch\.devices = \[0\]: This machine has no CUDA device"):
-        resolve_config(LaunchConfig(devices=(0,)))
+def test_devices_are_not_looked_for_where_the_cpu_is_used(two_cores: None) -> None:
     assert resolve_config(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
 
 
@@ -259,39 +225,26 @@ def test_a_rendezvous_that_cannot_be_listened_on_is_refused() -> None:
         check_rendezvous(LaunchConfig(nodes=2, rendezvous="203.0.113.1:29500"))
 
 
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "1",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-}
-
-
-def test_a_task_per_machine_is_a_node(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}.items():
-        monkeypatch.setenv(name, value)
-    config = resolve_config(LaunchConfig(kind="environment"))
-    assert (config.kind, config.nodes, config.node_rank, config.rendezvous) == ("torchrun", 2, 1, "n1:15007")
-    assert (config.processes, config.world_size, config.follows) == (2, 4, True)
-
-
 def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**given, "MASTER_ADDR": "h", "MASTER_PORT": "9"}.items():
-        monkeypatch.setenv(name, value)
-    config = resolve_config(LaunchConfig(kind="environment"))
+    ranks = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    config = in_job(monkeypatch, {**ranks, "MASTER_ADDR": "h", "MASTER_PORT": "9"})
     assert (config.nodes, config.node_rank, config.rendezvous, config.processes) == (4, 3, "h:9", 1)
     assert worker_environment(config, {})["TRAINFLOW_LOCAL_RANK"] == "1/2"
-    with pytest.raises(
-        ConfigError, match=r"train\.launch\.processes = 2: Each of this machine's 2 tasks is one process"
-    ):
-        resolve_config(LaunchConfig(kind="environment", processes=2))
+    with pytest.raises(ConfigError, match=r"launch\.processes = 2: Each of this machine's 2 tasks is one process"):
+        in_job(monkeypatch, {}, processes=2)
 
 
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
 PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29501"}
+
+
+def in_job(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **config: Any) -> LaunchConfig:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return resolve_config(LaunchConfig(kind="environment", **config))
+
+
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n"}
 DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
 
@@ -299,6 +252,7 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, (2, 1, "n1:15007", 2)),
         ({**PODS, "PET_NPROC_PER_NODE": "1"}, (2, 1, "job-node-0-0.job:29501", 1)),
         ({**PODS, "PET_NPROC_PER_NODE": "auto"}, (2, 1, "job-node-0-0.job:29501", 2)),
         # The operator of PyTorchJobs numbers pods by RANK, and counts processes by WORLD_SIZE.
@@ -315,30 +269,20 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
 def test_a_command_on_each_machine_of_a_scheduler_joins_them(
     two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[Any, ...]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    config = resolve_config(LaunchConfig(kind="environment"))
+    config = in_job(monkeypatch, variables)
     assert (config.kind, config.nodes, config.node_rank, config.rendezvous, config.processes) == ("torchrun", *expected)
+    assert config.follows == (expected[1] > 0)
     started = worker_environment(config, {})
     assert not [name for name in started if name.startswith(("PET_", "SKYPILOT_N", "DSTACK_"))]
 
 
-def test_gpus_that_a_training_on_the_cpu_does_not_use_are_no_processes(
-    two_cores: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}.items():
-        monkeypatch.setenv(name, value)
+def test_the_processes_of_a_job_are_those_that_it_starts(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"processes = 1: The job starts 2 processes on each machine \(PET_NPROC"
+    with monkeypatch.context() as pods, pytest.raises(ConfigError, match=words):
+        in_job(pods, {**PODS, "PET_NPROC_PER_NODE": "2"}, processes=1)
+    # GPUs that a training on the CPU does not use are no processes.
+    assert in_job(monkeypatch, {**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}, processes=1).processes == 1
     assert resolve_config(LaunchConfig(kind="environment"), use_cpu=True).processes == 2
-    assert resolve_config(LaunchConfig(kind="environment", processes=1), use_cpu=False).processes == 1
-
-
-def test_another_number_of_processes_than_the_job_has_is_refused(
-    two_cores: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**PODS, "PET_NPROC_PER_NODE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"processes = 1: The job starts 2 processes on each machine \(PET_NPROC"):
-        resolve_config(LaunchConfig(kind="environment", processes=1))
 
 
 @pytest.mark.parametrize(
@@ -354,10 +298,8 @@ def test_another_number_of_processes_than_the_job_has_is_refused(
 def test_an_environment_that_describes_no_job_is_refused(
     two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="No scheduler described a job") as caught:
-        resolve_config(LaunchConfig(kind="environment"))
+        in_job(monkeypatch, variables)
     assert (caught.value.field, caught.value.value) == ("train.launch.kind", "environment")
     assert "PET_NNODES, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK" in caught.value.message
     assert "kind=auto" in str(caught.value.remedy)
@@ -377,9 +319,7 @@ def test_an_environment_that_describes_no_job_is_refused(
 def test_a_job_of_one_is_one_machine(
     two_cores: None, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    config = resolve_config(LaunchConfig(kind="environment"))
+    config = in_job(monkeypatch, variables)
     assert (config.kind, config.processes, config.several_nodes) == ("torchrun", 2, False)
 
 
@@ -396,22 +336,31 @@ def test_a_launcher_that_was_not_resolved_starts_nothing(kind: Any, tmp_path: Pa
     assert (caught.value.field, caught.value.value) == ("train.launch.kind", kind)
 
 
-@pytest.fixture(autouse=True)
-def _programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# ------------------------------------------------------------------------------------------------------------ engines
+def slurm(**given: Any) -> LaunchConfig:
+    return LaunchConfig(**{"engine": "slurm", "processes": 4096, **given})
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sbatch", "squeue", "scancel"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def slurm(**given: Any) -> LaunchConfig:
-    return LaunchConfig(**{"engine": "slurm", "processes": 4096, **given})
-
-
-def test_the_processes_of_other_machines_are_taken_as_they_are() -> None:
+def test_the_processes_of_other_machines_are_taken_as_they_are(
+    programs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = resolve_config(slurm(nodes="1:4", engine_options={"partition": "gpu", "gpus-per-node": 8}))
     assert (config.world_size, config.rendezvous) == (4 * 4096, None)
     assert resolve_config(config) == config
+    # Workers that share parts are placed one by one.
+    three = apart(resolve_config(slurm(processes=3)))
+    assert [(config.engine, config.kind, config.processes) for config in three] == [("slurm", "process", 1)] * 3
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="Slurm's program sbatch is not on this machine's PATH"):
+        resolve_config(slurm())
 
 
 @pytest.mark.parametrize(
@@ -431,30 +380,11 @@ def test_the_processes_of_other_machines_are_taken_as_they_are() -> None:
         ({"engine": None, "processes": 1, "engine_options": {"a": 1}}, "engine_options", "Only an engine"),
     ],
 )
-def test_what_cannot_work_is_refused(given: dict[str, Any], field: str, message: str) -> None:
+def test_an_engine_that_cannot_work_is_refused(given: dict[str, Any], field: str, message: str, programs: None) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_config(slurm(**given))
     assert caught.value.field == f"train.launch.{field}"
     assert message in str(caught.value)
-
-
-def test_without_its_programs_slurm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="Slurm's program sbatch is not on this machine's PATH"):
-        resolve_config(slurm())
-
-
-def test_without_its_package_ray_is_refused_by_the_name_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
-    with pytest.raises(MissingExtraError, match=r'pip install "trainflow\[ray\]"') as caught:
-        resolve_config(LaunchConfig(engine="ray", processes=1))
-    assert caught.value.field == "train.launch.engine"
-
-
-def test_workers_that_share_parts_are_placed_one_by_one() -> None:
-    three = apart(resolve_config(slurm(processes=3)))
-    assert [(config.engine, config.kind, config.processes) for config in three] == [("slurm", "process", 1)] * 3
 
 
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,8 +393,12 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'torch is not installed here.*pip install "trainflow\[torch\]"'):
         require_torch()
-    with pytest.raises(MissingExtraError, match=r'train.launch.kind = accelerate.*pip install "trainflow\[torch\]"'):
-        check_installed("accelerate")
-    with pytest.raises(MissingExtraError, match=r'pip install "trainflow\[deepspeed\]"'):
-        check_installed("deepspeed")
+    for package in ("accelerate", "deepspeed"):
+        words = rf"train\.launch\.kind = {package}: This launcher belongs to the package {package}.*pip install"
+        with pytest.raises(MissingExtraError, match=words):
+            check_installed(package)
+        with pytest.raises(MissingExtraError, match=words):
+            resolve_config(LaunchConfig(kind=package))  # type: ignore[arg-type]
     check_installed("torchrun")
+    with pytest.raises(MissingExtraError, match=r'engine = ray.*pip install "trainflow\[ray\]"'):
+        resolve_config(LaunchConfig(engine="ray", processes=1))

@@ -59,8 +59,11 @@ def ranks_ended(run_dir: RunDir, *ends: tuple[int, int]) -> None:
     run_dir.write_json("agent.json", {"failures": failures})
 
 
+LOST, STOP = InfrastructureError("rank 0 lost contact with the others."), Preempted("Asked to stop.", step=130)
+
+
 def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:
-    record(run_dir, 0, InfrastructureError("rank 0 lost contact with the others."), 1.0, secondary=True)
+    record(run_dir, 0, LOST, 1.0, secondary=True)
     record(run_dir, 2, CodeError("later"), 3.0)
     record(run_dir, 1, DataError("row 7 is bad", field="x", value=3, remedy="repair it"), 2.0)
     error = fail(run_dir, ending())
@@ -68,41 +71,46 @@ def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:
     assert (error.rank, error.field, error.value, error.remedy) == (1, "x", "3", "repair it")
 
 
-def test_a_killed_rank_comes_before_those_that_only_noticed(run_dir: RunDir) -> None:
-    record(run_dir, 0, InfrastructureError("rank 0 lost contact with the others."), 1.0, secondary=True)
-    ranks_ended(run_dir, (1, -9), (0, 18))
-    error = fail(run_dir, ending())
-    assert isinstance(error, InfrastructureError)
-    assert error.message == "Rank 1 was killed by SIGKILL (9) at step 120."
-    assert (error.rank, error.step, error.details) == (1, 120, "last words")
+@pytest.mark.parametrize(
+    ("recorded", "ends", "how", "cls", "message", "remedy"),
+    [
+        # A killed rank comes before those that only noticed, and before the stop that it caused.
+        (LOST, [(1, -9), (0, 18)], {}, InfrastructureError, "Rank 1 was killed by SIGKILL (9) at step 120.", ""),
+        (STOP, [(1, -9)], {}, InfrastructureError, "Rank 1 was killed by SIGKILL (9) at step 120.", ""),
+        # A rank that the launcher ended is not the cause: it was asked to stop, and may well have gone first.
+        (None, [(0, -15), (1, -11)], {}, InfrastructureError, "Rank 1 was killed by SIGSEGV (11) at step 120.", ""),
+        (None, [(1, -9)], {"out_of_memory": True}, OutOfMemoryError, "", "per_device_train_batch_size"),
+        (None, [(0, -11)], {"step": None}, InfrastructureError, "Rank 0 was killed by SIGSEGV (11).", "native library"),
+        (STOP, [], {"cancelled": True}, Interrupted, "Cancelled; saved at step 130.", ""),
+        (None, [], {"cancelled": True}, Interrupted, "Cancelled.", ""),
+    ],
+)
+def test_one_failure_explains_what_is_left(
+    run_dir: RunDir, recorded: Any, ends: list[Any], how: dict[str, Any], cls: type, message: str, remedy: str
+) -> None:
+    if recorded is not None:
+        record(run_dir, 0, recorded, 1.0, secondary=recorded is LOST)
+    if ends:
+        ranks_ended(run_dir, *ends)
+    error = fail(run_dir, ending(**how))
+    assert type(error) is cls
+    assert error.message == message or not message
+    assert remedy in (error.remedy or "")
+    if "SIGKILL" in message:
+        assert (error.rank, error.step, error.details) == (1, 120, "last words")
+    assert not (cls is Interrupted and error.retryable)
 
 
-def test_a_rank_that_the_launcher_ended_is_not_the_cause(run_dir: RunDir) -> None:
-    """It was asked to stop while it was still starting, so it left no record, and may well have gone first."""
-    ranks_ended(run_dir, (0, -15), (1, -11))
-    assert fail(run_dir, ending()).message == "Rank 1 was killed by SIGSEGV (11) at step 120."
-
-
-def test_a_kill_by_the_kernel_for_memory(run_dir: RunDir) -> None:
-    ranks_ended(run_dir, (1, -9))
-    error = fail(run_dir, ending(out_of_memory=True))
-    assert isinstance(error, OutOfMemoryError)
-    assert "per_device_train_batch_size" in (error.remedy or "")
-
-
-def test_a_crash_of_native_code(run_dir: RunDir) -> None:
-    ranks_ended(run_dir, (0, -11))
-    error = fail(run_dir, ending(step=None))
-    assert error.message == "Rank 0 was killed by SIGSEGV (11)."
-    assert "native library" in (error.remedy or "")
-
-
-def test_an_exit_code_without_a_word(run_dir: RunDir) -> None:
-    run_dir.write_json("guard.json", {"code": 3})
-    assert (
-        find_failure(run_dir, ending(), direct=True).message
-        == "Rank 0 ended with exit code 3 at step 120 and recorded no reason."
-    )
+@pytest.mark.parametrize(
+    ("code", "direct", "message"),
+    [
+        (3, True, "Rank 0 ended with exit code 3 at step 120 and recorded no reason."),
+        (7, False, "The launcher ended with exit code 7 and without a result."),
+    ],
+)
+def test_an_exit_code_without_a_word_is_told(run_dir: RunDir, code: int, direct: bool, message: str) -> None:
+    run_dir.write_json("guard.json", {"code": code})
+    assert find_failure(run_dir, ending(), direct=direct).message == message
 
 
 def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
@@ -112,34 +120,6 @@ def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
     error = fail(run_dir, ending())
     assert isinstance(error, Preempted)
     assert error.step == 130
-
-
-def test_a_killed_rank_comes_before_the_stop_it_caused(run_dir: RunDir) -> None:
-    record(run_dir, 0, Preempted("Asked to stop."), 9.0)
-    ranks_ended(run_dir, (1, -9))
-    assert isinstance(fail(run_dir, ending()), InfrastructureError)
-
-
-def test_a_cancel_names_the_step_that_was_saved(run_dir: RunDir) -> None:
-    record(run_dir, 0, Preempted("Asked to stop.", step=130), 1.0)
-    error = fail(run_dir, ending(cancelled=True))
-    assert isinstance(error, Interrupted)
-    assert error.message == "Cancelled; saved at step 130."
-    assert not error.retryable
-
-
-def test_a_cancel_before_anything_was_saved(run_dir: RunDir) -> None:
-    assert fail(run_dir, ending(cancelled=True)).message == "Cancelled."
-
-
-def test_a_hang_shows_where_every_rank_stood(run_dir: RunDir) -> None:
-    for rank in (0, 1):
-        (run_dir.path / f"stack-{rank}.txt").write_text(f"stack of {rank}")
-    error = fail(run_dir, ending(hung_s=31.0))
-    assert isinstance(error, InfrastructureError)
-    assert "no progress for 31 s" in error.message
-    assert error.details == "--- rank 0\nstack of 0\n--- rank 1\nstack of 1"
-    assert str(run_dir.path) in (error.remedy or "")
 
 
 def test_a_hang_names_the_rank_that_did_not_enter_a_collective(run_dir: RunDir) -> None:
@@ -181,12 +161,16 @@ Current thread 0x00007f20c7a51b80 (most recent call first):
 
 def test_a_hang_names_where_the_ranks_stand_the_users_code_first(run_dir: RunDir) -> None:
     stuck = STACK.format(inner="a.py", users='  File "/home/me/recipe.py", line 12 in collate\n')
-    for rank in (0, 1, 2):
-        text = stuck if rank == 2 else STACK.format(inner="gloo.py", users="")
+    waiting = STACK.format(inner="gloo.py", users="")
+    texts = {0: waiting, 1: waiting, 2: stuck}
+    for rank, text in texts.items():
         (run_dir.path / f"stack-{rank}.txt").write_text(text)
     error = fail(run_dir, ending(hung_s=31.0))
     assert type(error) is HangError
+    assert "no progress for 31 s" in error.message
     assert "They stood still: rank 2 in collate (recipe.py:12), ranks 0, 1 in wait (gloo.py:7)." in error.message
+    assert error.details == "\n".join(f"--- rank {rank}\n{text}" for rank, text in texts.items())
+    assert str(run_dir.path) in (error.remedy or "")
 
 
 @pytest.mark.parametrize(
@@ -205,11 +189,6 @@ def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
     error = find_failure(run_dir, ending(code=-9), direct=False)
     assert isinstance(error, InfrastructureError)
     assert error.message == message
-
-
-def test_a_launcher_that_ended_by_itself(run_dir: RunDir) -> None:
-    run_dir.write_json("guard.json", {"code": 7})
-    assert fail(run_dir, ending()).message == "The launcher ended with exit code 7 and without a result."
 
 
 COUNTERS = {

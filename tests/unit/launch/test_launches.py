@@ -70,16 +70,12 @@ def test_the_machine_of_a_worker_is_known_at_once(tmp_path: Path, monkeypatch: p
 def test_a_failure_comes_back_as_json(tmp_path: Path) -> None:
     asked = request(tmp_path, RECIPE, options={"bad": True})
     with Owner(Store.open(asked.output)) as owner:
-        text = owner.job(asked, LaunchConfig(kind="process", processes=1, threads=1), 0)
-        failure = json.loads(launch_reported(text))["failure"]
+        failure = json.loads(launch_reported(owner.job(asked, LaunchConfig(kind="in_process"), 0)))["failure"]
     assert (failure["class"], failure["message"].split(",")[0]) == ("CodeError", "KeyError: 'gone'")
-
-
-def test_a_machine_that_does_not_see_the_folder_refuses_before_a_worker_starts(tmp_path: Path) -> None:
-    asked = PrepareRequest(output=str(tmp_path / "elsewhere"))
+    # A machine that does not see the folder refuses before a worker starts.
+    elsewhere = PrepareRequest(output=str(tmp_path / "elsewhere"))
     with Owner(Store.open(tmp_path / "here")) as owner:
-        text = owner.job(asked, LaunchConfig(), 0)
-        failure = json.loads(launch_reported(text))["failure"]
+        failure = json.loads(launch_reported(owner.job(elsewhere, LaunchConfig(), 0)))["failure"]
     assert (failure["class"], failure["field"]) == ("ConfigError", "storage")
     assert "does not see this folder" in failure["message"]
 
