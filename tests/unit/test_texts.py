@@ -96,10 +96,7 @@ def test_a_changed_record_does_not_fit_its_seal(change: tuple[str, str]) -> None
     assert change[0] in text
     with pytest.raises(ValueError, match="changed after trainflow wrote it"):
         parse_sealed(text.replace(*change).encode())
-
-
-def test_a_record_of_an_earlier_version_has_no_seal() -> None:
-    assert parse_sealed(b'{"a": 1}') == {"a": 1}
+    assert parse_sealed(b'{"a": 1}') == {"a": 1}, "one of an earlier version has no seal"
 
 
 @pytest.mark.parametrize(
@@ -129,16 +126,14 @@ def test_words_mean_what_the_core_schema_of_yaml_1_2_says(text: str, value: Any)
     assert parse_yaml_scalar(text) == value
 
 
-def test_a_version_directive_changes_no_meaning() -> None:
-    assert parse_yaml("%YAML 1.1\n---\nstrategy: no\nseed: 010\n") == {"strategy": "no", "seed": 10}
-
-
 def test_lines_are_counted_through_lists_and_merged_mappings() -> None:
     text = "base: &base\n  x: 1\nlist:\n  - a\n  - b: 2\nmerged:\n  <<: *base\n  y: 3\n"
     data, lines = parse_yaml_with_lines(text)
     assert data["merged"] == {"x": 1, "y": 3}
     assert (lines["base.x"], lines["list.1"], lines["list.1.b"], lines["merged.y"]) == (2, 5, 5, 8)
     assert parse_yaml_with_lines("") == (None, {})
+    # A version directive changes no meaning.
+    assert parse_yaml("%YAML 1.1\n---\nstrategy: no\nseed: 010\n") == {"strategy": "no", "seed": 10}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +149,7 @@ def test_lines_are_counted_through_lists_and_merged_mappings() -> None:
         ("a: !!int many\n", "a value does not fit its tag", None),
         ("a: &a [*a]\n", "nested too deeply", None),
         ("[" * 1000, "nested too deeply", None),
-        ("[" * 100_000, "nested too deeply", None),
+        ("[" * 20_000, "nested too deeply", None),
         ("- " * 101 + "1", "nested too deeply", None),
         ("{a: " * 101 + "1" + "}" * 101, "nested too deeply", None),
     ],
@@ -184,15 +179,12 @@ def test_every_reader_understands_what_is_written() -> None:
         assert reader.load(text) == data
 
 
-def test_a_long_text_stays_on_the_line_of_its_key() -> None:
+def test_a_long_text_stays_on_the_line_of_its_key_and_what_occurs_twice_is_written_twice() -> None:
     data = {"stages": {"prepare-data": "8" * 64}, "text": "word " * 60 + "end"}
     text = dump_yaml(data)
     assert len(text.splitlines()) == 3
     assert f"  prepare-data: '{'8' * 64}'" in text or f"  prepare-data: {'8' * 64}" in text
     assert parse_yaml(text) == data
-
-
-def test_what_occurs_twice_is_written_twice() -> None:
     shared = [1]
     assert dump_yaml({"a": shared, "b": shared}) == "a:\n- 1\nb:\n- 1\n"
 
@@ -227,13 +219,10 @@ REQUESTS: list[Request[Any]] = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.verb)
-def test_what_is_asked_for_is_what_the_worker_reads(request_: Request[Any]) -> None:
-    assert read_request(json.loads(json.dumps(request_.to_json()))) == request_
-
-
-def test_every_verb_has_a_request_here() -> None:
+def test_what_is_asked_for_is_what_the_worker_reads() -> None:
     assert [request.verb for request in REQUESTS] == list(Request.by_verb)
+    for request in REQUESTS:
+        assert read_request(json.loads(json.dumps(request.to_json()))) == request
 
 
 @pytest.mark.parametrize(
@@ -246,20 +235,15 @@ def test_every_verb_has_a_request_here() -> None:
         ({"debug": "yes"}, "train.debug"),
         ({"recipe": {"path": "p"}}, "train.recipe.root"),
         ({"data": {**to_record(DATA), "splits": {"train": {"rows": "many"}}}}, "train.data.splits.train.rows"),
+        ({"data": ...}, "train.data"),  # left out
     ],
 )
 def test_what_does_not_belong_there_is_refused_by_name(change: dict[str, Any], field: str) -> None:
+    record = {name: value for name, value in {**REQUESTS[1].to_json(), **change}.items() if value is not ...}
     with pytest.raises(ConfigError) as caught:
-        read_request({**REQUESTS[1].to_json(), **change})
-    assert caught.value.field == field
-
-
-def test_a_missing_field_is_refused_by_name() -> None:
-    record = REQUESTS[1].to_json()
-    del record["data"]
-    with pytest.raises(ConfigError, match="TrainRequest needs this field") as caught:
         read_request(record)
-    assert caught.value.field == "train.data"
+    assert caught.value.field == field
+    assert ("TrainRequest needs this field" in str(caught.value)) == ("data" not in record)
 
 
 def test_a_result_of_another_version_is_refused() -> None:

@@ -20,6 +20,8 @@ from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
+from trainer_lib.trackers import mlflow_client, model_versions
+from trainer_lib.trackers.model_versions import ModelVersion
 
 
 def sign(storage: str, run_id: str, holder: Holder) -> None:
@@ -27,14 +29,17 @@ def sign(storage: str, run_id: str, holder: Holder) -> None:
     Store.open(storage).child("runs", run_id).write_bytes("alive/one.json", record)
 
 
-def test_the_newest_that_finished_stays_beside_those_that_failed(tmp_path: Path) -> None:
-    ids = nightly(str(tmp_path), 2)
-    for day in (3, 4):
-        record_run(str(tmp_path), f"{day}" * 16, day=day, status="FAILED")
-    found, _ = collect(str(tmp_path), keep=2)
-    assert found.kept[ids[1]] == "the newest of toy that finished"
-    assert {run.id for run in list_runs(str(tmp_path))} == {ids[1], "3" * 16, "4" * 16}
-    assert committed(tmp_path) == folders(str(tmp_path), ids[1])
+def test_the_newest_that_finished_and_a_tagged_one_stay_beside_those_that_failed(tmp_path: Path) -> None:
+    storage = str(tmp_path)
+    ids = nightly(storage, 3)
+    for day in (4, 5):
+        record_run(storage, f"{day}" * 16, day=day, status="FAILED")
+    tag_run(storage, find_run(storage, ids[0], field="RUN"), "baseline")
+    found, _ = collect(storage, keep=2)
+    assert found.kept[ids[0]] == "tagged baseline"
+    assert found.kept[ids[2]] == "the newest of toy that finished"
+    assert {run.id for run in list_runs(storage)} == {ids[0], ids[2], "4" * 16, "5" * 16}
+    assert committed(tmp_path) == folders(storage, ids[0], ids[2])
 
 
 def test_what_a_failed_run_worked_in_stays_while_the_run_is_recorded(tmp_path: Path) -> None:
@@ -90,15 +95,6 @@ def test_a_link_is_named_and_left_with_what_is_behind_it(
     assert sorted(outside.rglob("*")) == before
 
 
-def test_a_tagged_run_stays(tmp_path: Path) -> None:
-    storage = str(tmp_path)
-    ids = nightly(storage, 4)
-    tag_run(storage, find_run(storage, ids[0], field="RUN"), "baseline")
-    found, _ = collect(storage, keep=1)
-    assert found.kept[ids[0]] == "tagged baseline"
-    assert committed(storage) == folders(storage, ids[0], ids[3])
-
-
 def test_the_command_that_is_named_removes_what_was_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,18 +110,9 @@ def test_the_command_that_is_named_removes_what_was_shown(
     assert committed(storage) == folders(storage, ids[2])
 
 
-def database(path: Path, **version: str) -> None:
-    with closing(sqlite3.connect(path)) as made:
-        made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
-        if version:
-            made.execute("INSERT INTO model_versions VALUES (?, ?)", tuple(version.values()))
-        made.commit()
-
-
 def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+    storage, gone = str(tmp_path), "sqlite:////nowhere/mlflow.db"
     ids = nightly(storage, 3)
-    gone = "sqlite:////nowhere/mlflow.db"
     record_run(storage, ids[0], day=1, mlflow_run_id="a" * 32, tracking_uri=gone)
     found = find_garbage(storage, keep=1)
     assert found.items, "it is shown all the same"
@@ -134,7 +121,8 @@ def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None
     assert caught.value.value == gone
     assert "--skip-registry" in str(caught.value.remedy)
     assert len(list_runs(storage)) == 3
-    database(tmp_path / "mlflow.db")  # the storage was moved, and its database is beside it
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as made, made:  # the storage was moved, its database with it
+        made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
     assert find_garbage(storage, keep=1).obstacle is None
     collect(storage, keep=1, skip_registry=True)
     assert [run.id for run in list_runs(storage)] == [ids[2]]
@@ -143,21 +131,19 @@ def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None
 def test_a_registered_version_keeps_its_run_and_the_folder_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer_lib.trackers import mlflow_client, model_versions
-    from trainer_lib.trackers.model_versions import ModelVersion
-
     storage = str(tmp_path)
     ids = nightly(storage, 5)
-    runs = {run.id: run for run in list_runs(storage)}
-    record_run(storage, ids[0], day=1, stages=dict(runs[ids[0]].stages), mlflow_run_id="a" * 32)
-    by_source = runs[ids[1]].stages["train"][:16]
-    by_tag = runs[ids[2]].stages["train"][:16]
+    stages = {run.id: dict(run.stages) for run in list_runs(storage)}
+    record_run(storage, ids[0], day=1, stages=stages[ids[0]], mlflow_run_id="a" * 32)
+    by_source, by_tag = (stages[run_id]["train"][:16] for run_id in ids[1:3])
     versions = [
         ModelVersion("digits", "1", "a" * 32, "runs:/x/model", {}),
         ModelVersion("digits", "2", "", (tmp_path / "stages" / "train" / by_source / "model").as_uri(), {}),
         ModelVersion("digits", "3", "b" * 32, "elsewhere", {"trainflow.train": by_tag}),
     ]
-    database(tmp_path / "mlflow.db", name="digits", version="1")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as made, made:
+        made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
+        made.execute("INSERT INTO model_versions VALUES ('digits', '1')")
     monkeypatch.setattr(mlflow_client, "connect", lambda uri: uri)
     monkeypatch.setattr(model_versions, "list_model_versions", lambda client: versions)
     found, _ = collect(storage, keep=1)
@@ -207,27 +193,20 @@ def test_a_reference_that_appears_between_the_look_and_the_removal_counts(tmp_pa
     assert find_run(storage, ids[0], field="RUN") == old
 
 
-def test_limited_runs_and_leftovers_of_publications_go(tmp_path: Path) -> None:
+def test_what_no_run_needs_goes_but_not_a_new_plan(tmp_path: Path) -> None:
     storage = str(tmp_path)
     nightly(storage, 1)
     nightly(f"{storage}/limited", 2)
-    (tmp_path / "hub" / "toy" / "revisions" / "00002-def").mkdir(parents=True)
-    (tmp_path / "hub" / "toy" / "revisions" / "00002-def" / "model.safetensors").write_bytes(b"half")
-    kept = committed(storage)
-    _, gone = collect(storage)
-    assert any(url.endswith("00002-def") for url in gone)
-    assert committed(storage) == kept
-    assert committed(tmp_path / "limited") == set()
-    assert list_runs(f"{storage}/limited") == []
-
-
-def test_a_folder_without_a_record_goes_but_not_a_new_plan(tmp_path: Path) -> None:
-    storage = str(tmp_path)
-    runs = Store.open(storage).child("runs")
+    kept, runs = committed(storage), Store.open(storage).child("runs")
+    Store.open(storage).write_bytes("hub/toy/revisions/00002-def/model.safetensors", b"half")
     runs.write_bytes("torn/run.json", b'{"name": "to')
     runs.write_bytes("planned/plan.json", b'{"planned": {"made": "2999-01-01T00:00:00Z"}}')
     runs.write_bytes("forgotten/plan.json", b'{"planned": {"made": "2020-01-01T00:00:00Z"}}')
     runs.write_bytes("starting/source/recipe.py", b"pass")
     sign(storage, "starting", Holder.this_process())
     _, gone = collect(storage)
-    assert gone == {runs.child(name).url for name in ("torn", "forgotten")}
+    assert any(url.endswith("00002-def") for url in gone)
+    assert {url for url in gone if url.startswith(runs.url)} == {runs.child(name).url for name in ("torn", "forgotten")}
+    assert committed(storage) == kept
+    assert committed(tmp_path / "limited") == set()
+    assert list_runs(f"{storage}/limited") == []

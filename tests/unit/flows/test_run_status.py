@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,7 @@ from flows import following, heartbeat
 from flows.followed_training import Training, Watch
 from flows.heartbeat import PAUSE_S
 from flows.past_runs import read_run
-from flows.run_status import RunStatus, find_statuses, look
+from flows.run_status import RunStatus, State, find_statuses, look
 from tasks.stage.keys import stage_key
 from tasks.stage.manifest import StageManifest
 from tests.support.launched import wait_until
@@ -58,10 +58,12 @@ def only(storage: Path) -> RunStatus:
     return found
 
 
-@pytest.mark.parametrize(("status", "state"), [("FINISHED", "finished"), ("FAILED", "failed"), ("KILLED", "stopped")])
-def test_a_run_that_has_ended_is_as_it_was_recorded(tmp_path: Path, status: str, state: str) -> None:
-    record(tmp_path, "a", status)
-    assert (only(tmp_path).state, only(tmp_path).is_swept) == (state, True)
+def test_a_run_that_has_ended_is_as_it_was_recorded_also_for_a_follower(tmp_path: Path) -> None:
+    for number, (status, state) in enumerate((("FINISHED", "finished"), ("FAILED", "failed"), ("KILLED", "stopped"))):
+        storage = tmp_path / str(number)
+        record(storage, "a", status, failed="train")
+        assert (only(storage).state, only(storage).is_swept) == (state, True)
+        assert ending_of(storage) == state
 
 
 def test_a_run_of_a_living_process_runs_wherever_it_is(tmp_path: Path) -> None:
@@ -69,10 +71,15 @@ def test_a_run_of_a_living_process_runs_wherever_it_is(tmp_path: Path) -> None:
     sign(tmp_path, "a", GONE, name="before")
     sign(tmp_path, "a", HERE)
     found = only(tmp_path)
-    assert found.state == "running"
-    assert found.where == f"train: step 3/8, {HERE}"
+    assert (found.state, found.where) == ("running", f"train: step 3/8, {HERE}")
     assert [dead.id for dead in found.unswept] == ["before"]
     assert found.to_dict()["progress"] == "step 3/8"
+    with subprocess.Popen(["sleep", "60"]) as process:  # a suspended process is not a dead one
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        sign(tmp_path, "a", replace(HERE, pid=process.pid, started=start_time(process.pid) or ""))
+        assert only(tmp_path).state == "suspended"
+        process.kill()
 
 
 def test_a_run_that_is_watched_is_at_work_until_its_process_has_ended(tmp_path: Path) -> None:
@@ -80,20 +87,9 @@ def test_a_run_that_is_watched_is_at_work_until_its_process_has_ended(tmp_path: 
     sign(tmp_path, "a", HERE)
     assert [each.state for each in look(str(tmp_path))] == ["finished"]
     assert [each.state for each in look(str(tmp_path), closely={"a"})] == [only(tmp_path).state] == ["running"]
-    sign(tmp_path, "a", GONE)
-    assert [each.state for each in look(str(tmp_path), closely={"a"})] == ["finished"]
-    sign(tmp_path, "a", ELSEWHERE, seconds_ago=3600)
-    assert [each.state for each in look(str(tmp_path), closely={"a"})] == ["finished"]
-
-
-def test_a_suspended_process_is_not_a_dead_one(tmp_path: Path) -> None:
-    record(tmp_path, "a", "RUNNING")
-    with subprocess.Popen(["sleep", "60"]) as process:
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        sign(tmp_path, "a", replace(HERE, pid=process.pid, started=start_time(process.pid) or ""))
-        assert only(tmp_path).state == "suspended"
-        process.kill()
+    for holder, seconds_ago in ((GONE, 1.0), (ELSEWHERE, 3600)):
+        sign(tmp_path, "a", holder, seconds_ago=seconds_ago)
+        assert [each.state for each in look(str(tmp_path), closely={"a"})] == ["finished"]
 
 
 def test_a_run_whose_process_is_gone_or_never_gave_a_sign_has_died(tmp_path: Path) -> None:
@@ -115,7 +111,6 @@ def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
     monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
     assert only(tmp_path).state == "running"
     assert waits == [], "its beat is young"
-
     for seconds_ago in (300.0, -300.0):  # its clock may be wrong either way
         sign(tmp_path, "a", ELSEWHERE, seconds_ago=seconds_ago)
         assert only(tmp_path).state == "died"
@@ -123,12 +118,7 @@ def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
         assert only(tmp_path).state == "running"
         monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
     assert waits == [heartbeat.SILENT_S] * 2
-
-
-def test_a_short_silence_of_another_machine_is_not_a_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record(tmp_path, "a", "RUNNING")
-    sign(tmp_path, "a", ELSEWHERE, seconds_ago=60.0)
-    monkeypatch.setattr("flows.heartbeat.time.sleep", lambda _: None)
+    sign(tmp_path, "a", ELSEWHERE, seconds_ago=60.0)  # a short silence is not a death
     found = only(tmp_path)
     assert (found.state, found.unswept, found.is_swept) == ("silent", (), True)
     assert found.where.startswith("train: step 3/8, process ")
@@ -149,18 +139,19 @@ def test_a_run_that_ends_while_it_is_watched_has_not_died(tmp_path: Path, monkey
 
 
 def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) -> None:
-    heart = heartbeat._Heart(Store.open(str(tmp_path / "runs" / "a")).child("alive"))
+    folder = Store.open(str(tmp_path / "runs" / "a"))
+    heart = heartbeat._Heart(folder.child("alive"))
     heart.write()
-    [before] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
-    heartbeat.remove_sign(Store.open(str(tmp_path / "runs" / "a")), before)
+    [before] = heartbeat.read_signs(folder)
+    heartbeat.remove_sign(folder, before)
     heart.write()
-    [after] = heartbeat.read_signs(Store.open(str(tmp_path / "runs" / "a")))
+    [after] = heartbeat.read_signs(folder)
     assert (after.id, after.holder) == (before.id, before.holder)
 
 
 def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None:
-    folder = Store.open(str(tmp_path)).child("alive")
-    heart = heartbeat._Heart(folder)
+    here = Store.open(str(tmp_path))
+    heart = heartbeat._Heart(here.child("alive"))
     heart.write()
     heart.start()
     try:
@@ -168,7 +159,6 @@ def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None
         heart.listen({"event": "progress", "stage": "train", "step": 5, "max_steps": 10})
         heart.listen({"event": "wait", "stage": "train", "message": "waits for GPU 0"})
         # Far sooner than the next beat.
-        here = Store.open(str(tmp_path))
         wait_until(lambda: [sign.progress for sign in heartbeat.read_signs(here)] == ["waits for GPU 0"], 5)
     finally:
         heart.stop()
@@ -194,23 +184,15 @@ def training(storage: Path) -> Training:
     return Training(run, KEY, StageManifest("prepare-data", "", "", ""), str(storage))
 
 
-def state(storage: Path) -> str | None:
+def ending_of(storage: Path) -> str | None:
     ending = Watch(training(storage)).look()
     return None if ending is None else ending.state
-
-
-@pytest.mark.parametrize(
-    ("status", "expected"), [("FAILED", "failed"), ("KILLED", "stopped"), ("FINISHED", "finished")]
-)
-def test_a_recorded_end_counts(status: str, expected: str, tmp_path: Path) -> None:
-    record(tmp_path, "a", status, failed="train")
-    assert state(tmp_path) == expected
 
 
 def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp_path: Path) -> None:
     record(tmp_path, "a", "RUNNING")
     beat = sign(tmp_path, "a", HERE)
-    assert state(tmp_path) is None
+    assert ending_of(tmp_path) is None
     for path in (beat, beat.with_suffix(".json")):
         path.unlink()
     # Its workers may still save the step that they are at.
@@ -220,52 +202,55 @@ def test_a_training_goes_on_while_its_process_lives_and_has_died_without_one(tmp
     assert watch.is_settling  # `--once` says so, and not that the training goes on
     sign(tmp_path, "a", GONE, seconds_ago=module.SETTLE_S + 1)
     ending = Watch(training(tmp_path)).look()
-    assert ending is not None
-    assert (ending.state, ending.sentence.startswith("The process of the training died (train: step 3/8")) == (
-        "died",
-        True,
-    )
-
-
-def test_a_follower_gives_a_training_that_failed_before_the_time_to_be_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(tmp_path, "a", "FAILED", failed="train")
-    looks: list[str] = []
-
-    def find(plan: Any) -> Training:
-        looks.append("again")
-        if len(looks) == 2:  # the command that was started beside the follower has come so far
-            shutil.rmtree(tmp_path / "runs" / "a")
-            record(tmp_path, "a", "RUNNING")
-            sign(tmp_path, "a", HERE)
-        return training(tmp_path)
-
-    monkeypatch.setattr(following, "find_training", find)
-    lines: list[str] = []
-    listener: Any = SimpleNamespace(say=lines.append)
-    plan: Any = None
-    found = following._await_restart(plan, training(tmp_path), listener, every_s=0.001)
-    assert Watch(found).look() is None
-    assert len(looks) == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("The training failed")
-    # Nobody takes it up: it has ended.
-    shutil.rmtree(tmp_path / "runs" / "a")
-    record(tmp_path, "a", "FAILED", failed="train")
-    monkeypatch.setattr(following, "RESTART_S", 0.01)
-    found = following._await_restart(plan, training(tmp_path), listener, every_s=0.001)
-    assert state(tmp_path) == "failed"
-    assert found.run.id == "a"
+    assert ending is not None and ending.state == "died"
+    assert ending.sentence.startswith("The process of the training died (train: step 3/8")
+    # Every state of a run that is not at work has a sentence.
+    assert set(State.__args__) - {"running", "suspended", "silent"} <= set(module._ENDS)  # type: ignore[attr-defined]
+    found = training(tmp_path)
+    (tmp_path / "runs" / "a" / "run.json").unlink()
+    gone = Watch(found).look()
+    assert gone is not None and gone.state == "finished"
 
 
 def test_a_committed_training_has_ended_although_later_stages_go_on(tmp_path: Path) -> None:
     record(tmp_path, "a", "RUNNING")
     sign(tmp_path, "a", HERE)
-    found = training(tmp_path)
     meta: dict[str, Any] = {"stage": "train", "key": KEY.digest, "metrics": {}, "meta": {}}
-    write_commit(found.stage, "stage", [], meta)
-    assert state(tmp_path) == "committed"
+    write_commit(training(tmp_path).stage, "stage", [], meta)
+    assert ending_of(tmp_path) == "committed"
+
+
+def test_a_follower_gives_a_training_that_failed_before_the_time_to_be_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    lines: list[str] = []
+
+    def again(status: str) -> None:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        record(tmp_path, "a", status, failed="train")
+
+    def find(plan: Any) -> Training:
+        looks.append("again")
+        if len(looks) == 2:  # the command that was started beside the follower has come so far
+            again("RUNNING")
+            sign(tmp_path, "a", HERE)
+        return training(tmp_path)
+
+    def wait() -> Training:
+        listener: Any = SimpleNamespace(say=lines.append)
+        return following._await_restart(cast(Any, None), training(tmp_path), listener, every_s=0.001)
+
+    monkeypatch.setattr(following, "find_training", find)
+    again("FAILED")
+    assert Watch(wait()).look() is None
+    assert (len(looks), len(lines)) == (2, 1)
+    assert lines[0].startswith("The training failed")
+    # It is taken up by no command: it has ended.
+    again("FAILED")
+    monkeypatch.setattr(following, "RESTART_S", 0.01)
+    assert wait().run.id == "a"
+    assert ending_of(tmp_path) == "failed"
 
 
 def test_a_process_of_another_machine_counts_while_its_beat_changes(tmp_path: Path) -> None:
@@ -280,20 +265,7 @@ def test_a_process_of_another_machine_counts_while_its_beat_changes(tmp_path: Pa
     assert watch.look() is None
     now[0] += PAUSE_S + 1
     ending = watch.look()
-    assert ending is not None
-    assert ending.state == "silent"
-
-
-def test_every_state_of_a_run_that_is_not_at_work_has_a_sentence(tmp_path: Path) -> None:
-    from flows.run_status import State
-
-    assert set(State.__args__) - {"running", "suspended", "silent"} <= set(module._ENDS)  # type: ignore[attr-defined]
-    record(tmp_path, "a", "RUNNING")
-    found = training(tmp_path)
-    (tmp_path / "runs" / "a" / "run.json").unlink()
-    ending = Watch(replace(found)).look()
-    assert ending is not None
-    assert ending.state == "finished"
+    assert ending is not None and ending.state == "silent"
 
 
 @pytest.fixture
@@ -316,19 +288,15 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 @pytest.mark.parametrize(
     ("words", "field"),
     [
-        (("train.eval_split=",), "train.eval_split"),
-        (("train.evaluation_split=test",), "train.evaluation_split"),
-        (("--every", "soon"), "--every"),
+        ("train.eval_split=", "train.eval_split"),
+        ("train.evaluation_split=test", "train.evaluation_split"),
+        ("--every soon", "--every"),
     ],
 )
-def test_bad_input_is_refused_with_exit_code_2(
-    words: tuple[str, ...],
-    field: str,
-    command: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_follow_refuses_bad_input_with_exit_code_2(
+    words: str, field: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(project(tmp_path / "project"), *words) == 2
+    assert command(project(tmp_path / "project"), *words.split()) == 2
     printed = capsys.readouterr()
     assert field in printed.err
     assert "Traceback" not in printed.err + printed.out

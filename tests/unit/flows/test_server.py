@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
@@ -77,19 +77,13 @@ def test_a_request_that_the_server_refuses_later_names_the_server(api: str) -> N
         httpx.get(other).raise_for_status()
 
 
-class Described:
-    """A membership whose server has this process's number."""
-
-    def description(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "url": "http://127.0.0.1:1"}
-
-
 def test_a_machine_that_slept_does_not_cost_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False, False, True, False, False, False])
     killed: list[int] = []
     monkeypatch.setattr(membership, "is_healthy", lambda url: next(answers))
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    keeper = _Keeper(cast(Membership, Described()))
+    described: Any = SimpleNamespace(description=lambda: {"pid": os.getpid(), "url": "http://127.0.0.1:1"})
+    keeper = _Keeper(described)
     keeper._look()
     keeper._answered_s = time.monotonic() - 1000
     keeper._look()
@@ -139,11 +133,16 @@ def test_none_is_started_where_a_server_is_configured(home: Path, monkeypatch: p
     assert not early._seems_needed(home)
 
 
-def test_none_is_started_beside_one_that_lives(home: Path) -> None:
+def test_none_is_started_beside_one_that_lives_and_one_that_could_not_load_is_no_server(
+    home: Path, tmp_path: Path
+) -> None:
     with (home / "trainflow" / "one" / embedded.SERVER_LOCK).open("w") as lock:
         assert early._seems_needed(home), "its server has ended"
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert not early._seems_needed(home)
+    dead = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
+    dead.wait()
+    assert EarlyServer(dead).serve(tmp_path, tmp_path / "log", {}) is None
 
 
 @pytest.mark.parametrize("end", [lambda server: server._process.stdin.close(), EarlyServer.close])
@@ -158,33 +157,24 @@ def test_one_that_is_not_wanted_ends_also_with_its_starter(home: Path, end: obje
     assert not [*home.rglob(embedded.DESCRIPTION), *home.rglob(embedded.SERVER_LOCK)]
 
 
-def test_one_that_could_not_load_is_no_server(home: Path, tmp_path: Path) -> None:
-    dead = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
-    dead.wait()
-    assert EarlyServer(dead).serve(tmp_path, tmp_path / "log", {}) is None
-
-
 def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_packet() -> None:
     """asyncio turns Nagle's algorithm off only for sockets that name their protocol: 40 ms for each request."""
+    options: list[int] = []
 
-    async def options() -> list[int]:
-        found: list[int] = []
+    def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        options.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.write(b"x")
+        writer.close()
 
-        def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted = writer.get_extra_info("socket")
-            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.write(b"x")
-            writer.close()
-
+    async def exchange() -> None:
         listener = embedded._listen_on(0)
         async with await asyncio.start_server(note, sock=listener):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             assert await reader.read() == b"x"
             writer.close()
-        return found
 
-    (no_delay,) = asyncio.run(options())
-    assert no_delay != 0
+    asyncio.run(exchange())
+    assert len(options) == 1 and options[0] != 0
 
 
 @pytest.fixture
@@ -205,32 +195,19 @@ def test_imports_are_not_looked_at_inside_a_command_and_are_afterwards(looked_at
             pass
         assert gc.get_freeze_count() > 1000  # the outer block's
     assert gc.get_freeze_count() == 0
-
-
-def test_what_a_process_has_set_aside_itself_stays_so(looked_at: None) -> None:
-    gc.freeze()
+    gc.freeze()  # what a process has set aside itself stays so
     with contextlib.suppress(ValueError), _imports_set_aside():
         raise ValueError
     assert gc.get_freeze_count() > 1000
 
 
-class States:
-    def __init__(self, crashes: int) -> None:
-        self._crashes = crashes
-
-    def read_flow_run_states(self, _: object) -> list[Any]:
-        once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
-        return [SimpleNamespace(name=name) for name in (*once * self._crashes, "Running")]
-
-
 def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) -> None:
-    @contextlib.contextmanager
-    def client(**_: object) -> Iterator[States]:
-        yield States(crashes)
-
+    once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
+    states = [SimpleNamespace(name=name) for name in (*once * crashes, "Running")]
+    client = SimpleNamespace(read_flow_run_states=lambda _: states)
     context = SimpleNamespace(flow_run=SimpleNamespace(id="1", run_count=run_count))
     monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: context)
-    monkeypatch.setattr("prefect.client.orchestration.get_client", client)
+    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda **_: contextlib.nullcontext(client))
 
 
 @pytest.mark.parametrize(("run_count", "crashes"), [(1, 0), (3, 2), (9, 1)])

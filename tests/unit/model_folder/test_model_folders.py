@@ -63,13 +63,9 @@ def _sealed(**changed: Any) -> bytes:
     return json.dumps({**record, "seal": seal}).encode()
 
 
-def test_it_is_read_as_it_was_written() -> None:
-    assert read_lineage(LINEAGE.to_json(), "x") == LINEAGE
-    assert read_lineage(_sealed(newer=[1]), "x") == LINEAGE
-
-
-def test_a_changed_byte_is_noticed_wherever_it_is() -> None:
+def test_it_is_read_as_it_was_written_and_a_changed_byte_is_noticed_wherever_it_is() -> None:
     data = LINEAGE.to_json()
+    assert read_lineage(data, "x") == read_lineage(_sealed(newer=[1]), "x") == LINEAGE
     refused = 0
     for position in range(len(data)):
         changed = bytearray(data)
@@ -98,20 +94,15 @@ def test_a_changed_byte_is_noticed_wherever_it_is() -> None:
         ({"run": "../../elsewhere"}, "not a name"),
         ({"publication": {"revision": "http://elsewhere/x", "content_digest": A}}, "not a name"),
         ({"name": None}, "another form"),
+        *((data, "The lineage") for data in (b"", b"\xff\xfe", b"[" * 100_000, b"[]", b"NaN", b"{}")),
     ],
 )
-def test_a_hostile_one_is_bad_input(changed: dict[str, Any], words: str) -> None:
+def test_a_hostile_one_and_what_is_no_lineage_are_bad_input(changed: dict[str, Any] | bytes, words: str) -> None:
+    data = changed if isinstance(changed, bytes) else _sealed(**changed)
     with pytest.raises(ConfigError, match=words) as refused:
-        read_lineage(_sealed(**changed), "s3://bucket/lineage.json")
-    assert refused.value.field == "s3://bucket/lineage.json"
-    assert refused.value.exit_code == 2
+        read_lineage(data, "s3://bucket/lineage.json")
+    assert (refused.value.field, refused.value.exit_code) == ("s3://bucket/lineage.json", 2)
     assert refused.value.remedy
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b"NaN", b"{}"])
-def test_what_is_no_lineage_is_bad_input(data: bytes) -> None:
-    with pytest.raises(ConfigError, match="The lineage"):
-        read_lineage(data, "x")
 
 
 def test_no_secret_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +128,11 @@ def test_the_provenance_is_a_statement_of_in_toto_with_the_predicate_of_slsa() -
         {"name": "lineage.json", "digest": {"sha256": own}},
         {"name": "model.safetensors", "digest": {"sha256": B}},
     ]
-    predicate = statement["predicate"]
-    assert set(predicate) == {"buildDefinition", "runDetails"}
-    assert set(predicate["buildDefinition"]) == {
-        "buildType",
-        "externalParameters",
-        "internalParameters",
-        "resolvedDependencies",
+    fields = {name: set(part) for name, part in statement["predicate"].items()}
+    assert fields == {
+        "buildDefinition": {"buildType", "externalParameters", "internalParameters", "resolvedDependencies"},
+        "runDetails": {"builder", "metadata", "byproducts"},
     }
-    assert set(predicate["runDetails"]) == {"builder", "metadata", "byproducts"}
     assert json.loads(render_statement(LINEAGE)) == statement
 
 
@@ -243,20 +230,12 @@ def test_a_table_of_pandas_is_taken_with_whole_numbers_and_gaps(tmp_path: Path) 
 
 def test_a_list_of_texts_is_as_many_rows(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\n" + "good,yes\nbad,no\n" * 20)
-    config = {"model_type": "bert", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    publish_recipe(
-        tmp_path / "m",
-        "text-classification",
-        tmp_path / "train.csv",
-        {"text": "text", "label": "label"},
-        {"config": {**config, "num_attention_heads": 2}},
-    )
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    options, config = {"text": "text", "label": "label"}, {"config": {"model_type": "bert", **shape}}
+    publish_recipe(tmp_path / "m", "text-classification", tmp_path / "train.csv", options, config)
     model = _load(tmp_path / "m", tmp_path / "logged", {"text": "string"})
-    for given in (
-        {"text": ["good", "bad"]},
-        pd.DataFrame({"text": ["good", "bad"]}),
-        [{"text": "good"}, {"text": "bad"}],
-    ):
+    texts = {"text": ["good", "bad"]}
+    for given in (texts, pd.DataFrame(texts), [{"text": "good"}, {"text": "bad"}]):
         assert len(model.predict(given)) == 2
 
 
@@ -270,11 +249,9 @@ MISSING = "import no_such_package_at_all"
 )
 def test_a_package_that_is_missing_is_named(tmp_path: Path, recipe: str) -> None:
     publish_line(tmp_path, recipe=recipe)
-    with pytest.raises(
-        ConfigError, match="needs the package no_such_package_at_all, which is not installed"
-    ) as refused:
+    words = r"needs the package no_such_package_at_all, which is not installed.*Install it\."
+    with pytest.raises(ConfigError, match=words):
         load_model(str(tmp_path), trust_code=True)
-    assert "Install it." in str(refused.value.remedy)
 
 
 def test_a_registry_that_is_down_is_named_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

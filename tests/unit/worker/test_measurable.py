@@ -31,16 +31,13 @@ BY_BATCH = tiny.RECIPE.replace("def compute_metrics(p)", "def compute_metrics(p,
 SETTINGS: dict[str, Any] = {"metrics": read_metrics(["mae"]), "slices": ("label",), "confidence": 0.9, "resamples": 100}
 
 
+SHARDED = {"use_cpu": True, "fsdp": "full_shard"}
+
+
 def rehearse(folder: Path, data: PreparedData, recipe: str = tiny.RECIPE, **fields: Any) -> EvaluateResult:
-    given = {
-        "data": data,
-        "model_url": "",
-        "splits": ("test",),
-        "step": "rehearse",
-        "args": {"use_cpu": True},
-        **fields,
-    }
-    found = tiny.run(request(folder, recipe, "evaluate", output=str(folder / "out"), **given), kind="in_process")
+    given = {"data": data, "model_url": "", "splits": ("test",), "step": "rehearse", "args": {"use_cpu": True}}
+    asked = request(folder, recipe, "evaluate", output=str(folder / "out"), **given | fields)
+    found = tiny.run(asked, kind="in_process")
     assert isinstance(found, EvaluateResult)
     assert not (folder / "out").exists()
     return found
@@ -57,22 +54,38 @@ def test_what_needs_all_rows(tmp_path: Path, prepared_data: PreparedData, name: 
     assert ("batch_eval_metrics=false" in str(caught.value.remedy)) is by_batch
 
 
-def test_slices_of_nothing_that_is_measured(tmp_path: Path, prepared_data: PreparedData) -> None:
-    with pytest.raises(ConfigError, match="nothing to measure on slices") as caught:
-        rehearse(tmp_path, prepared_data, WITHOUT, slices=("label",))
-    assert caught.value.field == "evaluate.slices"
-    rehearse(tmp_path, prepared_data, WITHOUT, slices=("label",), metrics=read_metrics(["accuracy"]))
+GUESSES = "\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return logits.argmax(-1)\n"
 
 
-def test_the_outputs_decide_which_metrics_suit_them(tmp_path: Path, prepared_data: PreparedData) -> None:
-    assert rehearse(
-        tmp_path, prepared_data, metrics=read_metrics(["f1_macro", "roc_auc"]), slices=("label",)
-    ) == EvaluateResult((), {})
-    with pytest.raises(ConfigError, match="not for outputs"):
-        rehearse(tmp_path, prepared_data, metrics=read_metrics(["f1_macro", "rmse"]))
-    guesses = f"{tiny.RECIPE}\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return logits.argmax(-1)\n"
-    with pytest.raises(ConfigError, match=r"not for outputs \[25\] and labels \[25\]"):
-        rehearse(tmp_path, prepared_data, guesses, metrics=read_metrics(["accuracy"]))
+@pytest.mark.parametrize(
+    ("recipe", "fields", "refused"),
+    [
+        (WITHOUT, {"slices": ("label",)}, "nothing to measure on slices"),
+        (WITHOUT, {"slices": ("label",), "metrics": ["accuracy"]}, None),
+        # The outputs decide which metrics suit them.
+        (tiny.RECIPE, {"metrics": ["f1_macro", "roc_auc"], "slices": ("label",)}, None),
+        (tiny.RECIPE, {"metrics": ["f1_macro", "rmse"]}, "not for outputs"),
+        (tiny.RECIPE + GUESSES, {"metrics": ["accuracy"]}, r"not for outputs \[25\] and labels \[25\]"),
+        # A sharded model is not built by one process.
+        (tiny.RECIPE, {"metrics": ["rmse"], "args": SHARDED}, None),
+        (
+            tiny.RECIPE,
+            {"metrics": ["rmse"], "args": SHARDED, "slices": ("row_id",), "splits": ("train",)},
+            "more than 50 different values",
+        ),
+    ],
+)
+def test_metrics_and_slices_that_do_not_suit_the_outputs_are_refused(
+    tmp_path: Path, prepared_data: PreparedData, recipe: str, fields: dict[str, Any], refused: str | None
+) -> None:
+    given = {**fields, "metrics": read_metrics(fields.get("metrics", []))}
+    if refused is None:
+        assert rehearse(tmp_path, prepared_data, recipe, **given) == EvaluateResult((), {})
+        return
+    with pytest.raises(ConfigError, match=refused) as caught:
+        rehearse(tmp_path, prepared_data, recipe, **given)
+    if recipe is WITHOUT:
+        assert caught.value.field == "evaluate.slices"
 
 
 def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have_is_not(
@@ -82,27 +95,17 @@ def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have
         with pytest.raises(ConfigError, match=r"has no metric .*test_accuracy") as caught:
             rehearse(tmp_path, prepared_data, named={"evaluate.require.x": "test_loss", "register.metric": name})
         assert (caught.value.field, caught.value.value) == ("register.metric", name)
-    guesses = "\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return logits.argmax(-1)\n"
-    guesses += "\n\ndef compute_metrics(p):\n    return {'accuracy': float((p.predictions == p.label_ids).mean())}\n"
+    counted = "\n\ndef compute_metrics(p):\n    return {'accuracy': float((p.predictions == p.label_ids).mean())}\n"
     changing = tiny.RECIPE.replace("return {", 'return {f"of_{len(p.label_ids)}": 1.0, ')
     for recipe, name, more in (
         (tiny.RECIPE, "test_accuracy_low", {"confidence": 0.9, "resamples": 100}),
         (tiny.RECIPE, "test_accuracy/label/0", {"slices": ("label",)}),
         (tiny.RECIPE, "overall_weights", {}),
-        (tiny.RECIPE + guesses, "test_accuracy", {}),  # outputs that no metric by name could measure
+        (tiny.RECIPE + GUESSES + counted, "test_accuracy", {}),  # outputs that no metric by name could measure
         (changing, "test_of_1000", {}),
         (BY_BATCH, "test_accuracy", {"args": {"use_cpu": True, "batch_eval_metrics": True}}),
     ):
         rehearse(tmp_path, prepared_data, recipe, named={"register.metric": name}, **more)
-
-
-def test_a_sharded_model_is_not_built_by_one_process(tmp_path: Path, prepared_data: PreparedData) -> None:
-    args = {"use_cpu": True, "fsdp": "full_shard"}
-    rehearse(tmp_path, prepared_data, metrics=read_metrics(["rmse"]), args=args)
-    with pytest.raises(ConfigError, match="more than 50 different values"):
-        rehearse(
-            tmp_path, prepared_data, metrics=read_metrics(["rmse"]), slices=("row_id",), splits=("train",), args=args
-        )
 
 
 @pytest.mark.parametrize("how", ["an object", "by batch"])
@@ -198,6 +201,7 @@ def measured(trainer: Trainer, rows: Any) -> dict[str, float]:
 
 def test_the_metrics_of_a_split_are_those_of_the_trainer(trained: Trained) -> None:
     stage = trained.evaluate()["test"]
+    assert not [name for name in stage if "/" in name], "slices come where they are asked for"
     own = measured(trained.trainer(), trained.split())
     assert set(own) >= {"loss", *(each.result for each in read_metrics(trained.metrics))}
     assert own == stage, "digit by digit"
@@ -234,7 +238,3 @@ def test_slices_have_intervals_where_confidence_is_set(trained: Trained) -> None
     assert stage[f"{name}_high/site/a"] - stage[f"{name}_low/site/a"] > stage[f"{name}_high"] - stage[f"{name}_low"]
     assert f"rows_low/site/{site}" not in stage
     assert trained.evaluate(**more)["test"] == stage, "drawn by the rows, and by nothing else"
-
-
-def test_what_is_written_has_no_slices_unless_they_are_asked_for(trained: Trained) -> None:
-    assert not [name for name in trained.evaluate()["test"] if "/" in name]
