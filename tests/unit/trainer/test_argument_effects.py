@@ -313,9 +313,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[A
     config = types.SimpleNamespace(update=lambda *_, **__: None)
     run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda **_: None)
     run.config = config
+
+    def init(**given: Any) -> Any:
+        asked.append(given)
+        return run
+
     package = installed(monkeypatch, "wandb")
-    package.run, package.log = None, logged.append
-    package.init = lambda **given: asked.append(given) or run
+    package.run, package.log, package.init = None, logged.append, init
     return asked, logged
 
 

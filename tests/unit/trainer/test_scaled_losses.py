@@ -12,6 +12,7 @@ from torch import nn
 
 import trainer_lib
 from tests.support.gradients import Found, assert_close, gradients
+from tests.support.patterns import Either
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "
     return nn.functional.cross_entropy(logits, labels, reduction=reduction)
 
 
-class Times:
+class Times(Either):
     """Computes its own loss, as a mixin on the Trainer of either library."""
 
     times = 7
@@ -66,7 +67,9 @@ class SaysThatTheModelDoesNot(Times):
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = False
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(  # type: ignore[override]
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         assert num_items_in_batch is None
         return super().compute_loss(model, inputs)
 
@@ -85,11 +88,7 @@ class DividesByTheMicroBatches(SwitchesScalingOff):
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        return model(**inputs)["loss"] / self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
-
-
-class Default:
-    """Nothing of its own."""
+        return model(**inputs)["loss"] / self.current_gradient_accumulation_steps
 
 
 def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, times: int = 1) -> Any:
@@ -136,7 +135,7 @@ MIXINS = (StatesThatItIsScaled, StatesThatItIsNot, SaysThatTheModelScales, SaysT
 FUNCTIONS = (divided, partial(divided, times=2), LossModule(), LossObject(), by_the_arguments)
 VARIANTS = [
     *((mixin, None) for mixin in (*MIXINS, DividesByTheMicroBatches, SwitchesScalingOff)),
-    *((Default, func) for func in FUNCTIONS),
+    *((Either, func) for func in FUNCTIONS),
 ]
 
 
@@ -153,7 +152,7 @@ def test_a_stated_loss_counts_without_targets_too(stated: bool) -> None:
     """As in contrastive and reinforcement losses, whose labels, if there are any, are not what is trained on."""
     import transformers
 
-    class Stating:
+    class Stating(Either):
         loss_is_scaled_for_ga = stated
 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
@@ -166,7 +165,7 @@ def test_a_stated_loss_counts_without_targets_too(stated: bool) -> None:
 
 def test_a_loss_function_that_cannot_be_called_is_refused_unless_it_is_never_called() -> None:
     with pytest.raises(ConfigError, match="compute_loss_func"):
-        _first_gradients(trainer_lib, Default, "not a function")
+        _first_gradients(trainer_lib, Either, "not a function")
 
 
 class OverRanks(Trainer):

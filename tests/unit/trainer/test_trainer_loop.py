@@ -228,9 +228,14 @@ def test_saving_only_what_is_best(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ stopping
+def send(number: int, times: int) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_at_a_step_boundary_and_handlers_are_put_back(number: int, tmp_path: Path) -> None:
-    stop = Note("on_step_begin", lambda state, **_: state.global_step == 1 and os.kill(os.getpid(), number))
+    stop = Note("on_step_begin", lambda state, **_: send(number, int(state.global_step == 1)))
     handler = signal.getsignal(number)
     one = trainer(tmp_path, ROWS, callbacks=[stop], max_steps=5)
     with pytest.raises(Preempted, match="Stopped on request at step 2") as stopped:
@@ -242,7 +247,7 @@ def test_signals_stop_at_a_step_boundary_and_handlers_are_put_back(number: int, 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     def twice(number: int) -> Note:
-        return Note("on_step_begin", lambda state, **_: [os.kill(os.getpid(), number) for _ in range(2)])
+        return Note("on_step_begin", lambda state, **_: send(number, 2))
 
     assert preempted_at(trainer(tmp_path / "a", ROWS, callbacks=[twice(signal.SIGTERM)], max_steps=5)) == 1
     with pytest.raises(KeyboardInterrupt):
