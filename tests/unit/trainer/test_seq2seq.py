@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,82 +28,54 @@ ROWS = rows(10)
 
 def test_predictions_are_what_generate_gives_padded_to_the_common_length(tmp_path: Path) -> None:
     model = Copier()
-    found = seq2seq_trainer(tmp_path, model).predict(ROWS)
+    one = seq2seq_trainer(tmp_path, model)
+    found = one.predict(ROWS)
     assert found.predictions.shape == found.label_ids.shape == (10, 8)
     for row, generated, labels in zip(ROWS, found.predictions, found.label_ids, strict=True):
         assert generated.tolist() == [*row["input_ids"], *[PAD] * (8 - len(row["input_ids"]))]
         assert labels[: len(row["labels"])].tolist() == row["labels"]
         assert set(labels[len(row["labels"]) :].tolist()) <= {-100, PAD}
-    assert found.metrics["test_loss"] > 0
     assert [each["batch"][0] for each in model.asked] == [3, 3, 3, 1]
-
-
-def test_the_loss_beside_generation_is_that_of_a_plain_evaluation(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Copier()
-    generating = seq2seq_trainer(tmp_path, model).predict(ROWS).metrics["test_loss"]
     plain = seq2seq_trainer(tmp_path, model, predict_with_generate=False).predict(ROWS).metrics["test_loss"]
-    assert generating == pytest.approx(plain, rel=1e-6)
+    assert found.metrics["test_loss"] == pytest.approx(plain, rel=1e-6)
+    unlabelled = one.predict([{"input_ids": row["input_ids"]} for row in ROWS])
+    assert np.array_equal(unlabelled.predictions, found.predictions)
+    assert unlabelled.label_ids is None and "test_loss" not in unlabelled.metrics
 
 
 def test_metrics_see_generated_tokens_and_labels_with_minus_100_where_the_collator_padded(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
     def compute(given: Any) -> dict[str, float]:
-        seen.append((np.array(given.predictions), np.array(given.label_ids)))
+        assert (given.predictions != -100).all()
+        # rows 0, 1, 2 have 3, 4 and 5 label tokens: the collator pads to 5 with -100, the rest is the pad token
+        assert given.label_ids[0].tolist()[3:] == [-100, -100, PAD, PAD, PAD]
         return {"exact": 1.0}
 
     metrics = seq2seq_trainer(tmp_path, Copier(), eval_dataset=ROWS, compute_metrics=compute).evaluate()
-    assert metrics["eval_exact"] == 1.0
-    assert "eval_loss" in metrics
-    ((predictions, labels),) = seen
-    assert (predictions != -100).all()
-    # rows 0, 1, 2 have 3, 4 and 5 label tokens: the collator pads to 5 with -100, the rest is the pad token
-    assert labels[0].tolist()[3:] == [-100, -100, PAD, PAD, PAD]
+    assert metrics["eval_exact"] == 1.0 and "eval_loss" in metrics
 
 
-def test_generation_arguments_hold_for_one_call(tmp_path: Path) -> None:
+def test_generation_arguments_hold_for_one_call_even_if_it_fails_and_for_every_set(tmp_path: Path) -> None:
     model = Copier()
-    trainer = seq2seq_trainer(tmp_path, model, generation_num_beams=2)
-    assert trainer.predict(ROWS[:1], max_length=4, num_beams=3).predictions.shape == (1, 4)
-    assert trainer.predict(ROWS[:1]).predictions.shape == (1, 8)
-    trainer.args.generation_max_length = 5
-    assert trainer.predict(ROWS[:1], num_beams=None).predictions.shape == (1, 5)
-    assert [(each["max_length"], each["num_beams"]) for each in model.asked] == [(4, 3), (8, 2), (5, 2)]
-
-
-def test_a_call_that_fails_leaves_no_generation_arguments_behind(tmp_path: Path) -> None:
-    model = Copier()
-    trainer = seq2seq_trainer(tmp_path, model)
+    one = seq2seq_trainer(tmp_path, model, generation_num_beams=2, compute_metrics=lambda p: {"n": len(p.predictions)})
     with pytest.raises(ConfigError, match=r"top_k = 3: Copier\.generate does not take this setting"):
-        trainer.predict(ROWS[:1], top_k=3)
-    assert trainer.predict(ROWS[:1]).predictions.shape == (1, 8)
-
-
-def test_generation_arguments_reach_every_set_of_a_dict(tmp_path: Path) -> None:
-    model = Copier()
-    sets = {"a": ROWS[:2], "b": ROWS[2:3]}
-    trainer = seq2seq_trainer(tmp_path, model, eval_dataset=sets, compute_metrics=lambda p: {"n": len(p.predictions)})
-    metrics = trainer.evaluate(max_length=6)
+        one.predict(ROWS[:1], top_k=3)
+    assert one.predict(ROWS[:1], max_length=4, num_beams=3).predictions.shape == (1, 4)
+    assert one.predict(ROWS[:1]).predictions.shape == (1, 8)
+    one.args.generation_max_length = 5
+    assert one.predict(ROWS[:1], num_beams=None).predictions.shape == (1, 5)
+    metrics = one.evaluate({"a": ROWS[:2], "b": ROWS[2:3]}, max_length=6)
     assert (metrics["eval_a_n"], metrics["eval_b_n"]) == (2, 1)
-    assert [each["max_length"] for each in model.asked] == [6, 6]
+    asked = [(each["max_length"], each["num_beams"]) for each in model.asked]
+    assert asked == [(4, 3), (8, 2), (5, 2), (6, 2), (6, 2)]
 
 
 def test_evaluations_during_training_generate_too(tmp_path: Path) -> None:
-    model = Copier()
-    trainer = seq2seq_trainer(
-        tmp_path,
-        model,
-        train_dataset=ROWS,
-        eval_dataset=ROWS[:3],
-        eval_strategy="epoch",
-        num_train_epochs=2,
-        compute_metrics=lambda p: {"width": p.predictions.shape[1]},
-    )
-    trainer.train()
-    widths = [entry["eval_width"] for entry in trainer.state.log_history if "eval_width" in entry]
-    assert widths == [8, 8]
-    assert len(model.asked) == 2
+    given: dict[str, Any] = {"train_dataset": ROWS, "eval_dataset": ROWS[:3], "eval_strategy": "epoch"}
+    given["compute_metrics"] = lambda p: {"width": p.predictions.shape[1]}
+    one = seq2seq_trainer(tmp_path, Copier(), num_train_epochs=2, **given)
+    one.train()
+    widths = [entry["eval_width"] for entry in one.state.log_history if "eval_width" in entry]
+    assert widths == [8, 8] and len(one.model.asked) == 2
 
 
 def test_only_the_loss_when_that_is_all_that_is_asked(tmp_path: Path) -> None:
@@ -114,73 +87,54 @@ def test_only_the_loss_when_that_is_all_that_is_asked(tmp_path: Path) -> None:
     assert model.asked == []
 
 
-def test_without_labels_there_are_predictions_and_no_loss(tmp_path: Path) -> None:
-    found = seq2seq_trainer(tmp_path, Copier()).predict([{"input_ids": row["input_ids"]} for row in ROWS])
-    assert found.predictions.shape == (10, 8)
-    assert found.label_ids is None
-    assert "test_loss" not in found.metrics
-
-
-def test_where_nothing_bounds_the_length_batches_are_padded_with_minus_100(tmp_path: Path) -> None:
-    found = seq2seq_trainer(tmp_path, Copier(), generation_max_length=None).predict(ROWS)
-    assert found.predictions.shape == (10, 7)
-    assert found.predictions[9].tolist()[-2:] != [PAD, PAD]
-    assert found.predictions[0].tolist() == [*ROWS[0]["input_ids"], PAD, PAD, -100, -100]
-
-
-def test_the_end_token_pads_where_there_is_no_pad_token(tmp_path: Path) -> None:
+def test_what_pads_follows_from_the_length_and_the_tokens_there_are(tmp_path: Path) -> None:
     class Endless(Tokens):
         pad_token_id = None
 
-    found = seq2seq_trainer(tmp_path, Copier(), processing_class=Endless()).predict(ROWS[:1])
-    assert found.predictions[0].tolist() == [*ROWS[0]["input_ids"], *[END] * 5]
-
-
-def test_padding_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> None:
-    trainer = seq2seq_trainer(tmp_path, Copier(), processing_class=None)
+    unbounded = seq2seq_trainer(tmp_path, Copier(), generation_max_length=None).predict(ROWS).predictions
+    assert unbounded.shape == (10, 7)
+    assert unbounded[9].tolist()[-2:] != [PAD, PAD]
+    assert unbounded[0].tolist() == [*ROWS[0]["input_ids"], PAD, PAD, -100, -100]
+    endless = seq2seq_trainer(tmp_path, Copier(), processing_class=Endless()).predict(ROWS[:1]).predictions
+    assert endless[0].tolist() == [*ROWS[0]["input_ids"], *[END] * 5]
     with pytest.raises(ConfigError, match=r"pad_token_id: Generated sequences have to be padded"):
-        trainer.predict(ROWS)
+        seq2seq_trainer(tmp_path, Copier(), processing_class=None).predict(ROWS)
 
 
-def test_a_model_that_cannot_generate_is_refused_before_the_first_step(tmp_path: Path) -> None:
+class Generating(Copier):
+    """Has another `generate`."""
+
+    def __init__(self, generate: Any) -> None:
+        super().__init__()
+        self.generate = generate
+
+
+def test_a_generate_of_another_signature_is_served_or_refused(tmp_path: Path) -> None:
+    def short(input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids
+
+    def other(tokens: torch.Tensor) -> Any:
+        return {"sequences": tokens}
+
+    def sequences(tokens: torch.Tensor) -> Any:
+        return SimpleNamespace(sequences=tokens)
+
+    def twice(input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return input_ids.repeat(2, 1)
+
+    given: dict[str, Any] = {"generation_max_length": None}
     with pytest.raises(ConfigError, match=r"predict_with_generate = True: Classifier has no generate\(\)"):
         seq2seq_trainer(tmp_path, Classifier(), train_dataset=classification_rows(4))
     assert seq2seq_trainer(tmp_path, Classifier(), predict_with_generate=False)
-
-
-def test_a_setting_that_generate_does_not_take_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    class Short(Copier):
-        def generate(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return input_ids
-
-    with pytest.raises(ConfigError, match=r"max_length = 8: Short.generate does not take this setting"):
-        seq2seq_trainer(tmp_path, Short())
-    found = seq2seq_trainer(tmp_path, Short(), generation_max_length=None).predict(ROWS[:2])
-    assert found.predictions.shape == (2, 4)
-
-
-def test_several_sequences_per_sample_are_refused(tmp_path: Path) -> None:
-    class Twice(Copier):
-        def generate(self, input_ids: torch.Tensor, **settings: Any) -> torch.Tensor:  # type: ignore[override]
-            return input_ids.repeat(2, 1)
-
-    with pytest.raises(ConfigError, match=r"s generate returned \(6, 5\) for 3 samples.*num_return_sequences"):
-        seq2seq_trainer(tmp_path, Twice()).predict(ROWS)
-
-
-def test_a_generate_whose_parameter_has_another_name_gets_the_input(tmp_path: Path) -> None:
-    class Other(Copier):
-        def generate(self, tokens: torch.Tensor) -> Any:  # type: ignore[override]
-            return {"sequences": tokens}
-
-    class Sequences(Other):
-        def generate(self, tokens: torch.Tensor) -> Any:  # type: ignore[override]
-            return type("Output", (), {"sequences": tokens})()
-
-    given: dict[str, Any] = {"generation_max_length": None}
-    assert seq2seq_trainer(tmp_path, Sequences(), **given).predict(ROWS[:1]).predictions.shape == (1, 3)
+    with pytest.raises(ConfigError, match=r"max_length = 8: Generating.generate does not take this setting"):
+        seq2seq_trainer(tmp_path, Generating(short))
+    for generate in (short, sequences):
+        one = seq2seq_trainer(tmp_path, Generating(generate), **given)
+        assert one.predict(ROWS[:2]).predictions.shape == (2, 4)
     with pytest.raises(ConfigError, match="returned dict for 1 samples"):
-        seq2seq_trainer(tmp_path, Other(), **given).predict(ROWS[:1])
+        seq2seq_trainer(tmp_path, Generating(other), **given).predict(ROWS[:1])
+    with pytest.raises(ConfigError, match=r"s generate returned \(6, 5\) for 3 samples.*num_return_sequences"):
+        seq2seq_trainer(tmp_path, Generating(twice)).predict(ROWS)
 
 
 def test_overriding_the_prediction_step_takes_effect(tmp_path: Path) -> None:
@@ -193,26 +147,18 @@ def test_overriding_the_prediction_step_takes_effect(tmp_path: Path) -> None:
     assert found.predictions[0].tolist() == [*(token + 1 for token in ROWS[0]["input_ids"]), PAD + 1]
 
 
-def test_arguments_without_generation_settings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="args = TrainingArguments: The arguments have no generation settings"):
-        Seq2SeqTrainer(Copier(), TrainingArguments(str(tmp_path), use_cpu=True))
-
-
-def test_a_plain_trainer_ignores_generation_settings_with_a_word(
+def test_arguments_with_and_without_generation_settings_go_to_their_trainer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert isinstance(Seq2SeqTrainer(Copier()).args, Seq2SeqTrainingArguments)
+    with pytest.raises(ConfigError, match="args = TrainingArguments: The arguments have no generation settings"):
+        Seq2SeqTrainer(Copier(), TrainingArguments(str(tmp_path), use_cpu=True))
     Trainer(Copier(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True))
     assert "has no effect" not in caplog.text
-    args: Any = Seq2SeqTrainingArguments(
-        str(tmp_path), use_cpu=True, predict_with_generate=True, generation_num_beams=2
-    )
-    Trainer(Copier(), args)
-    for name, value in {"predict_with_generate": True, "generation_num_beams": 2}.items():
+    given: dict[str, Any] = {"predict_with_generate": True, "generation_num_beams": 2}
+    Trainer(Copier(), Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, **given))
+    for name, value in given.items():
         assert f"{name} = {value} has no effect without Seq2SeqTrainer." in caplog.text
-
-
-def test_without_arguments_there_are_basic_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(Seq2SeqTrainer(Copier()).args, Seq2SeqTrainingArguments)
 
 
 ROWS7 = rows(7)

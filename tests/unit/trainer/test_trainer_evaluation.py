@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.toys import Classifier, Stream, TokenModel, classification_rows, token_rows
+from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, trainer
 from trainer_lib import Trainer
 from trainer_lib.data.collators import default_data_collator
@@ -31,24 +30,20 @@ def accuracy(p: Any) -> dict[str, Any]:
 
 def test_predictions_are_the_models_own_in_dataset_order(tmp_path: Path) -> None:
     one = trainer(tmp_path, None, per_device_eval_batch_size=4, compute_metrics=accuracy)
-    found = one.predict(ROWS)
+    found, unlabelled = one.predict(ROWS), one.predict([{"x": row["x"]} for row in ROWS])
     model = one.model.eval()
     with torch.no_grad():
         expected = model(torch.stack([row["x"] for row in ROWS]), torch.tensor(LABELS))
-    assert np.allclose(found.predictions, expected["logits"].numpy(), atol=1e-6)
-    assert found.label_ids.tolist() == LABELS
-    assert found.metrics is not None
+    for output in (found, unlabelled):
+        assert np.allclose(output.predictions, expected["logits"].numpy(), atol=1e-6)
+    assert found.label_ids.tolist() == LABELS and unlabelled.label_ids is None
+    assert found.metrics is not None and "test_loss" not in (unlabelled.metrics or {})
     assert found.metrics["test_loss"] == pytest.approx(float(expected["loss"]), rel=1e-5)
     assert found.metrics["test_accuracy"] == (expected["logits"].argmax(-1).numpy() == LABELS).mean()
     assert found.metrics.keys() > {"test_runtime", "test_samples_per_second", "test_steps_per_second"}
-
-
-def test_labels_are_not_needed_to_predict(tmp_path: Path) -> None:
-    one = trainer(tmp_path, None)
-    found = one.predict([{"x": row["x"]} for row in ROWS])
-    assert found.predictions.shape == (11, 3)
-    assert found.label_ids is None
-    assert "test_loss" not in (found.metrics or {})
+    streamed = list(stream_predictions(one, ROWS, start=2, stop=99))
+    assert [rows.tolist() for rows, _ in streamed] == [[2, 3, 4, 5], [6, 7, 8, 9], [10]]
+    assert np.allclose(np.concatenate([logits for _, logits in streamed]), found.predictions[2:], atol=1e-6)
 
 
 def test_evaluation_is_logged_and_restores_the_mode_of_the_model(tmp_path: Path) -> None:
@@ -62,13 +57,10 @@ def test_evaluation_is_logged_and_restores_the_mode_of_the_model(tmp_path: Path)
 
 
 def test_the_loss_is_the_mean_over_all_targets_for_any_batch_size(tmp_path: Path) -> None:
-    rows, model = token_rows(9), TokenModel()
-    losses = [
-        trainer(tmp_path, None, model=model, eval_dataset=rows, per_device_eval_batch_size=size).evaluate()
-        for size in (1, 4, 9)
-    ]
-    for found in losses:
-        assert found["eval_loss"] == pytest.approx(losses[-1]["eval_loss"], rel=1e-6)
+    given: dict[str, Any] = {"model": TokenModel(), "eval_dataset": token_rows(9)}
+    sizes = (1, 4, 9)
+    losses = [trainer(tmp_path, None, per_device_eval_batch_size=n, **given).evaluate()["eval_loss"] for n in sizes]
+    assert losses == pytest.approx([losses[-1]] * 3, rel=1e-6)
 
 
 class Ragged(nn.Module):
@@ -125,26 +117,6 @@ def test_several_sets_are_evaluated_by_name(tmp_path: Path) -> None:
     assert {"eval_other_loss"} <= one.evaluate({"other": ROWS}).keys()
 
 
-def test_streams_and_loaders_of_ones_own_are_evaluated(tmp_path: Path) -> None:
-    class Quiet(Stream):
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            yield from self.rows
-
-    expected = trainer(tmp_path, None, eval_dataset=ROWS).evaluate()["eval_loss"]
-    assert trainer(tmp_path, None, eval_dataset=Quiet(ROWS)).evaluate()["eval_loss"] == pytest.approx(expected)
-
-    class Own(Trainer):
-        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-            data: Any = ROWS
-            return torch.utils.data.DataLoader(data, batch_size=3, collate_fn=self.data_collator)
-
-        def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-            return torch.utils.data.SubsetRandomSampler(range(10, -1, -1))
-
-    assert trainer(tmp_path, None, cls=Own).evaluate()["eval_loss"] == pytest.approx(expected)
-    assert sorted(trainer(tmp_path, None, cls=Own).predict(ROWS).label_ids.tolist()) == sorted(LABELS)
-
-
 def test_a_loader_without_batches_leaves_the_measuring_to_the_subclass(tmp_path: Path) -> None:
     class Measuring(Trainer):
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -179,14 +151,6 @@ def test_evaluating_leaves_no_trace_in_the_training(tmp_path: Path) -> None:
         one.train()
         weights.append(one.model.state_dict()["head.weight"])
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
-
-
-def test_rows_are_streamed_in_ranges_without_keeping_them(tmp_path: Path) -> None:
-    one = trainer(tmp_path, None, per_device_eval_batch_size=4)
-    whole = one.predict(ROWS).predictions
-    streamed = list(stream_predictions(one, ROWS, start=2, stop=99))
-    assert [rows.tolist() for rows, _ in streamed] == [[2, 3, 4, 5], [6, 7, 8, 9], [10]]
-    assert np.allclose(np.concatenate([logits for _, logits in streamed]), whole[2:], atol=1e-6)
 
 
 def test_outputs_of_every_form_are_understood(tmp_path: Path) -> None:
@@ -225,22 +189,16 @@ class Kept:
 # ----------------------------------------------------------------------------------------------------------- streaming
 @pytest.mark.parametrize("flag", [True, False])
 def test_torchmetrics_objects_are_streamed_and_start_anew_each_time(flag: bool, tmp_path: Path) -> None:
-    from torchmetrics.classification import MulticlassAccuracy  # seconds: not for every worker that collects this file
+    from torchmetrics import MetricCollection  # seconds: not for every worker that collects this file
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-    metric = MulticlassAccuracy(3, average="micro")
+    metric: Any = MulticlassAccuracy(3, average="micro")
     one = trainer(tmp_path, None, eval_dataset=MANY, compute_metrics=metric, batch_eval_metrics=flag)
     whole = trainer(tmp_path, None, eval_dataset=MANY, compute_metrics=accuracy).evaluate()
     for _ in range(2):
         assert one.evaluate()["eval_MulticlassAccuracy"] == pytest.approx(whole["eval_accuracy"])
     assert len(one.predict(MANY).predictions) == len(MANY)  # kept, as what predict is for
-
-
-def test_a_collection_of_torchmetrics_gives_its_own_names(tmp_path: Path) -> None:
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-
-    metrics = MetricCollection({"acc": MulticlassAccuracy(3, average="micro"), "f1": MulticlassF1Score(3)})
-    one = trainer(tmp_path, None, eval_dataset=MANY, compute_metrics=metrics, batch_eval_metrics=True)
+    one.compute_metrics = MetricCollection({"acc": metric, "f1": MulticlassF1Score(3)})
     assert {"eval_acc", "eval_f1"} <= one.evaluate().keys()
 
 
@@ -291,21 +249,16 @@ class TwoOutputs(Classifier):
 
 
 def test_ignore_keys_and_label_names_decide_what_is_handed_over(tmp_path: Path) -> None:
-    one = trainer(tmp_path, None, model=TwoOutputs())
+    note = Kept()
+    given: dict[str, Any] = {"eval_dataset": MANY, "compute_metrics": note, "eval_strategy": "epoch", "max_steps": 1}
+    one = trainer(tmp_path, MANY, model=TwoOutputs(), **given)
+    one.train(ignore_keys_for_eval=["hidden"])
+    assert not isinstance(note.given[0].predictions, tuple)
     both, alone = one.predict(MANY).predictions, one.predict(MANY, ignore_keys=["hidden"]).predictions
     assert isinstance(both, tuple) and both[1].shape == (22, 6) and alone.shape == (22, 3)
     rows = [{"x": row["x"], "target": row["labels"]} for row in MANY]
     named = trainer(tmp_path, None, model=TwoOutputs(), label_names=["target"])
     assert named.predict(rows, ignore_keys=["hidden"]).label_ids.tolist() == [row["target"] for row in rows]
-
-
-def test_ignore_keys_reach_the_evaluations_of_a_training(tmp_path: Path) -> None:
-    note = Kept()
-    one = trainer(
-        tmp_path, MANY, model=TwoOutputs(), eval_dataset=MANY, compute_metrics=note, eval_strategy="epoch", max_steps=1
-    )
-    one.train(ignore_keys_for_eval=["hidden"])
-    assert not isinstance(note.given[0].predictions, tuple)
 
 
 @pytest.mark.parametrize(("rounds", "held"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (99, [0, 1, 2])])
@@ -332,16 +285,6 @@ def test_eval_accumulation_steps_says_how_many_outputs_stay_on_the_device(
     assert alive == held
 
 
-def test_eval_do_concat_batches_false_hands_over_a_list_of_batches(tmp_path: Path) -> None:
-    note = Kept()
-    trainer(tmp_path, None, eval_dataset=MANY, compute_metrics=note, eval_do_concat_batches=False).evaluate()
-    assert (
-        [len(batch) for batch in note.given[0].predictions]
-        == [len(batch) for batch in note.given[0].label_ids]
-        == [8, 8, 6]
-    )
-
-
 # -------------------------------------------------------------------------------------------- eval_use_gather_object
 class Detector(Classifier):
     """Finds a different number of boxes in each sample, and says what it saw in words."""
@@ -355,9 +298,11 @@ class Detector(Classifier):
 @pytest.mark.parametrize("concatenated", [True, False])
 def test_outputs_that_are_no_tensors_are_gathered(concatenated: bool, tmp_path: Path) -> None:
     note = Kept()
-    settings: dict[str, Any] = {"eval_dataset": MANY, "compute_metrics": note}
-    settings |= {"eval_use_gather_object": True, "eval_do_concat_batches": concatenated}
-    trainer(tmp_path, None, model=Detector(), **settings).evaluate()
+    one = trainer(tmp_path, None, model=Detector(), eval_dataset=MANY, compute_metrics=note)
+    with pytest.raises(DataError, match=r"Batches differ.*set eval_use_gather_object=True"):
+        one.evaluate()
+    settings: dict[str, Any] = {"eval_use_gather_object": True, "eval_do_concat_batches": concatenated}
+    trainer(tmp_path, None, model=Detector(), eval_dataset=MANY, compute_metrics=note, **settings).evaluate()
     if concatenated:
         logits, found = note.given[0].predictions
         assert logits.shape == (22, 3)
@@ -397,12 +342,6 @@ def test_labels_of_a_detector_are_handed_over_batch_by_batch_though_the_last_one
         == [8, 8, 6]
     )
     assert [label["boxes"].shape for label in note.given[0].label_ids[2]] == [(1 + i % 3, 4) for i in range(16, 22)]
-
-
-def test_without_it_outputs_of_changing_form_are_refused(tmp_path: Path) -> None:
-    one = trainer(tmp_path, None, model=Detector(), eval_dataset=MANY, compute_metrics=accuracy)
-    with pytest.raises(DataError, match=r"Batches differ.*set eval_use_gather_object=True"):
-        one.evaluate()
 
 
 # ------------------------------------------------------------------------------------------- when, and on which sets
