@@ -42,41 +42,6 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
-        thread.join()
-
-
-def test_a_file(tmp_path: Path) -> None:
-    asked = Preemption(file=str(tmp_path / "notice"))
-    assert find_notice(asked) is None
-    (tmp_path / "notice").touch()
-    assert find_notice(asked) == f"the file {tmp_path / 'notice'} is there"
-
-
-def test_a_url(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a metadata server is not behind a proxy
-    assert find_notice(Preemption(url=f"{server}/there")) == f"{server}/there answered"
-    assert find_notice(Preemption(url=f"{server}/there", contains="TRUE")) is not None
-    assert find_notice(Preemption(url=f"{server}/there", contains="FALSE")) is None
-    assert find_notice(Preemption(url=f"{server}/missing")) is None
-    assert find_notice(Preemption(url=f"{server}/elsewhere")) is None
-    assert find_notice(Preemption(url=f"{server}/flavor")) is None
-    assert find_notice(Preemption(url=f"{server}/flavor", headers={"Metadata-Flavor": "G"})) is not None
-    assert find_notice(Preemption(url="http://127.0.0.1:9/")) is None
-
-
-def test_a_url_has_a_time_limit(server: str) -> None:
-    started = time.monotonic()
-    assert find_notice(Preemption(url=f"{server}/slow", timeout_s=0.2)) is None
-    assert time.monotonic() - started < 1.5
-
-
 class _Odd(socketserver.StreamRequestHandler):
     """Answers the first request with what is not HTTP, trickles over the second one, and gives notice in the third."""
 
@@ -96,16 +61,48 @@ class _Odd(socketserver.StreamRequestHandler):
             self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_address[1]}"
+        listening.shutdown()
+        thread.join()
+
+
+def watched(asked: Preemption) -> NoticeWatch:
+    """Watch until there is notice, which is taken."""
+    watch = NoticeWatch(asked, lambda: True)
+    watch.start()
+    watch.join(20)
+    assert not watch.is_alive()
+    watch.close()
+    return watch
+
+
+def test_a_url(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(path: str, **more: Any) -> str | None:
+        return find_notice(Preemption(url=f"{server}{path}", **more))
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a metadata server is not behind a proxy
+    assert ask("/there") == f"{server}/there answered"
+    assert ask("/there", contains="TRUE") and not ask("/there", contains="FALSE")
+    assert not ask("/missing") and not ask("/elsewhere")
+    assert ask("/flavor", headers={"Metadata-Flavor": "G"}) and not ask("/flavor")
+    assert find_notice(Preemption(url="http://127.0.0.1:9/")) is None
+    started = time.monotonic()
+    assert ask("/slow", timeout_s=0.2) is None
+    assert time.monotonic() - started < 1.5
+
+
 def test_an_odd_answer_and_a_slow_one_do_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Odd) as listening:
         listening.daemon_threads, listening.block_on_close = True, False
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{listening.server_address[1]}/"
         with caplog.at_level(logging.WARNING):
-            watch = NoticeWatch(Preemption(url=url, every_s=0.01, timeout_s=2.0), lambda: True)
-            watch.start()
-            watch.join(20)
-        watch.close()
+            watch = watched(Preemption(url=url, every_s=0.01, timeout_s=2.0))
         listening.shutdown()
     assert watch.notice == f"{url} answered"
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["train.preemption"]
@@ -125,11 +122,7 @@ def test_a_file_that_cannot_be_looked_at_does_not_end_the_watch(
         return real(path, **given)
 
     monkeypatch.setattr(os, "stat", stat)
-    watch = NoticeWatch(Preemption(file=str(notice), every_s=0.01), lambda: True)
-    watch.start()
-    watch.join(20)
-    watch.close()
-    assert watch.notice == f"the file {notice} is there"
+    assert watched(Preemption(file=str(notice), every_s=0.01)).notice == f"the file {notice} is there"
     assert failures == []
     assert caplog.text.count("failed, and is repeated") == 1
 
@@ -171,15 +164,15 @@ def test_a_command_has_a_time_limit_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_notice_is_delivered_once_it_is_taken(tmp_path: Path) -> None:
-    answers = [False, False, True]
-    watch = NoticeWatch(Preemption(file=str(tmp_path / "notice"), every_s=0.05), lambda: answers.pop(0))
+    answers, asked = [False, False, True], Preemption(file=str(tmp_path / "notice"), every_s=0.05)
+    assert find_notice(asked) is None
+    watch = NoticeWatch(asked, lambda: answers.pop(0))
     watch.start()
     time.sleep(0.2)
     assert (watch.notice, len(answers)) == (None, 3)
     (tmp_path / "notice").touch()
     watch.join(10)
-    assert not watch.is_alive()
-    assert (watch.notice is not None, answers) == (True, [])
+    assert (watch.is_alive(), watch.notice, answers) == (False, f"the file {tmp_path / 'notice'} is there", [])
 
 
 def test_the_settings_name_a_place() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,20 +155,6 @@ def test_cancelling_saves(tmp_path: Path, prepared_data: PreparedData, shared_cl
     assert (Path(asked.output) / "checkpoints" / f"checkpoint-{failure.step}").is_dir()
 
 
-def test_an_error_of_the_recipe_is_that_of_the_launch(tmp_path: Path, shared_cluster: RayCluster) -> None:
-    recipe = "def prepare(options, out):\n    raise KeyError('gone')\n\ndef build_model(o, d): ...\n"
-    failure = ray_launch(shared_cluster, request(tmp_path, recipe), max_restarts=3).failure()
-    assert isinstance(failure, CodeError)
-    assert "KeyError: 'gone'" in failure.message
-
-
-def test_more_than_the_cluster_has(tmp_path: Path, shared_cluster: RayCluster) -> None:
-    failure = ray_launch(shared_cluster, request(tmp_path), nodes=3, processes=2, join_timeout_s=3.0).failure()
-    assert isinstance(failure, ConfigError)
-    expected = "the cluster offers CPU 4 on 3 machine(s), of which 2 have CPU 2; 3 with that were asked for"
-    assert expected in failure.message
-
-
 def test_gpus_that_nobody_asked_for_are_not_left_aside_without_a_word(
     tmp_path: Path, prepared_data: PreparedData, own_cluster: RayCluster
 ) -> None:
@@ -180,14 +165,6 @@ def test_gpus_that_nobody_asked_for_are_not_left_aside_without_a_word(
     assert failure.field == "train.launch.engine_options.gpus"
     on_cpu = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "cpu"), use_cpu=True)
     assert ray_launch(own_cluster, on_cpu).join(200).global_step == 36
-
-
-def test_no_cluster_at_the_address(tmp_path: Path) -> None:
-    begun = time.monotonic()
-    failure = Launch(request(tmp_path), engine="ray", address="127.0.0.1:1").failure()
-    assert isinstance(failure, ConfigError)
-    assert (failure.field, failure.value) == ("train.launch.address", "127.0.0.1:1")
-    assert time.monotonic() - begun < 30
 
 
 def test_without_its_token_the_cluster_takes_nothing(
