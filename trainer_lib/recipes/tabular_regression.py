@@ -43,9 +43,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         For every split its rows: the features by name, `labels` (a number) and `row_id`.
     """
     table = TabularRows(options, out, classes=False)
-    labels = table.label_numbers()
-    out.info.update(table.info(), label_scale=table.scale(labels))
-    return table.rows(labels.data)
+    out.info.update(table.info(), label_scale=table.label_scale())
+    return table.rows()
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:

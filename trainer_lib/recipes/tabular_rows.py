@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
 }
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
+_AT_ONCE = 10_000  # numbers
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
 
 
@@ -101,7 +102,9 @@ class TabularRows:
         self.label = self.table.require(self.options[self.label_option], field=label)
         if classes:
             self._refuse_amounts(label)
-        self.splits = starts if "" not in starts else self._cut(way, classes=classes)
+        kind = np.min_scalar_type(-len(self.table))
+        by_file = {name: np.arange(rows.start, rows.stop, dtype=kind) for name, rows in starts.items() if name}
+        self.splits = by_file or self._cut(way, classes=classes)
         if "train" not in self.splits:
             remedy = "Name a file for it: prepare.options.files.train=FILE."
             raise ConfigError("There is no split 'train'.", field=f"{FIELD}.files", value=list(files), remedy=remedy)
@@ -131,14 +134,14 @@ class TabularRows:
 
     def _read_all(
         self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]
-    ) -> tuple[Table, dict[str, np.ndarray]]:
+    ) -> tuple[Table, dict[str, range]]:
         """The rows of all splits as one table, and the numbers of each split's rows."""
         whole = Table([], {})
-        found: dict[str, np.ndarray] = {}
+        found: dict[str, range] = {}
         for name, addresses in files.items():
             field = f"{FIELD}.files.{name}" if name else "prepare.sources"
             part = self._read(addresses, rename=rename, field=field)
-            found[name] = np.arange(len(whole), len(whole) + len(part))
+            found[name] = range(len(whole), len(whole) + len(part))
             whole.append(part, field=field)
         return whole, found
 
@@ -207,13 +210,22 @@ class TabularRows:
         self.numbers[name] = self.scale(values)
 
     def scale(self, values: np.ndarray) -> list[float]:
-        """The mean and the spread of the training rows among numbers ``[rows]``, without those that are missing."""
-        values = values[np.isfinite(values) & np.frombuffer(self._mask(self.splits["train"]), np.bool_)]
-        if not len(values):
+        """The mean and the spread of the training rows among numbers ``[rows]``, without those that are missing.
+
+        Overwrites the numbers: a copy would be the most memory that a large table needs.
+        """
+        train, kept = np.frombuffer(self._mask(self.splits["train"]), np.bool_), 0
+        for start in range(0, len(values), _AT_ONCE):
+            some = values[start : start + _AT_ONCE]
+            some = some[np.isfinite(some) & train[start : start + _AT_ONCE]]
+            values[kept : kept + len(some)] = some
+            kept += len(some)
+        if not kept:
             return [0.0, 1.0]
+        values = values[:kept]
         mean = float(values.mean())
         values -= mean
-        spread = float(np.sqrt(np.square(values, out=values).mean()))  # `std` needs the memory of another copy
+        spread = float(np.sqrt(np.square(values, out=values).mean()))  # `std` makes a copy
         # A constant column says nothing; dividing by its spread would make its noise large.
         return [mean, spread if spread > 0 else 1.0]
 
@@ -228,9 +240,12 @@ class TabularRows:
                 return
 
     def rows(
-        self, labels: Sequence[Any], more: Mapping[str, Sequence[Any]] | None = None
+        self, labels: Sequence[Any] | None = None, more: Mapping[str, Sequence[Any]] | None = None
     ) -> dict[str, Iterator[dict[str, Any]]]:
-        """For every split its rows: the features, `labels` ``[rows]``, `more` columns ``[rows]``, and `row_id`."""
+        """For every split its rows: the features, `labels` ``[rows]``, `more` columns ``[rows]``, and `row_id`.
+
+        Without `labels` they are the numbers in the column of the label.
+        """
         ids = self._ids()
         read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number) | dict.fromkeys(
             self.texts, as_text
@@ -242,16 +257,18 @@ class TabularRows:
             for name in [each for each in read if each not in columns]:
                 columns[name] = map(read[name], compress(self.table.columns[name], mask))
             names = ("row_id", *columns, "labels")
-            for values in zip(compress(ids, mask), *columns.values(), compress(labels, mask), strict=True):
+            known = map(as_number, compress(self.table.columns[self.label], mask))
+            last = known if labels is None else compress(labels, mask)
+            for values in zip(compress(ids, mask), *columns.values(), last, strict=True):
                 yield dict(zip(names, values, strict=True))
 
         return {split: cut(chosen) for split, chosen in self.splits.items()}
 
-    def _mask(self, rows: np.ndarray) -> bytes:
+    def _mask(self, rows: np.ndarray) -> bytearray:
         """A byte for each row of the table, which says whether it is among these."""
-        mask = np.zeros(len(self.table), np.bool_)
-        mask[rows] = True
-        return mask.tobytes()
+        mask = bytearray(len(self.table))
+        np.frombuffer(mask, np.bool_)[rows] = True
+        return mask
 
     def _ids(self) -> Sequence[int | str]:
         name = self.options["id"]
@@ -306,14 +323,14 @@ class TabularRows:
         numbers = np.array([number[name] for name in names], np.min_scalar_type(len(names)))
         return memoryview(numbers[codes])
 
-    def label_numbers(self) -> np.ndarray:
-        """The label of each row, float64 ``[rows]``. Raises DataError for one that is missing or not a number."""
+    def label_scale(self) -> list[float]:
+        """The mean and the spread of the training labels. Raises DataError for one that is missing or not a number."""
         self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
         numbers = self.table.find_numbers(self.label)
         if numbers is None:
             what = f"The label '{self.label}' holds texts, such as '{next(self.table.each_text(self.label))}'."
             raise DataError(what, field=f"{FIELD}.label", remedy="Use the recipe tabular-classification.")
-        return numbers
+        return self.scale(numbers)
 
     def info(self) -> dict[str, Any]:
         """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""
