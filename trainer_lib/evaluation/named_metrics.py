@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.called_metrics import CalledMetric, Outputs
+from trainer_lib.evaluation.nested import take_rows
 from trainer_lib.metric_names import CLASS_METRICS, FIELD, NUMBER_METRICS, MetricCall
 from trainer_lib.outputs import EvalPrediction
 
@@ -136,10 +136,6 @@ def measure_slices(
     Raises:
         ConfigError: a column has more than 50 different values.
     """
-    arrays: list[Any] = []
-    tree = (given.predictions, given.label_ids)
-    nested.flatten_tree(tree, arrays)
-    structure = nested.describe_structure(tree)
     measure_part = getattr(compute, "of_part", compute)
     found: dict[str, float] = {}
     slices = {column: find_slices(column, values) for column, values in columns.items()}
@@ -147,11 +143,10 @@ def measure_slices(
         bounds = None
     for column, places in slices.items():
         for value, rows in sorted(places.items()):
-            chosen = np.array(rows)
-            part = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
-            measured = {**measure_part(EvalPrediction(*part)), "rows": len(rows)}
+            part = take_rows(given, np.array(rows))
+            measured = {**measure_part(part), "rows": len(rows)}
             if bounds is not None and len(rows) >= _FEW:
-                measured |= bounds(EvalPrediction(*part))
+                measured |= bounds(part)
             numbers = {name: each for name, each in measured.items() if isinstance(each, int | float | np.number)}
             found |= {f"{name}/{column}/{value}": float(each) for name, each in numbers.items()}
     return found

@@ -14,6 +14,7 @@ import torch
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
 from trainer_lib.json_text import parse_json
+from trainer_lib.outputs import EvalPrediction
 
 Array = npt.NDArray[Any]
 _LEAF = "leaf"
@@ -74,6 +75,11 @@ def list_leaves(tree: Any) -> list[Array]:
     found: list[Array] = []
     map_tree(found.append, tree)
     return found
+
+
+def take_rows(given: EvalPrediction, rows: Array) -> EvalPrediction:
+    """The predictions and labels of some rows, by their numbers."""
+    return EvalPrediction(*map_tree(lambda leaf: np.asarray(leaf)[rows], (given.predictions, given.label_ids)))
 
 
 def flatten_tree(tree: Any, into: list[Array]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from trainer_lib.outputs import EvalPrediction
 
 DIGITS = 6
 """Significant digits that are kept: enough for quantiles, and few enough for a small file."""
+_BLOCKS = 50  # of rows, each of which the jackknife leaves out
+_NORMAL = NormalDist()
 
 
 class _Silent(io.TextIOBase):
@@ -56,42 +59,76 @@ class Remembered:
         Args:
             seed: hexadecimal digits that the rows decide.
         """
-        if self.given is None:
-            return {}
-        arrays: list[Any] = []
-        tree = (self.given.predictions, self.given.label_ids)
-        nested.flatten_tree(tree, arrays)
-        structure = nested.describe_structure(tree)
-        rows = len(arrays[0])
-        draw = np.random.default_rng(int(seed[:16], 16))
+        rows, draw = self._count_rows(), np.random.default_rng(int(seed[:16], 16))
         found: dict[str, list[float]] = {}
-        silent = _Silent()
-        compute = getattr(self.compute, "of_part", self.compute)
-        for _ in range(resamples):
-            chosen = draw.integers(0, rows, rows)
-            predictions, labels = nested.rebuild_tree(structure, [np.asarray(each)[chosen] for each in arrays])
-            with contextlib.redirect_stdout(silent):  # what it prints was printed for the rows themselves
-                part = EvalPrediction(predictions, labels)
-                part.whole_labels = self.given.label_ids
-                values: Mapping[str, Any] = compute(part)
-            for name, value in values.items():
-                if isinstance(value, int | float | np.number):
-                    found.setdefault(name, []).append(float(f"{float(value):.{DIGITS}g}"))
+        for _ in range(resamples if rows else 0):
+            for name, value in self._measure(draw.integers(0, rows, rows)).items():
+                found.setdefault(name, []).append(_shorten(value))
         return {name: values for name, values in found.items() if 2 * len(values) >= resamples}
 
+    def intervals(self, resampled: Mapping[str, list[float]], seed: str, confidence: float | None) -> dict[str, float]:
+        """The interval of each metric, `<metric>_low` and `<metric>_high`; the metric of all rows lies in it.
 
-def intervals(resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:
-    """The interval of each metric by the percentiles of its resamples: `<metric>_low` and `<metric>_high`.
+        Args:
+            resampled: metric -> its value on each resample.
+            seed: hexadecimal digits that the rows decide.
+            confidence: the probability that an interval holds the true value; None: no intervals.
+        """
+        if confidence is None or not resampled:
+            return {}
+        rows = self._count_rows()
+        whole, order = self._measure(np.arange(rows)), np.random.default_rng(int(seed[:16], 16)).permutation(rows)
+        blocks = np.array_split(order, min(rows, _BLOCKS))
+        without = [self._measure(np.setdiff1d(order, block)) for block in blocks if len(block) < rows]
+        found: dict[str, float] = {}
+        for name, values in resampled.items():
+            jackknife = np.array([part[name] for part in without if name in part])
+            low, high = _bounds(np.array(values), whole.get(name, values[0]), jackknife, confidence)
+            found |= {f"{name}_low": low, f"{name}_high": high}
+        return found
+
+    def _count_rows(self) -> int:
+        if self.given is None:
+            return 0
+        return len(nested.list_leaves((self.given.predictions, self.given.label_ids))[0])
+
+    def _measure(self, chosen: np.ndarray) -> dict[str, float]:
+        """The metrics of some of the rows."""
+        if self.given is None:
+            return {}
+        part = nested.take_rows(self.given, chosen)
+        part.whole_labels = self.given.label_ids
+        with contextlib.redirect_stdout(_Silent()):  # what it prints was printed for the rows themselves
+            values: Mapping[str, Any] = getattr(self.compute, "of_part", self.compute)(part)
+        return {name: float(value) for name, value in values.items() if isinstance(value, int | float | np.number)}
+
+
+def _shorten(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _bounds(resampled: np.ndarray, value: float, jackknife: np.ndarray, confidence: float) -> tuple[float, float]:
+    """The ends of an interval: BCa (Efron, Better bootstrap confidence intervals, 1987) with quantiles of t.
+
+    The spread of the resamples is itself uncertain where errors have long tails, and percentiles are too narrow. So
+    normal quantiles become those of Student's t, as Hesterberg has it (What teachers should know about the bootstrap,
+    2015), with the degrees of freedom of the variance of such rows (Satterthwaite, 1946).
 
     Args:
-        resampled: metric -> its value on each resample.
-        confidence: the share of the resamples inside of the interval; None: no intervals.
+        resampled: a metric on each resample.
+        value: the metric on all rows.
+        jackknife: the metric without each block of rows, for the skewness and the kurtosis of what rows add to it.
     """
-    if confidence is None:
-        return {}
-    outside = (1 - confidence) / 2
-    found: dict[str, float] = {}
-    for name, values in resampled.items():
-        low, high = np.quantile(values, (outside, 1 - outside))
-        found |= {f"{name}_low": float(low), f"{name}_high": float(high)}
-    return found
+    apart = jackknife.mean() - jackknife if len(jackknife) else np.zeros(1)
+    apart /= np.sqrt(np.square(apart).sum()) or 1.0
+    freedom = 2 / max(float((apart**4).sum()) - 1 / len(apart), 1e-9)
+    z = _NORMAL.inv_cdf((1 + confidence) / 2)
+    # Abramowitz and Stegun, Handbook of mathematical functions, 26.7.5.
+    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    count, shown = len(resampled), _shorten(value)
+    below = float((resampled < shown).mean() + (resampled <= shown).mean()) / 2
+    bias = _NORMAL.inv_cdf(min(max(below, 0.5 / count), 1 - 0.5 / count))
+    acceleration = float((apart**3).sum()) / 6
+    ends = [bias + (bias + end) / max(1 - acceleration * (bias + end), 1e-9) for end in (-t, t)]
+    low, high = np.quantile(resampled, [_NORMAL.cdf(end) for end in ends])
+    return min(float(low), value), max(float(high), value)

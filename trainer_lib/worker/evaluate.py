@@ -15,7 +15,7 @@ from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, measure_slices
 from trainer_lib.evaluation.outcomes import summarize_outcomes
-from trainer_lib.evaluation.resamples import Remembered, intervals
+from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.json_text import parse_json
 from trainer_lib.outputs import EvalPrediction
@@ -109,7 +109,7 @@ def _of_all_rows(
             if request.resamples:
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
-                metrics[name] |= intervals(resampled, request.confidence)
+                metrics[name] |= remembered.intervals(resampled, _digest_rows(request, name), request.confidence)
             metrics[name] |= _sliced(work, name, split, remembered)
     return metrics, measured
 
@@ -119,11 +119,12 @@ def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembere
     request = work.request
     if remembered.given is None or not request.slices:
         return {}
+    rows = _digest_rows(request, name)
 
     def bounds(part: EvalPrediction) -> dict[str, float]:
         few = Remembered(remembered.compute)
         few.given = part
-        return intervals(few.resampled(_digest_rows(request, name), request.resamples), request.confidence)
+        return few.intervals(few.resampled(rows, request.resamples), rows, request.confidence)
 
     columns = {column: split.column_values(column) for column in request.slices}
     found = measure_slices(
