@@ -36,22 +36,23 @@ class PreloadedCheckpoint(Checkpoint):
     _rng: tuple[int, dict[str, Any]] | None = None
     _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
-    def preload(self, *, rank: int, tensors: bool) -> None:
+    def preload(self, *, rank: int, tensors: bool, weights: bool = False) -> None:
         """Read everything that this rank needs; rank 0 also compares the files that no rank needs.
 
         Args:
             rank: of this process.
             tensors: whether this rank reads the tensors of model and optimizer.
+            weights: leave the files of the optimizer out.
 
         Raises:
             DamagedError: a file is missing or has other bytes than were committed.
             StorageError: the store cannot be read.
         """
-        done = set(_READ_AT_ONCE)
+        done = {*_READ_AT_ONCE, *((layout.OPTIMIZER, layout.OPTIMIZER_TENSORS) if weights else ())}
         if tensors and self._model_file in self._entries:
             self._model = super().read_model()
             done.add(self._model_file)
-        if tensors and layout.OPTIMIZER_TENSORS in self._entries:
+        if tensors and layout.OPTIMIZER_TENSORS in self._entries.keys() - done:
             self._optimizer = super().read_optimizer()
             done |= {layout.OPTIMIZER, layout.OPTIMIZER_TENSORS}
         own = layout.rng_file(rank)

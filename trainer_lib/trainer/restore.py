@@ -21,7 +21,7 @@ from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.commit import COMMIT
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
-from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
+from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.sharding import BroadcastTensors, describe_tensors
@@ -123,10 +123,11 @@ class Restore:
             if problems := [each.removeprefix(f"{root.child(name).url}/") for each in reports or () if each]:
                 _log.warning("%s", set_aside_damaged(root, name, list(dict.fromkeys(problems))))
 
-    def _preload(self, url: str) -> DamagedError | None:
-        """Read a whole checkpoint for `open`; the damage that this rank found. Collective."""
+    def _preload(self, url: str, *, weights: bool = False) -> TrainflowError | None:
+        """Read a whole checkpoint for `open`, or its weights alone; the damage that this rank found. Collective."""
         parent, _, name = url.rpartition("/")
-        root, damage = Store.open(parent or ".", field=_FIELD), list[DamagedError]()
+        root, damage = Store.open(parent or ".", field=_FIELD), list[TrainflowError]()
+        kinds = (DamagedError, ConfigError) if weights else (DamagedError,)
         world, strategy = self._internals.world, self._internals.engine.strategy
         self.hold(url)  # before the first read: another process may rotate checkpoints
 
@@ -135,10 +136,11 @@ class Restore:
             alone = strategy.forward_communicates
             try:
                 loaded = open_checkpoint(root, name, PreloadedCheckpoint)
-                loaded.preload(rank=world.save_group.rank, tensors=not alone or world.comm.rank == 0)
+                tensors = not alone or world.comm.rank == 0
+                loaded.preload(rank=world.save_group.rank, tensors=tensors, weights=weights)
             except NewerVersionError:
                 raise
-            except DamagedError as error:
+            except kinds as error:
                 damage.append(error)
                 return None
             return loaded
@@ -208,17 +210,17 @@ class Restore:
             return
         here = self._internals.checkpoints.root().child(best.rsplit("/", 1)[-1])
         best = here.url if here.exists(COMMIT) else best  # the run's folder may have moved since
-        if self._internals.world.comm.any(bool(problem := _problem_of(best))):
+        problem = self._preload(best, weights=True)
+        if self._internals.world.comm.any(problem is not None):
             # The training is done: its last weights are worth more than an error.
-            what = (
-                f"The best checkpoint, {best} ({state.best_metric}), cannot be loaded: {problem or 'on another rank'}"
-            )
+            why = "Another rank cannot read it." if problem is None else f"{problem.field}: {problem.message}"
+            what = f"The best checkpoint, {best} ({state.best_metric}), cannot be loaded: {why}"
             _log.warning("%s The model keeps its last weights.", what)
             state.best_model_checkpoint = None
-            return
-        _log.info("Loading the best model, %s (%s).", best, state.best_metric)
-        self.hold(best)
-        self.load_model(best)
+        else:
+            _log.info("Loading the best model, %s (%s).", best, state.best_metric)
+            self.load_model(best)
+        self._preloaded = None
         self._internals.world.comm.barrier()  # the other ranks read as well
         self.release()
 
@@ -386,16 +388,6 @@ class Restore:
                     remedy="The checkpoint was made by something else: resume from another.",
                 )
             setattr(callback, attribute, value)
-
-
-def _problem_of(url: str) -> str:
-    """Why a checkpoint cannot be opened; empty when it can."""
-    parent, _, name = url.rpartition("/")
-    try:
-        open_checkpoint(Store.open(parent or ".", field=_FIELD), name, Checkpoint)
-    except (ConfigError, DamagedError) as error:
-        return error.message
-    return ""
 
 
 def _newest_by_name(root: Store, skip: Collection[str]) -> str | None:

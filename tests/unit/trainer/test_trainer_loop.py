@@ -193,7 +193,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "checkpoint-2" / "COMMIT.json").read_text())["meta"]["global_samples"] == 8
 
 
-@pytest.mark.parametrize("how", ["removed", "cut short", "removed, then resumed"])
+@pytest.mark.parametrize("how", ["removed", "cut short", "other bytes", "removed, then resumed"])
 def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,9 +201,13 @@ def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 5:
                 best = tmp_path / "checkpoint-2"
-                best.rename(tmp_path / "elsewhere") if how != "cut short" else os.truncate(
-                    best / "model.safetensors", 9
-                )
+                weights = best / "model.safetensors"
+                if how == "cut short":
+                    os.truncate(weights, 9)
+                elif how == "other bytes":
+                    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0B")
+                else:
+                    best.rename(tmp_path / "elsewhere")
 
     def make(*callbacks: Any) -> Trainer:
         given: dict[str, Any] = {"eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
