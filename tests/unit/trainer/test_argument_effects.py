@@ -187,25 +187,34 @@ def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: py
         trainer(tmp_path, rows, model=llama(), liger_kernel_config={"swiglu": True}, **given)
 
 
+NO_WARMUP = "warmup_steps = 3 has no effect: the schedule constant has no warm-up"
+
+
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "words", "times"),
     [
         (
             {"liger_kernel_config": {"rope": False}},
             "liger_kernel_config = {'rope': False} has no effect without use",
+            1,
         ),
+        ({"optim_target_modules": "all-linear"}, "optim_target_modules = all-linear has no effect without an", 1),
         (
-            {"optim_target_modules": "all-linear"},
-            "optim_target_modules = all-linear has no effect without an",
+            {"optim_target_modules": ["head"], "optim": "sgd"},
+            "optim_target_modules = ['head'] has no effect without",
+            1,
         ),
-        ({"optim_target_modules": ["head"], "optim": "sgd"}, "optim_target_modules = ['head'] has no effect without"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, NO_WARMUP, 1),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, NO_WARMUP, 0),
+        # warms up by itself
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3, "optim": "schedule_free_sgd"}, NO_WARMUP, 0),
     ],
 )
-def test_an_argument_that_needs_another_one_is_said_to_do_nothing(
-    given: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_argument_without_an_effect_beside_the_others_is_said_once(
+    given: dict[str, Any], words: str, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(tmp_path, ROWS, **given)
-    assert caplog.text.count(words) == 1
+    assert caplog.text.count(words) == times
 
 
 def test_use_cpu_turns_pinned_memory_off_until_it_is_taken_back() -> None:
@@ -214,11 +223,6 @@ def test_use_cpu_turns_pinned_memory_off_until_it_is_taken_back() -> None:
     args.use_cpu = False
     args.validate()
     assert args.dataloader_pin_memory is True
-
-
-@pytest.mark.parametrize("given", [{"torch_compile_backend": "eager"}, {"torch_compile_mode": "default"}])
-def test_a_setting_of_compilation_turns_it_on(given: dict[str, Any]) -> None:
-    assert TrainingArguments("out", **given).torch_compile
 
 
 # ------------------------------------------------------------------------------------------------------------- logging
@@ -310,9 +314,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[A
     """A stand-in for the package: what its runs were asked for, and what was logged."""
     asked: list[dict[str, Any]] = []
     logged: list[Any] = []
-    config = types.SimpleNamespace(update=lambda *_, **__: None)
-    run = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=logged.append, finish=lambda **_: None)
-    run.config = config
+    nothing = types.SimpleNamespace(update=lambda *_, **__: None)
+    methods: dict[str, Any] = dict.fromkeys(("define_metric", "finish"), lambda *_, **__: None)
+    run = types.SimpleNamespace(config=nothing, log=logged.append, **methods)
 
     def init(**given: Any) -> Any:
         asked.append(given)
@@ -368,53 +372,28 @@ def test_subclasses_of_the_wandb_callback_find_what_they_know(
     assert ("train/more" in first) == (cls is Samples)
 
 
-class Trackio(TrainerCallback):
-    """In the place of the callback that transformers has for the package."""
-
-    told: dict[str, Any]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        type(self).told = {name: value for name, value in args.to_dict().items() if name.startswith("trackio_")}
-
-
 def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    class Trackio(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.update({name: value for name, value in args.to_dict().items() if name.startswith("trackio_")})
+
     installed(monkeypatch, "trackio")
-    monkeypatch.setattr(
-        importlib.import_module("transformers.integrations.integration_utils"), "TrackioCallback", Trackio
-    )
-    given: dict[str, Any] = {
-        "trackio_space_id": "me/space",
-        "trackio_bucket_id": "me/bucket",
-        "trackio_static_space_id": "me/static",
-    }
+    module = importlib.import_module("transformers.integrations.integration_utils")
+    monkeypatch.setattr(module, "TrackioCallback", Trackio)
+    names = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+    given: dict[str, Any] = {name: f"me/{name}" for name in names}
     trainer(tmp_path, ROWS, report_to="trackio", **given, **LOGGED).train()
-    assert Trackio.told == given
+    assert told == given
 
 
 # -------------------------------------------------------------------------------------- accepted, and without an effect
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"lr_scheduler_type": "constant"}, True),
-        ({"lr_scheduler_type": "constant_with_warmup"}, False),
-        ({"lr_scheduler_type": "constant", "optim": "schedule_free_sgd"}, False),  # warms up by itself
-    ],
-)
-def test_a_warmup_that_the_schedule_does_not_have_is_said(
-    given: dict[str, Any], said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer(tmp_path, ROWS, warmup_steps=3, **given)
-    assert ("warmup_steps = 3 has no effect: the schedule constant has no warm-up" in caplog.text) == said
-
-
-def test_settings_that_ask_for_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_arguments_that_ask_for_nothing_more_are_served(tmp_path: Path) -> None:
     written_in_full = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False}
     assert trainer(tmp_path, ROWS, fsdp_config=written_in_full, max_steps=1).train().global_step == 1
-
-
-def test_sequence_to_sequence_arguments_serve_the_plain_trainers_needs_too(tmp_path: Path) -> None:
     args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", disable_tqdm=True)
     assert Seq2SeqTrainer(Classifier(), args, train_dataset=ROWS).train().global_step == 1
 
@@ -444,24 +423,21 @@ def test_the_first_value_that_is_not_finite_is_named_with_the_modules_before_it(
     assert "head (Linear) is not finite" in caplog.text
 
 
-def test_bad_inputs_and_weights_are_told_apart(tmp_path: Path) -> None:
-    rows = [{**row, "x": torch.full((6,), torch.nan)} for row in ROWS]
+def test_bad_inputs_and_weights_are_told_apart_and_a_sound_model_trains_as_without(tmp_path: Path) -> None:
+    def trained(folder: str, rows: Any = ROWS, **given: Any) -> Any:
+        one = trainer(tmp_path / folder, rows, max_steps=3, **given)
+        one.train()
+        return one.model
+
     with pytest.raises(NonFiniteError, match=r"in the input of body \(Linear\)"):
-        trainer(tmp_path / "a", rows, debug="underflow_overflow", max_steps=1).train()
+        trained("a", [{**row, "x": torch.full((6,), torch.nan)} for row in ROWS], debug="underflow_overflow")
     broken = Classifier()
     broken.norm.weight.data[0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"in the weights of norm \(LayerNorm\)"):
-        trainer(tmp_path / "b", ROWS, model=broken, debug=["underflow_overflow"], max_steps=1).train()
-
-
-def test_a_sound_model_trains_as_without_it_and_keeps_no_hook(tmp_path: Path) -> None:
-    watched = trainer(tmp_path / "a", ROWS, debug="underflow_overflow", max_steps=3)
-    watched.train()
-    plain = trainer(tmp_path / "b", ROWS, max_steps=3)
-    plain.train()
-    for name, value in plain.model.state_dict().items():
-        assert torch.equal(value, watched.model.state_dict()[name])
-    assert not any(module._forward_hooks for module in watched.model.modules())
+        trained("b", model=broken, debug=["underflow_overflow"])
+    watched, plain = trained("c", debug="underflow_overflow"), trained("d")
+    assert all(torch.equal(value, watched.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert not any(module._forward_hooks for module in watched.modules())
 
 
 # ---------------------------------------------------------------------------------------------------------- past_index
@@ -493,15 +469,12 @@ def test_the_memory_is_fed_back_and_reset_each_epoch_and_around_evaluation(as_tu
     steps = [None, 1.0], [None, 3.0], [None], [None], [None, 7.0], [None, 9.0], [None, 11.0]
     # Steps 1, 2 | evaluation | step 3 (epoch ends) | step 4 | evaluation | steps 5, 6 | evaluation
     assert model.given == [each for part in steps for each in part]
-
-
-def test_predictions_without_labels_have_a_memory_too(tmp_path: Path) -> None:
     model = Recurrent(as_tuple=False)
     one = trainer(tmp_path, None, model=model, past_index=2, per_device_eval_batch_size=4)
-    one.predict([{"x": row["x"]} for row in ROWS])
+    one.predict([{"x": row["x"]} for row in ROWS])  # a memory without labels too
     assert model.given == [None, 1.0, 2.0]
 
 
-def test_a_position_that_the_outputs_do_not_have_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), pytest.raises(ConfigError, match="past_index = 5: The model returns 3 values"):
+def test_a_position_that_the_outputs_do_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="past_index = 5: The model returns 3 values"):
         trainer(tmp_path, ROWS, model=Recurrent(as_tuple=True), past_index=5, max_steps=1).train()

@@ -10,93 +10,60 @@ from typing import Any
 
 import pytest
 
+from tests.support.patterns import Bounds, Case, Make, assert_same
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
-from tests.support.training import trainer
 
-STEPS = 6
-QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-NUMBERS = ("loss", "grad_norm", "learning_rate")
-
-
-def peer(folder: Path, rows: list[Any], model: Any, **given: Any) -> list[dict[str, float]]:
-    """What the Trainer of transformers logs."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    class Noting(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            noted.append(dict(logs))
-
-    noted: list[dict[str, float]] = []
-    settings: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"}
-    settings |= {"dataloader_pin_memory": False, "optim": "adamw_torch"}
-    args = TrainingArguments(output_dir=str(folder), **settings, **given)
-    Trainer(model, args, train_dataset=rows, callbacks=[Noting()]).train()
-    return [{name: float(entry[name]) for name in NUMBERS} for entry in noted if "loss" in entry]
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+EXACT = Bounds(rel=2e-6, abs=1e-12)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_accumulation_steps": 3, **CLIPPED},
+    "smoothed": {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
+}
 
 
-def ours(folder: Path, rows: list[Any], model: Any, **given: Any) -> list[dict[str, float]]:
-    one = trainer(folder, rows, model=model, optim="adamw_torch", **given)
-    one.train()
-    return [{name: entry[name] for name in NUMBERS} for entry in one.state.log_history if "loss" in entry]
+def _case(model: Any, rows: list[Any], **given: Any) -> Case:
+    settings: dict[str, Any] = {"max_steps": 6, "per_device_train_batch_size": 2, "optim": "adamw_torch", "seed": 7}
+    settings |= {"learning_rate": 5e-3, "weight_decay": 0.1, "train_dataset": rows, **given}
+    return Case(lambda make: make(model=model(), **settings))
 
 
-def golden(**given: Any) -> dict[str, Any]:
-    return {
-        "max_steps": STEPS,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3,
-        "weight_decay": 0.1,
-        "train_sampling_strategy": "sequential",
-        "seed": 7,
-        **given,
-    }
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_language_model_trains_as_with_the_trainer_of_transformers(settings: str, tmp_path: Path) -> None:
+    assert_same(_case(llama, lm_rows(40), **SETTINGS[settings]), tmp_path, EXACT)
 
 
-def assert_equal_numbers(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
-    assert len(one) == len(other) > 0
-    for step, (left, right) in enumerate(zip(one, other, strict=True), 1):
-        for name in NUMBERS:
-            assert left[name] == pytest.approx(right[name], rel=2e-6, abs=1e-12), f"{name} of step {step}"
+def classifier(**given: Any) -> Any:
+    return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **given)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"gradient_accumulation_steps": 3, "max_grad_norm": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1},
-    ],
-    ids=["plain", "clipping", "smoothing"],
-)
-def test_a_language_model_trains_as_with_transformers(given: dict[str, Any], tmp_path: Path) -> None:
-    rows = lm_rows(40)
-    expected = peer(tmp_path / "peer", rows, llama(), **golden(**given))
-    assert_equal_numbers(ours(tmp_path / "ours", rows, llama(), **golden(**given)), expected)
+def told() -> Any:
+    """Its loss is a mean and ignores the count, which the reference has to be told: see the test below."""
+    made = classifier()
+    made.accepts_loss_kwargs = False
+    return made
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"gradient_accumulation_steps": 2, "max_grad_norm": 0.05}, {"label_smoothing_factor": 0.1}],
-    ids=["clipping", "smoothing"],
-)
-def test_a_classifier_trains_as_with_transformers(given: dict[str, Any], tmp_path: Path) -> None:
-    rows = text_rows(40)
-
-    def model() -> Any:
-        made = bert(**QUIET)
-        # Its loss is a mean and ignores the count, which the peer has to be told: see the test below.
-        made.accepts_loss_kwargs = False
-        return made
-
-    expected = peer(tmp_path / "peer", rows, model(), **golden(**given))
-    assert_equal_numbers(ours(tmp_path / "ours", rows, model(), **golden(**given)), expected)
+@pytest.mark.parametrize("settings", ["clipped", "smoothed"])
+def test_a_classifier_trains_as_with_the_trainer_of_transformers(settings: str, tmp_path: Path) -> None:
+    assert_same(_case(told, text_rows(40), **SETTINGS[settings]), tmp_path, EXACT)
 
 
 def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_told(tmp_path: Path) -> None:
-    """The peer takes ``**kwargs`` for a promise, and sums the means of the micro-batches: twice the loss it logs."""
-    rows, given = text_rows(40), golden(gradient_accumulation_steps=2)
-    whole = ours(tmp_path / "one", rows, bert(**QUIET), **golden(per_device_train_batch_size=4))
-    assert_equal_numbers(ours(tmp_path / "two", rows, bert(**QUIET), **given), whole)
-    assert peer(tmp_path / "peer", rows, bert(**QUIET), **given)[0]["loss"] == pytest.approx(2 * whole[0]["loss"])
+    """The reference takes ``**kwargs`` for a promise, and sums the means of the micro-batches: twice the loss."""
+    import transformers
+
+    import trainer_lib
+
+    rows = text_rows(40)
+    whole, parts = (
+        _case(classifier, rows, per_device_train_batch_size=4),
+        _case(classifier, rows, gradient_accumulation_steps=2),
+    )
+    losses = []
+    for lib, case in ((trainer_lib, whole), (trainer_lib, parts), (transformers, parts)):
+        one = case.pattern(Make(lib, tmp_path / str(len(losses))))
+        one.train()
+        losses.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
+    assert losses[2][0] == pytest.approx(2 * losses[0][0])

@@ -32,26 +32,20 @@ ROWS = classification_rows(16)
 DOZEN = ROWS[:12]
 
 
-class Everything(TrainerCallback):
-    """Notes every event, in order, with what it was given by keyword."""
+def noting_everything() -> tuple[TrainerCallback, list[tuple[str, int, dict[str, Any]]]]:
+    """A callback, and the list in which it notes every event with its step and what it was given by keyword."""
+    note, seen = TrainerCallback(), list[tuple[str, int, dict[str, Any]]]()
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int, dict[str, Any]]] = []
-        for event in EVENTS:
-            setattr(self, event, self._noting(event))
+    def noting(event: str) -> Any:
+        return lambda args, state, control, **kwargs: seen.append((event, state.global_step, kwargs))
 
-    def _noting(self, event: str) -> Any:
-        def note(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.seen.append((event, state.global_step, kwargs))
-
-        return note
-
-    def order(self) -> list[str]:
-        return [event for event, _, _ in self.seen]
+    for event in EVENTS:
+        setattr(note, event, noting(event))
+    return note, seen
 
 
 def test_all_sixteen_events_fire_where_they_should_with_what_they_should(tmp_path: Path) -> None:
-    note = Everything()
+    note, seen = noting_everything()
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     given |= {"logging_strategy": "steps", "logging_steps": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
     given |= {"push_to_hub": True, "hub_model_id": str(tmp_path / "hub"), "hub_strategy": "end"}
@@ -60,24 +54,25 @@ def test_all_sixteen_events_fire_where_they_should_with_what_they_should(tmp_pat
     one.predict(ROWS[:4])
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     evaluation = ["on_prediction_step", "on_log", "on_evaluate"]
-    assert note.order() == [
+    order = [event for event, _, _ in seen]
+    assert order == [
         *("on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_log", *evaluation, "on_save"),
         *("on_epoch_end", "on_log", "on_train_end", "on_push_begin", "on_prediction_step", "on_predict"),
     ]
-    assert set(note.order()) == set(EVENTS)
+    assert set(order) == set(EVENTS)
     usual = {"model", "processing_class", "tokenizer", "optimizer", "lr_scheduler"}
     usual |= {"train_dataloader", "eval_dataloader"}
     more = {"on_log": {"logs"}, "on_evaluate": {"metrics"}, "on_predict": {"metrics"}}
-    for event, _, kwargs in note.seen:
+    for event, _, kwargs in seen:
         assert kwargs.keys() == usual | more.get(event, set())
         assert kwargs["model"] is one.model and kwargs["processing_class"] == kwargs["tokenizer"] == "words"
         if event not in ("on_init_end",):
             assert kwargs["optimizer"] is one.optimizer and kwargs["lr_scheduler"] is one.lr_scheduler
             assert kwargs["train_dataloader"] is not None
-    evaluated = next(kwargs for event, _, kwargs in note.seen if event == "on_evaluate")
+    evaluated = next(kwargs for event, _, kwargs in seen if event == "on_evaluate")
     assert "eval_loss" in evaluated["metrics"] and len(evaluated["eval_dataloader"]) == 1
-    assert "loss" in next(kwargs for event, _, kwargs in note.seen if event == "on_log")["logs"]
-    assert "test_loss" in note.seen[-1][2]["metrics"]
+    assert "loss" in next(kwargs for event, _, kwargs in seen if event == "on_log")["logs"]
+    assert "test_loss" in seen[-1][2]["metrics"]
 
 
 class Ask(TrainerCallback):
@@ -93,21 +88,21 @@ class Ask(TrainerCallback):
 
 
 def test_switches_make_the_loop_log_evaluate_and_save(tmp_path: Path) -> None:
-    note = Everything()
+    note, seen = noting_everything()
     ask = Ask(2, "should_log", "should_evaluate", "should_save")
     one = trainer(tmp_path, ROWS, eval_dataset=ROWS[:4], callbacks=[ask, note], max_steps=4)
     one.train()
-    asked = [(event, step) for event, step, _ in note.seen if event in ("on_log", "on_evaluate", "on_save")]
+    asked = [(event, step) for event, step, _ in seen if event in ("on_log", "on_evaluate", "on_save")]
     assert asked == [("on_log", 2), ("on_log", 2), ("on_evaluate", 2), ("on_save", 2), ("on_log", 4)]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_an_epoch_can_be_left_and_training_stopped(tmp_path: Path) -> None:
-    note = Everything()
+    note, seen = noting_everything()
     one = trainer(tmp_path, ROWS, callbacks=[Ask(1, "should_epoch_stop"), note], num_train_epochs=2)
     one.train()
     assert one.state.global_step == 5  # one step of the first epoch, four of the second
-    assert [step for event, step, _ in note.seen if event == "on_epoch_begin"] == [0, 1]
+    assert [step for event, step, _ in seen if event == "on_epoch_begin"] == [0, 1]
     one = trainer(tmp_path, ROWS, callbacks=[Ask(3, "should_training_stop")], num_train_epochs=2)
     one.train()
     assert one.state.global_step == 3
@@ -141,15 +136,6 @@ def test_states_of_several_callbacks_of_one_class_are_restored_each(
     trainer(tmp_path, ROWS, callbacks=again, **given).train(resume_from_checkpoint=True)
     assert [each.count for each in again] == [8, 80]
     assert "state of a Absent, which is not among the callbacks" in caplog.text
-
-
-@pytest.mark.parametrize(("restore", "counts"), [(False, [3 + 5 * 100]), (True, [8])])
-def test_restoring_callback_states_replaces_those_given(restore: bool, counts: list[int], tmp_path: Path) -> None:
-    given: dict[str, Any] = {"num_train_epochs": 2, "restore_callback_states_from_checkpoint": restore}
-    assert preempted_at(trainer(tmp_path, ROWS, callbacks=[Counter(1), StopAt(3)], **given)) == 3
-    one = trainer(tmp_path, ROWS, callbacks=[Counter(100)], **given)
-    one.train(resume_from_checkpoint=True)
-    assert [each.count for each in one.callback_handler.callbacks if isinstance(each, Counter)] == counts
 
 
 # ----------------------------------------------------------------------------------------------------- early stopping
@@ -256,12 +242,12 @@ def test_what_overrides_return_takes_effect(tmp_path: Path) -> None:
     assert one.state.best_metric == 7.0
 
 
-def test_callbacks_can_be_added_taken_and_removed_and_their_returned_control_counts(tmp_path: Path) -> None:
-    class Stopping(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            control.should_training_stop = True
-            return control
+class Stopping(Ask):
+    def __init__(self) -> None:
+        super().__init__(1, "should_training_stop")
 
+
+def test_callbacks_can_be_added_taken_and_removed(tmp_path: Path) -> None:
     one = trainer(tmp_path, DOZEN, max_steps=9)
     one.add_callback(Stopping)
     one.train()
@@ -350,18 +336,10 @@ def test_attributes_tell_what_is_going_on(tmp_path: Path) -> None:
     assert (one.is_model_parallel, one.place_model_on_device, one.label_names) == (False, True, ["labels"])
     assert one.args.output_dir == str(tmp_path)
     assert not one.is_fsdp_enabled and not one.is_deepspeed_enabled
-
-
-def test_the_rank_of_a_single_process_is_zero(tmp_path: Path) -> None:
-    one = trainer(tmp_path, DOZEN)
     assert one.is_local_process_zero() and one.is_world_process_zero()
     assert one.state.is_local_process_zero and one.state.is_world_process_zero
-
-
-def test_num_examples_is_the_datasets_length_or_an_estimate_from_the_batches(tmp_path: Path) -> None:
-    one = trainer(tmp_path, DOZEN)
     assert one.num_examples(one.get_train_dataloader()) == one.num_examples(one.get_eval_dataloader(DOZEN)) == 12
-    assert one.num_examples([{"x": 1}, {"x": 2}]) == 8  # two batches of four
+    assert one.num_examples([{"x": 1}, {"x": 2}]) == 8  # without a length: two batches of four
 
 
 def test_end_finishes_the_trackers_and_leaves_the_process_group(tmp_path: Path) -> None:
