@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
@@ -19,6 +21,12 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalLoopOutput
 
 ROWS = classification_rows(13)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("accelerate"):
+        yield
 
 
 def exchanging(folder: str) -> dict[str, Any]:
@@ -89,8 +97,10 @@ def test_what_ranks_exchange(tmp_path: Path) -> None:
 class Gathering(Trainer):
     """Gathers in its loss, as TRL's trainers do."""
 
+    seen: dict[str, list[Any]]
+
     def __init__(self, *given: Any, **more: Any) -> None:
-        self.seen: dict[str, list[Any]] = {"train": [], "eval": []}
+        self.seen = {"train": [], "eval": []}
         super().__init__(*given, **more)
 
     def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
@@ -184,16 +194,19 @@ class PlainLoaders(OwnLoaders):
     prepares = False
 
 
-def with_own_loaders(folder: str, cls: type[Trainer]) -> tuple[list[float], float]:
-    one = trainer(folder, ROWS, cls=cls, model=Classifier(0.0), eval_dataset=ROWS, num_train_epochs=2)
-    one.train()
-    return [float(each.sum()) for each in one.model.parameters()], one.evaluate()["eval_loss"]
+def with_own_loaders(folder: str) -> list[Any]:
+    ends = []
+    for cls in (OwnLoaders, PlainLoaders):
+        torch.manual_seed(0)
+        one = trainer(folder, ROWS, cls=cls, model=Classifier(0.0), eval_dataset=ROWS, num_train_epochs=2)
+        one.train()
+        ends.append(([float(each.sum()) for each in one.model.parameters()], one.evaluate()["eval_loss"]))
+    return ends
 
 
 def test_a_prepared_loader_trains_as_the_plain_one_and_is_divided_once(tmp_path: Path) -> None:
-    prepared = run_distributed(with_own_loaders, 2, str(tmp_path / "a"), OwnLoaders)
-    plain = run_distributed(with_own_loaders, 2, str(tmp_path / "b"), PlainLoaders)
-    assert prepared[0] == prepared[1] == plain[0]
+    (prepared, plain), other = run_distributed(with_own_loaders, 2, str(tmp_path))
+    assert prepared == plain and other == [prepared, plain]
 
 
 def preparing(folder: str) -> dict[str, Any]:
@@ -250,6 +263,31 @@ def test_accelerates_own_state_has_the_trainers_ranks(tmp_path: Path) -> None:
     zero, one = run_distributed(state_of_accelerate, 2, str(tmp_path))
     assert zero == [[2, 0, 0, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
     assert one == [[2, 1, 1, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
+
+
+def under_the_state_of_accelerate(folder: str) -> list[Any]:
+    """What a script of transformers does beside the Trainer; accelerate has formed the process group before it."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.logging import get_logger
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import gather_object
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    state = PartialState()
+    one: Any = trainer(folder, ROWS, cls=Gathering, num_train_epochs=1, per_device_train_batch_size=2)
+    get_logger(__name__, log_level="INFO").info("accelerate's logger needs its state", main_process_only=True)
+    one.train()
+    assert isinstance(one.accelerator, Accelerator)
+    with state.main_process_first():
+        pass
+    indices = gather_object([state.process_index])
+    state.wait_for_everyone()
+    torch.distributed.destroy_process_group()
+    return [AcceleratorState().num_processes, indices, sum(count for _, count in one.seen["train"])]
+
+
+def test_a_script_may_ask_accelerate_for_its_state_before_the_trainer(tmp_path: Path) -> None:
+    assert run_distributed(under_the_state_of_accelerate, 2, str(tmp_path)) == [[2, [0, 1], 13]] * 2
 
 
 class Means(Trainer):

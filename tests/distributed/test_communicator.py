@@ -10,19 +10,15 @@ import torch
 
 from tests.support.chaos_services import free_port
 from tests.support.distributed import RemoteFailure, run_distributed
-from trainer_lib import distributed
+from trainer_lib import TrainingArguments, distributed
 from trainer_lib.errors import ConfigError, DataError
 
-
-class Settings:
-    use_cpu = True
-    ddp_backend: str | None = None
-    ddp_timeout = 30
+SETTINGS = TrainingArguments("out", use_cpu=True, ddp_timeout=30)
 
 
 def conversation() -> dict[str, object]:
-    comm = distributed.init(Settings())
-    assert distributed.init(Settings()) is comm
+    comm = distributed.init(SETTINGS)
+    assert distributed.init(SETTINGS) is comm
     comm.barrier()
     heard = {
         "rank": comm.rank,
@@ -65,12 +61,12 @@ def test_messages_have_a_group_of_their_own_where_the_callers_does_not_serve_the
 def several_groups(port: int | None) -> list[object]:
     if port is not None:  # without torchrun: the first rank is the host
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
-    found: list[object] = []
+    sums: list[object] = []
     for number in range(3):
-        comm = distributed.init(Settings())
-        found.append(comm.sum_ints([number + comm.rank]))
+        comm = distributed.init(SETTINGS)
+        sums.append(comm.sum_ints([number + comm.rank]))
         distributed.shutdown()
-    return found
+    return sums
 
 
 @pytest.mark.parametrize("is_torchruns", [True, False])
@@ -81,7 +77,7 @@ def test_a_group_may_follow_one_that_was_ended(is_torchruns: bool) -> None:
 
 
 def one_fails() -> str:
-    comm = distributed.init(Settings())
+    comm = distributed.init(SETTINGS)
     try:
         comm.agree(DataError("row 7 is empty", field="train") if comm.rank == 1 else None)
     except DataError as error:

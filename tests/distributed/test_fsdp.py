@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from tests.support.distributed import run_distributed
-from tests.support.toys import TokenModel, classification_rows, token_rows
+from tests.support.overrides import SURFACE, exercise
+from tests.support.toys import Classifier, StatefulStream, TokenModel, classification_rows, token_rows
 from tests.support.training import trainer
+from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 TOKENS = token_rows(23)
@@ -231,3 +236,98 @@ def test_optimizers_formats_and_values_of_ones_own(alone: dict[str, Any], tmp_pa
     assert first["compiled"] == pytest.approx(alone["losses"][:1], rel=1e-6)
     assert first["own"] == pytest.approx(expected["sgd"]["losses"], rel=1e-6)
     assert [rank["rows"] for rank in (first, second)] == [(0.0, 0), (1.0, 1)]
+
+
+# ---------------------------------------------------------------------------------------- measuring a divided model
+DIVIDED: dict[str, Any] = {"fsdp": "shard_grad_op", "fsdp_config": {"min_num_params": 20}}
+#: Computed or written by rank 0 for all.
+FIRST_RANK = {"_save", "create_model_card", "metrics_format"}
+#: The strategy moves the model to the device itself, part by part: the whole may not fit there.
+UNCALLED = {"_move_model_to_device"}
+
+
+class OwnLoader(Trainer):
+    """An evaluation loader of one's own."""
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return DataLoader(eval_dataset, batch_size=2, collate_fn=self.data_collator)
+
+
+def metrics(p: Any) -> dict[str, float]:
+    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean()), "rows": float(len(p.label_ids))}
+
+
+def measured(folder: str, given: dict[str, Any]) -> dict[str, list[Any]]:
+    """Evaluations before and after a training, of sets with whole, ragged and missing batches."""
+    seen: dict[str, list[Any]] = {}
+    options: dict[str, Any] = {"per_device_eval_batch_size": 3, "eval_accumulation_steps": 2, "max_steps": 2, **given}
+    torch.manual_seed(0)
+    training = trainer(folder, ROWS, model=Classifier(dropout=0.0), compute_metrics=metrics, **options)
+
+    def evaluate(name: str, by: Trainer, rows: Any) -> None:
+        result = by.evaluate(rows)
+        seen[name] = [result["eval_loss"], result["eval_accuracy"], result["eval_rows"]]
+
+    for when in ("before", "after"):
+        for count in (1, 6, 10):
+            evaluate(f"{when} {count}", training, ROWS[:count])
+        evaluate(f"{when} stream", training, StatefulStream(ROWS[:7]))
+        if when == "before":
+            predictions = training.predict(ROWS[:4]).predictions
+            seen["predictions"] = [] if predictions is None else np.asarray(predictions).tolist()
+            training.train()
+    torch.manual_seed(0)
+    other = trainer(f"{folder}-own", ROWS, cls=OwnLoader, model=Classifier(0.0), compute_metrics=metrics, **given)
+    evaluate("own loader", other, ROWS[:5])
+    return seen
+
+
+def alone_and_gathered(folder: str) -> list[Any]:
+    """Streaming on one rank: served while the model is whole, refused afterwards; what the accelerator gathers."""
+    training = trainer(folder, ROWS, model=Classifier(dropout=0.0), max_steps=1, **DIVIDED)
+    rank = training._trainflow.comm.rank
+    rows = [ids.tolist() for ids, _ in stream_predictions(training, ROWS, start=3 * rank, stop=3 * rank + 1 + rank)]
+    training.train()
+    with pytest.raises(ConfigError, match="none of them can predict by itself"):
+        list(stream_predictions(training, ROWS, start=0, stop=1))
+    gathered = training.accelerator.gather_for_metrics(torch.tensor([rank])).tolist()
+    assert float(training.accelerator.clip_grad_norm_(training.model.parameters(), 1.0)) >= 0
+    return [rows, gathered]
+
+
+def both(folder: str) -> tuple[dict[str, list[Any]], list[Any]]:
+    return measured(f"{folder}/measured", DIVIDED), alone_and_gathered(f"{folder}/alone")
+
+
+def test_every_row_is_measured_once_whatever_is_left_for_a_rank(tmp_path: Path) -> None:
+    expected = measured(str(tmp_path / "one"), {})
+    (first, streamed), (second, streamed_too) = run_distributed(both, 2, str(tmp_path / "two"))
+    assert second.pop("predictions") == []
+    assert np.allclose(first.pop("predictions"), expected.pop("predictions"), rtol=1e-6)
+    assert first == second
+    for name, values in expected.items():
+        # Another global batch was trained on than on one process; each row is still counted once.
+        if name.startswith("after"):
+            assert first[name][2] == values[2], name
+        else:
+            assert np.allclose(first[name], values, rtol=1e-6), name
+    assert (streamed, streamed_too) == ([[[0]], [0, 1]], [[[3, 4]], [0, 1]])
+
+
+# ------------------------------------------------------------------------------------------------------------ overrides
+def exercised(folder: str) -> list[str]:
+    """`exercise`, with every Trainer of this process divided."""
+    original = TrainingArguments.__post_init__
+
+    def divided(self: TrainingArguments) -> None:
+        self.fsdp, self.fsdp_config = "full_shard", {"state_dict_type": "FULL_STATE_DICT"}
+        original(self)
+
+    TrainingArguments.__post_init__ = divided  # type: ignore[method-assign]
+    return exercise(folder)
+
+
+def test_every_overridable_method_is_called_on_both_ranks(tmp_path: Path) -> None:
+    first, second = run_distributed(exercised, 2, str(tmp_path))
+    assert set(first) == set(SURFACE["called"]) - UNCALLED
+    assert set(first) - set(second) <= FIRST_RANK

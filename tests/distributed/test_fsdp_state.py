@@ -20,7 +20,8 @@ from tests.support.training import trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import verify_files
+from trainer_lib.checkpoint.sharded import ShardedTensors
+from trainer_lib.commit import read_commit, verify_files
 from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
@@ -165,80 +166,63 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint-2"
 
 
-def test_rows_are_compared_with_their_digests(sharded: Path, tmp_path: Path) -> None:
-    """Bytes that were changed so that sizes stay are found when they are read, and the one before is used."""
-    folder = tmp_path / "checkpoint-2"
-    shutil.copytree(sharded, folder)
-    shutil.copytree(sharded, tmp_path / "checkpoint-1")
-    commit = json.loads((tmp_path / "checkpoint-1" / "COMMIT.json").read_text())
-    file = folder / "shards" / "rank-00001.safetensors"
+def change_byte(checkpoint: Path, place: int) -> None:
+    file = checkpoint / "shards" / "rank-00001.safetensors"
     data = bytearray(file.read_bytes())
-    data[-3] ^= 1
+    data[place] ^= 1
     file.write_bytes(data)
-    assert commit["format"]
+
+
+def test_rows_are_compared_with_their_digests(sharded: Path, tmp_path: Path) -> None:
+    """Bytes that were changed so that sizes stay are found when they are read."""
+    shutil.copytree(sharded, tmp_path / "checkpoint-2")
+    change_byte(tmp_path / "checkpoint-2", -3)
     loaded = load_checkpoint(Store.open(str(tmp_path)), "checkpoint-2", SingleProcess())
     with pytest.raises(DamagedError, match=r"rank-00001\.safetensors"):
         dict(loaded.read_model())
         dict(loaded.read_optimizer().tensors)  # type: ignore[union-attr]
     told: list[str] = []
-    good = find_newest_intact(Store.open(str(tmp_path)), on_damage=told.append)
-    assert good is None or good.name != "checkpoint-2"
+    assert find_newest_intact(Store.open(str(tmp_path)), on_damage=told.append) is None
     assert "rank-00001.safetensors" in told[0]
 
 
 def damaged(folder: str) -> list[int]:
     """Three saves; a byte of the newest one's second part changes; then on to step four."""
-    one = trainer(folder, TOKENS, model=Deep(), max_steps=3, save_strategy="steps", save_steps=1, **SHARDED)
-    one.train()
-    if one._trainflow.comm.rank == 1:
-        file = Path(folder) / "checkpoint-3" / "shards" / "rank-00001.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-5] ^= 1
-        file.write_bytes(data)
-    one._trainflow.comm.barrier()
-    other = trainer(folder, TOKENS, model=Deep(), max_steps=4, **LOGGED, **SHARDED)
-    other.train(resume_from_checkpoint=True)
-    return [entry["step"] for entry in other.state.log_history if "loss" in entry]
+    first = trainer(folder, TOKENS, model=Deep(), max_steps=3, save_strategy="steps", save_steps=1, **SHARDED)
+    first.train()
+    if first._trainflow.comm.rank == 1:
+        change_byte(Path(folder) / "checkpoint-3", -5)
+    first._trainflow.comm.barrier()
+    second = trainer(folder, TOKENS, model=Deep(), max_steps=4, **LOGGED, **SHARDED)
+    second.train(resume_from_checkpoint=True)
+    return [entry["step"] for entry in second.state.log_history if "loss" in entry]
 
 
 def test_a_damaged_part_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
     assert run_distributed(damaged, 2, str(tmp_path)) == [[3, 4], [3, 4]]
 
 
-Edit = Any
-HOSTILE: dict[str, Edit] = {
-    "a file that is not committed": lambda index: first_chunk(index).__setitem__(0, "../../etc/passwd"),
-    "a position beyond the end": lambda index: first_chunk(index).__setitem__(3, 2**40),
-    "a negative position": lambda index: first_chunk(index).__setitem__(3, -8),
-    "rows twice": lambda index: tensor(index)["chunks"].append(first_chunk(index)),
-    "rows that are missing": lambda index: tensor(index)["chunks"].pop(),
-    "a huge shape": lambda index: tensor(index).__setitem__("shape", [2**61, 2**61]),
-    "a shape that is not one": lambda index: tensor(index).__setitem__("shape", ["6"]),
-    "an unknown type": lambda index: tensor(index).__setitem__("dtype", "OBJECT"),
-    "tied to nothing": lambda index: index["tied"].__setitem__("model/other", "model/none"),
-    "no tensors": lambda index: index.__delitem__("tensors"),
-    "a digest that is not one": lambda index: first_chunk(index).__setitem__(4, []),
-    "a chunk that is not one": lambda index: tensor(index)["chunks"].__setitem__(0, 7),
+HOSTILE: dict[str, Any] = {
+    "a file that is not committed": lambda index, chunks: chunks[0].__setitem__(0, "../../etc/passwd"),
+    "a position beyond the end": lambda index, chunks: chunks[0].__setitem__(3, 2**40),
+    "a negative position": lambda index, chunks: chunks[0].__setitem__(3, -8),
+    "rows twice": lambda index, chunks: chunks.append(chunks[0]),
+    "rows that are missing": lambda index, chunks: chunks.pop(),
+    "a huge shape": lambda index, chunks: index["tensors"][HEAD].__setitem__("shape", [2**61, 2**61]),
+    "a shape that is not one": lambda index, chunks: index["tensors"][HEAD].__setitem__("shape", ["6"]),
+    "an unknown type": lambda index, chunks: index["tensors"][HEAD].__setitem__("dtype", "OBJECT"),
+    "tied to nothing": lambda index, chunks: index["tied"].__setitem__("model/other", "model/none"),
+    "no tensors": lambda index, chunks: index.__delitem__("tensors"),
+    "a digest that is not one": lambda index, chunks: chunks[0].__setitem__(4, []),
+    "a chunk that is not one": lambda index, chunks: chunks.__setitem__(0, 7),
 }
-
-
-def tensor(index: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = index["tensors"]["model/head.weight"]
-    return found
-
-
-def first_chunk(index: dict[str, Any]) -> list[Any]:
-    chunk: list[Any] = tensor(index)["chunks"][0]
-    return chunk
+HEAD = "model/head.weight"
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_an_index_that_lies_is_refused(name: str, sharded: Path, tmp_path: Path) -> None:
-    from trainer_lib.checkpoint.sharded import ShardedTensors
-    from trainer_lib.commit import read_commit
-
+def test_an_index_that_lies_is_refused(name: str, sharded: Path) -> None:
     index = json.loads((sharded / "shards.json").read_text())
-    HOSTILE[name](index)
+    HOSTILE[name](index, index["tensors"][HEAD]["chunks"])
     store = Store.open(str(sharded))
     commit = read_commit(store)
     assert commit is not None

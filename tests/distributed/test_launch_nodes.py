@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
-from tests.support.launched import kept_files, patience_s
-from tests.support.nodes import Follower
+from tests.support.launched import Owner, kept_files, patience_s, wait_until
+from tests.support.nodes import ADDRESSES, PORT, Follower, Network, two_machines
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.requests import PreparedData, PrepareRequest, Request
@@ -125,6 +126,54 @@ def test_a_machine_that_dies_for_good_is_done_without(
     assert_logged_once(asked)
 
 
+# ------------------------------------------------------------------- addresses of their own, which loopback would hide
+@contextlib.contextmanager
+def pair(folder: Path, network: Network, asked: Request[Any]) -> Iterator[tuple[Owner, Follower]]:
+    """A leading and a following machine at work on one request, in two network namespaces."""
+    folder.mkdir()
+    endpoint = f"{ADDRESSES[0]}:{PORT}"
+    config: dict[str, Any] = {
+        "nodes": 2,
+        "rendezvous": endpoint,
+        "processes": 1,
+        "grace_s": 5.0,
+        "join_timeout_s": 40.0,
+    }
+    options = (endpoint, "--processes", "1", "--threads", "1", "--grace-s", "5", "--join-timeout-s", "40")
+    follower = Follower(folder / "other", *options, prefix=network.inside(1, []))
+    env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.05"}
+    owner = Owner(folder, asked, prefix=network.inside(0, []), env=env, **config)
+    try:
+        yield owner, follower
+    finally:
+        follower.close()
+        owner.close()
+
+
+@pytest.mark.needs("namespaces")
+def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
+    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+    with two_machines() as network, pair(tmp_path / "first", network, asked) as (owner, _):
+        saves = Path(asked.output, "checkpoints")
+        wait_until(lambda: len(list(saves.glob("checkpoint-*/COMMIT.json"))) >= 2, 120)
+        network.cut()
+        owner.process.wait(timeout=120)
+        lost = owner.outcome()
+    assert lost["class"] == "InfrastructureError"
+    assert re.fullmatch(r"The machine \S+ was lost at step \d+: there was no sign of life for \d+ s\.", lost["message"])
+    assert (lost["field"], lost["retryable"]) == ("train.launch.nodes", True)
+    with two_machines() as mended, pair(tmp_path / "second", mended, asked) as (owner, follower):
+        owner.process.wait(timeout=120)
+        result = owner.outcome()["result"]
+        assert follower.wait() == 0, follower.output()
+    assert (result["world_size"], result["global_step"]) == (2, 36)
+    assert result["resumed_from"] >= 12
+    assert tiny.weights(asked.output) == uninterrupted_weights
+
+
+# ----------------------------------------------------------------------------------------------------- what goes wrong
 def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
     tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:

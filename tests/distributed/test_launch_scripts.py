@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.chaos_services import free_port
 from tests.support.repository import ROOT
 
 # The script of a user: arguments from the command line, a Trainer, and nothing about processes.
@@ -26,65 +25,10 @@ trainer = Trainer(Classifier(), args, train_dataset=classification_rows(16))
 trainer.train()
 comm, engine = trainer._trainflow.comm, trainer._trainflow.engine
 seen = [comm.rank, comm.world_size, comm.local_rank, engine.strategy.name, engine.precision.name]
-seen.append(trainer.args.fsdp or "")
-line = "seen " + json.dumps([*seen, trainer.state.global_step]) + chr(10)
+line = "seen " + json.dumps([*seen, trainer.args.fsdp or "", trainer.state.global_step]) + chr(10)
 os.write(1, line.encode())  # at once: with python -u a print goes out in pieces, between those of the other process
 """
 ARGUMENTS = ("--output_dir", "out", "--max_steps", "2", "--save_strategy", "no", "--use_cpu", "--disable_tqdm", "True")
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    return tmp_path
-
-
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def run(folder: Path, *commands: Sequence[str], env: Sequence[dict[str, str]] = ({},)) -> list[list[Any]]:
-    """Run the commands side by side; what each process saw, by rank."""
-    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    started = [
-        subprocess.Popen(
-            list(command),
-            cwd=folder,
-            env={**base, **more},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, more in zip(commands, env, strict=True)
-    ]
-    try:
-        said = [process.communicate(timeout=150)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
-    # A launcher may write both processes' lines into one.
-    found = [part for text in said for part in text.split("seen ")[1:]]
-    return sorted(json.JSONDecoder().raw_decode(part)[0] for part in found)
-
-
-def on_both(strategy: str = "ddp", precision: str = "fp32", fsdp: str = "") -> list[list[Any]]:
-    return [[rank, 2, rank, strategy, precision, fsdp, 2] for rank in (0, 1)]
-
-
-def test_torchrun_and_the_launcher_of_old(script: Path) -> None:
-    """`python -m torch.distributed.launch` tells the script its rank as an argument as well."""
-    log = ("--log-dir", str(script / "logs"))
-    new = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *log]
-    assert run(script, [*new, "script.py", *ARGUMENTS]) == on_both()
-    old = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2", *log]
-    assert run(script, [*old, "--master-port", str(port()), "script.py", *ARGUMENTS]) == on_both()
-
-
 FSDP = """
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
@@ -107,34 +51,62 @@ rdzv_backend: static
 same_network: true
 use_cpu: false
 """
+# The launcher and its words; the last of these has the port.
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--log-dir", "logs", "--master-port"],
+    # It tells the script its rank as an argument, as DeepSpeed's does.
+    "of old": ["torch.distributed.launch", "--nproc-per-node", "2", "--log-dir", "logs", "--master-port"],
+    "accelerate": [
+        *("accelerate.commands.launch", "--config_file", "fsdp.yaml", "--log_dir", "logs", "--main_process_port")
+    ],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"],
+}
+# What srun sets for two tasks on one machine, and Kubernetes for the pods of an indexed job.
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
+SLURM |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
 
 
-def test_accelerate_launch_with_a_configuration_file(script: Path) -> None:
-    (script / "fsdp.yaml").write_text(FSDP)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml"]
-    command += ["--main_process_port", str(port()), "--log_dir", str(script / "logs"), "script.py", *ARGUMENTS]
-    assert run(script, command) == on_both("fsdp", "bf16", "full_shard auto_wrap")
+def run(folder: Path, *started: tuple[list[str], dict[str, str]]) -> list[list[Any]]:
+    """Run commands side by side, each with its variables; what each process saw, by rank."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "fsdp.yaml").write_text(FSDP)
+    base = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    processes = [
+        subprocess.Popen([sys.executable, *words, *ARGUMENTS], cwd=folder, env={**base, **more}, text=True, **streams)
+        for words, more in started
+    ]
+    try:
+        said = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(said)
+    # A launcher may write both processes' lines into one.
+    parts = [part for text in said for part in text.split("seen ")[1:]]
+    return sorted(json.JSONDecoder().raw_decode(part)[0] for part in parts)
 
 
-def test_tasks_of_slurm(script: Path) -> None:
-    """What srun sets for two tasks on one machine, MASTER_ADDR not being among it."""
-    job = {"SLURM_JOB_ID": str(port()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
-    where = {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    env = [{**job, **where, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
-    command = [sys.executable, "script.py", *ARGUMENTS]
-    assert run(script, command, command, env=env) == on_both()
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.needs("deepspeed") if name == "deepspeed" else ()) for name in LAUNCHERS],
+)
+def test_a_script_trains_under_every_launcher(name: str, tmp_path: Path) -> None:
+    seen = run(tmp_path, (["-m", *LAUNCHERS[name], str(free_port()), "script.py"], {}))
+    way = ["fsdp", "bf16", "full_shard auto_wrap"] if name == "accelerate" else ["ddp", "fp32", ""]
+    assert seen == [[rank, 2, rank, *way, 2] for rank in (0, 1)]
 
 
-def test_pods_of_an_indexed_job(script: Path) -> None:
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port())}
-    env = [{**job, "JOB_COMPLETION_INDEX": str(rank)} for rank in (0, 1)]
-    command = [sys.executable, "script.py", *ARGUMENTS]
-    seen = run(script, command, command, env=env)
-    assert [each[:3] for each in seen] == [[0, 2, 0], [1, 2, 0]]  # a pod has devices of its own: local rank 0
-
-
-@pytest.mark.needs("deepspeed")
-def test_the_deepspeed_launcher(script: Path) -> None:
-    """It tells the script its rank as an argument; DeepSpeed itself need not be used."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port())]
-    assert run(script, [*command, "script.py", *ARGUMENTS]) == on_both()
+@pytest.mark.parametrize("scheduler", ["slurm", "indexed job"])
+def test_a_script_trains_as_the_tasks_of_a_scheduler(scheduler: str, tmp_path: Path) -> None:
+    port = str(free_port())
+    if scheduler == "slurm":  # MASTER_ADDR is not among what it sets
+        tasks = [{**SLURM, "SLURM_JOB_ID": port, "SLURM_PROCID": each, "SLURM_LOCALID": each} for each in "01"]
+    else:
+        job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        tasks = [{**job, "JOB_COMPLETION_INDEX": each} for each in "01"]
+    seen = run(tmp_path, *((["script.py"], task) for task in tasks))
+    # A pod has devices of its own: local rank 0.
+    assert [each[:3] for each in seen] == [[0, 2, 0], [1, 2, 1 if scheduler == "slurm" else 0]]
+    assert [each[3:] for each in seen] == [["ddp", "fp32", "", 2]] * 2

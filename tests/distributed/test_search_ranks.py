@@ -2,68 +2,77 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.searching import rate, search_trainer
 from tests.support.toys import Classifier
 from trainer_lib import TrainerCallback
 from trainer_lib.errors import CodeError, ConfigError
 
 
-class Began(TrainerCallback):
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("optuna", "sqlalchemy"):
+        yield
+
+
+class Runs(TrainerCallback):
+    """Keeps (rate, folder, steps) of each training."""
+
     def __init__(self) -> None:
-        self.runs: list[tuple[float, str, int]] = []
+        self.kept: list[tuple[float, str, int]] = []
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.runs.append((args.learning_rate, Path(args.output_dir).name, state.global_step))
+        self.kept.append((args.learning_rate, Path(args.output_dir).name, state.global_step))
 
 
-def _searched(folder: str, world: int, **given: Any) -> dict[str, Any]:
-    began = Began()
-    own = {name: given.pop(name) for name in ("model_init",) if name in given}
-    trainer = search_trainer(folder, callbacks=[began], per_device_train_batch_size=6 // world, **own)
+def searched(folder: str, world: int = 2, model_init: Any = None, **settings: Any) -> tuple[Any, list[Any]]:
+    """The result of a search of three trials, and its trainings."""
+    runs = Runs()
+    init = {} if model_init is None else {"model_init": model_init}
+    trainer = search_trainer(folder, callbacks=[runs], per_device_train_batch_size=6 // world, **init)
     args = dict(vars(trainer.args))
-    best = trainer.hyperparameter_search(**{"hp_space": rate, "n_trials": 3, **given})
+    best = trainer.hyperparameter_search(**{"hp_space": rate, "n_trials": 3, **settings})
     assert vars(trainer.args) == args
-    return {"best": best, "runs": began.runs, "weights": None}
+    return best, runs.kept
 
 
-def searched(folder: str, world: int) -> dict[str, Any]:
-    return _searched(folder, world)
+def states(best: Any) -> list[str]:
+    return [trial["state"] for trial in best.run_summary]
 
 
 def test_two_processes_search_like_one(tmp_path: Path) -> None:
-    alone = searched(str(tmp_path / "one"), 1)
-    first, second = run_distributed(searched, 2, str(tmp_path / "two"), 2)
+    alone, alone_runs = searched(str(tmp_path / "one"), 1)
+    first, second = run_distributed(searched, 2, str(tmp_path / "two"))
     assert first == second
-    assert len(first["runs"]) == 3
-    assert [run[1:] for run in first["runs"]] == [("run-0", 4), ("run-1", 4), ("run-2", 4)]
-    assert [run[0] for run in first["runs"]] == [run[0] for run in alone["runs"]]  # the seed's own suggestions
-    assert first["best"].run_id == alone["best"].run_id
-    assert first["best"].objective == pytest.approx(alone["best"].objective, rel=1e-4)
+    best, runs = first
+    assert [run[1:] for run in runs] == [("run-0", 4), ("run-1", 4), ("run-2", 4)]
+    assert [run[0] for run in runs] == [run[0] for run in alone_runs]  # the seed's own suggestions
+    assert best.run_id == alone.run_id
+    assert best.objective == pytest.approx(alone.objective, rel=1e-4)
 
 
-def pruned(folder: str) -> dict[str, Any]:
+def pruned(folder: str) -> Any:
     import optuna
 
     class Second(optuna.pruners.BasePruner):
         def prune(self, study: Any, trial: Any) -> bool:
             return bool(trial.number == 1)
 
-    return _searched(folder, 2, pruner=Second(), storage=f"sqlite:///{folder}.db", study_name="s")
+    return searched(folder, pruner=Second(), storage=f"sqlite:///{folder}.db", study_name="s")
 
 
 def test_pruning_is_agreed(tmp_path: Path) -> None:
     first, second = run_distributed(pruned, 2, str(tmp_path / "out"))
-    assert first["runs"] == second["runs"]
-    assert [run[2] for run in first["runs"]] == [4, 2, 4]
-    assert [each["state"] for each in first["best"].run_summary] == ["complete", "pruned", "complete"]
-    assert first["best"] == second["best"]
+    assert first == second
+    assert [run[2] for run in first[1]] == [4, 2, 4]
+    assert states(first[0]) == ["complete", "pruned", "complete"]
 
 
 class Wide(Classifier):
@@ -76,7 +85,7 @@ class Wide(Classifier):
         return {**out, "loss": out["loss"] + self.wide(x).square().mean()} if labels is not None else out
 
 
-def widened(folder: str) -> dict[str, Any]:
+def widened(folder: str) -> tuple[list[int], list[int], int]:
     widths: list[int] = []
 
     def init(trial: Any) -> Wide:
@@ -85,26 +94,20 @@ def widened(folder: str) -> dict[str, Any]:
         widths.append(width)
         return Wide(width)
 
-    return {**_searched(folder, 2, model_init=init), "widths": widths}
-
-
-def test_what_model_init_suggests_is_the_same_on_every_process(tmp_path: Path) -> None:
-    first, second = run_distributed(widened, 2, str(tmp_path))
-    assert first["widths"] == second["widths"]
-    assert first["widths"][1:] == [each["hyperparameters"]["width"] for each in first["best"].run_summary]
-
-
-def several(folder: str) -> Any:
     def objective(metrics: dict[str, float]) -> list[float]:
         return [metrics["eval_loss"], -metrics["eval_loss"]]
 
-    return _searched(folder, 2, compute_objective=objective, direction=["minimize", "minimize"])["best"]
+    best, _ = searched(f"{folder}/widths", model_init=init)
+    both, _ = searched(f"{folder}/both", compute_objective=objective, direction=["minimize", "minimize"])
+    return widths[1:], [trial["hyperparameters"]["width"] for trial in best.run_summary], len(both)
 
 
-def test_several_objectives(tmp_path: Path) -> None:
-    first, second = run_distributed(several, 2, str(tmp_path))
+def test_what_model_init_suggests_and_several_objectives_are_the_same_on_every_process(tmp_path: Path) -> None:
+    first, second = run_distributed(widened, 2, str(tmp_path))
     assert first == second
-    assert len(first) == 3  # none is better in both
+    widths, suggested, best = first
+    assert widths == suggested
+    assert best == 3  # none is better in both
 
 
 class Diverging(Classifier):
@@ -124,41 +127,38 @@ def diverging(folder: str) -> Any:
     def space(trial: Any) -> dict[str, Any]:
         return {**rate(trial), "max_nonfinite_steps": 1}
 
-    return _searched(folder, 2, model_init=init, hp_space=space, n_trials=2)
+    return searched(folder, model_init=init, hp_space=space, n_trials=2)[0]
 
 
 def test_a_trial_that_diverges_fails_on_every_process_and_the_search_goes_on(tmp_path: Path) -> None:
     first, second = run_distributed(diverging, 2, str(tmp_path))
-    assert [each["state"] for each in first["best"].run_summary] == ["fail", "complete"]
-    assert first["best"] == second["best"]
+    assert states(first) == ["fail", "complete"]
+    assert first == second
 
 
-def bad_space(folder: str) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        raise RuntimeError("mine")
-
-    with pytest.raises((RuntimeError, CodeError), match="mine"):
-        _searched(folder, 2, hp_space=space)
+def raising(_: Any) -> Any:
+    raise RuntimeError("mine")
 
 
-def bad_name(folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"hp_space.learning_rte"):
-        _searched(folder, 2, hp_space=lambda trial: {"learning_rte": 0.1})
+def misspelt(trial: Any) -> dict[str, Any]:
+    return {"learning_rte": 0.1}
 
 
-def bad_objective(folder: str) -> None:
-    def objective(metrics: dict[str, float]) -> float:
-        raise RuntimeError("mine")
-
-    with pytest.raises((RuntimeError, CodeError), match="mine"):
-        _searched(folder, 2, compute_objective=objective)
-
-
-def caught(folder: str) -> None:
-    with pytest.raises(ConfigError, match="catch: An error of one process cannot be caught"):
-        _searched(folder, 2, catch=(ValueError,))
+MINE: Any = (RuntimeError, CodeError)
+REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "a space that raises": ({"hp_space": raising}, MINE, "mine"),
+    "an unknown name": ({"hp_space": misspelt}, ConfigError, r"hp_space.learning_rte"),
+    "an objective that raises": ({"compute_objective": raising}, MINE, "mine"),
+    "errors to catch": ({"catch": (ValueError,)}, ConfigError, "catch: An error of one process cannot be caught"),
+}
 
 
-@pytest.mark.parametrize("case", [bad_space, bad_name, bad_objective, caught])
-def test_an_error_ends_the_search_on_every_process(tmp_path: Path, case: Any) -> None:
-    run_distributed(case, 2, str(tmp_path))
+def refused(folder: str, name: str) -> None:
+    settings, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        searched(folder, **settings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_ends_the_search_on_every_process(name: str, tmp_path: Path) -> None:
+    run_distributed(refused, 2, str(tmp_path), name)

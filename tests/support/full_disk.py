@@ -92,7 +92,7 @@ def _left(folder: Path) -> list[str]:
 def storage(folder: Path, disk: Path) -> Outcome:
     """The storage becomes full after two checkpoints, and between two saves; then it has room again."""
     output, filled = disk / "train", folder / "filled"
-    asked = _request(folder, output)
+    asked = _request(folder, output, max_steps=14)
     recipe = folder / "recipe.py"
     recipe.write_text(recipe.read_text().replace(_PAUSE.splitlines()[-1] + "\n", _PAUSE.lstrip("\n")))
 
@@ -107,7 +107,7 @@ def storage(folder: Path, disk: Path) -> Outcome:
         filling.result()
     steps, names = checkpoints(output / "checkpoints"), {path.parent.name for path in output.rglob("*.json")}
     (disk / ".ballast").unlink()
-    again = _trained(_request(folder / "again", output), processes=2)
+    again = _trained(_request(folder / "again", output, max_steps=14))
     return {"first": first, "steps": steps, "folders": sorted(names), "again": again}
 
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -109,11 +108,3 @@ class Follower:
         """End it if a failed test left it."""
         if self.process.poll() is None:
             self.kill_all()
-
-
-def wait_for_text(file: Path, text: str, timeout: float = 60.0) -> None:
-    """Wait until the file holds the text."""
-    deadline = time.monotonic() + timeout
-    while not file.exists() or text not in file.read_text(errors="replace"):
-        assert time.monotonic() < deadline, f"{text!r} is not in {file}"
-        time.sleep(0.05)
