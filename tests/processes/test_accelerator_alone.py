@@ -17,12 +17,20 @@ accelerate: Any = pytest.importorskip("accelerate")
 ROWS = classification_rows(12)
 
 
-def test_training_without_the_accelerator_does_not_import_accelerate(tmp_path: Path) -> None:
+def test_accelerate_is_not_imported_without_need_and_its_state_is_filled_in_or_left(tmp_path: Path) -> None:
     run_python(
-        "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows;"
-        f"rows = classification_rows(4); one = trainer({str(tmp_path)!r}, rows, max_steps=1, eval_dataset=rows);"
-        "one.train(); one.evaluate(); one.predict(rows);"
-        "assert 'accelerate' not in sys.modules; one.accelerator; assert 'accelerate' in sys.modules"
+        "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows\n"
+        "from trainer_lib import TrainingArguments\n"
+        f"rows = classification_rows(4); one = trainer({str(tmp_path)!r}, rows, max_steps=1, eval_dataset=rows)\n"
+        "one.train(); one.evaluate(); one.predict(rows)\n"
+        "assert 'accelerate' not in sys.modules\n"
+        "import accelerate.logging as logs; from accelerate.state import PartialState\n"
+        "class Config(TrainingArguments): pass\n"
+        "Config('out', use_cpu=True); logs.get_logger('library').warning('as TRL writes in __init__')\n"
+        "state = PartialState()\n"
+        "assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, 'cpu')\n"
+        "PartialState._shared_state['device'] = 'kept'; Config('out', use_cpu=True)\n"
+        "assert PartialState().device == 'kept'"
     )
 
 
@@ -40,11 +48,25 @@ def test_unwrap_model_goes_through_the_wrapper_of_the_compiler(tmp_path: Path) -
     )
 
 
+PLAIN = """
+import accelerate, accelerate.state as states
+print(*sorted(vars(accelerate.Accelerator(cpu=True))))
+print(*sorted(states.PartialState._shared_state))
+print(*sorted(states.AcceleratorState._shared_state))
+"""
+
+
 def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tmp_path: Path) -> None:
-    plain = "import accelerate; print(*sorted(vars(accelerate.Accelerator(cpu=True))))"
-    names = run_python(plain).split()
+    from accelerate.state import AcceleratorState, PartialState
+
+    names, partial, whole = (line.split() for line in run_python(PLAIN).splitlines())
+    AcceleratorState._reset_state(reset_partial_state=True)
     helper = trainer(tmp_path, ROWS).accelerator
     assert not [name for name in names if not hasattr(helper, name)]
+    assert sorted(PartialState._shared_state) == partial
+    ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
+    assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
+    assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None
     facts: dict[str, Any] = {
         "split_batches": False,
         "dispatch_batches": False,
@@ -69,32 +91,3 @@ def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tm
     assert {name: getattr(helper, name) for name in facts} == facts
     with pytest.raises(ValueError, match="LOMO"):
         helper.lomo_backward(torch.ones(()), 0.1)  # no such optimizer was prepared
-
-
-def test_the_state_that_is_filled_in_has_the_entries_that_accelerate_fills_in(tmp_path: Path) -> None:
-    plain = (
-        "import accelerate, accelerate.state as s; accelerate.Accelerator(cpu=True);"
-        "print(*sorted(s.PartialState._shared_state)); print(*sorted(s.AcceleratorState._shared_state))"
-    )
-    partial, whole = (line.split() for line in run_python(plain).splitlines())
-    from accelerate.state import AcceleratorState, PartialState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    helper = trainer(tmp_path, ROWS).accelerator
-    assert sorted(PartialState._shared_state) == partial
-    ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
-    assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
-    assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None
-
-
-def test_arguments_let_accelerates_loggers_work_and_leave_a_state_that_exists(tmp_path: Path) -> None:
-    run_python(
-        "import accelerate.logging as logs; from accelerate.state import PartialState\n"
-        "from trainer_lib import TrainingArguments\n"
-        "class Config(TrainingArguments): pass\n"
-        "Config('out', use_cpu=True); logs.get_logger('library').warning('as TRL writes in __init__')\n"
-        "state = PartialState()\n"
-        "assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, 'cpu')\n"
-        "PartialState._shared_state['device'] = 'kept'; Config('out', use_cpu=True)\n"
-        "assert PartialState().device == 'kept'"
-    )

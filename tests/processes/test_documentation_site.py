@@ -20,6 +20,14 @@ FETCHED = re.compile(
     r"|<link[^>]+href=[\"']?((?:https?:)?//[^\s\"'>]+)"
     r"|url\([\"']?((?:https?:)?//[^)\"']+)|@import [\"']((?:https?:)?//[^\"']+)"
 )
+REFERENCE = {
+    "commands": "trainflow prove-resume",
+    "errors": "MissingExtraError",
+    "arguments": "gradient_accumulation_steps",
+    "trainer_lib": 'id="trainertrain"',
+    "trainflow": 'id="spec"',
+    "stages": 'id="stage_task"',
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +41,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to / "site"
 
 
-def test_every_page_is_there_and_can_be_searched(site: Path) -> None:
-    pages = [path.relative_to(gather.DOCS) for path in gather.DOCS.rglob("*.md")]
-    for page in pages:
+def test_every_page_can_be_searched_and_the_reference_is_that_of_the_code(site: Path) -> None:
+    for page in (path.relative_to(gather.DOCS) for path in gather.DOCS.rglob("*.md")):
         folder = page.parent if page.stem == "README" else page.with_suffix("")
         assert (site / folder / "index.html").is_file(), page
-    found = {
-        each["location"].split("#")[0]
-        for each in json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    }
-    assert {"tutorial/", "howto/csv/", "concepts/keys/", "reference/commands/", "reference/trainer_lib/"} <= found
-    assert not any(location.startswith("repository/examples") for location in found)
-
-
-def test_the_reference_is_that_of_the_code(site: Path) -> None:
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    places = {each["location"].split("#")[0] for each in entries}
+    assert {"tutorial/", "howto/csv/", "concepts/keys/", "reference/commands/", "reference/trainer_lib/"} <= places
+    assert not any(location.startswith("repository/examples") for location in places)
     reference = {path.parent.name: path.read_text(encoding="utf-8") for path in site.glob("reference/*/index.html")}
-    assert "trainflow prove-resume" in reference["commands"]
-    assert "MissingExtraError" in reference["errors"]
-    assert "gradient_accumulation_steps" in reference["arguments"]
-    assert 'id="trainertrain"' in reference["trainer_lib"]
+    for page, text in REFERENCE.items():
+        assert text in reference[page]
     assert "[positional or keyword]" not in reference["trainer_lib"]
-    assert 'id="spec"' in reference["trainflow"]
-    assert 'id="stage_task"' in reference["stages"]
 
 
 def test_nothing_is_fetched_from_another_server(site: Path) -> None:
+    assert FETCHED.search('<link rel="stylesheet" href="https://fonts.example/css">')
+    assert FETCHED.search("<script src=//cdn.example/x.js></script>")
+    assert not FETCHED.search('<a href="https://example.org">')
     files = [path for path in site.rglob("*") if path.suffix in {".html", ".css"}]
     assert len(files) > 60
     fetched = {(path.name, *found) for path in files for found in FETCHED.findall(path.read_text(encoding="utf-8"))}
@@ -82,12 +83,6 @@ def test_a_browser_searches_turns_dark_and_asks_no_other_server(site: Path, tmp_
         assert page.evaluate("document.querySelector('h1').innerText").startswith("Commands")
         asked = [url for url in page.asked if not url.startswith((address, "data:"))]
         assert asked == []
-
-
-def test_the_search_for_foreign_addresses_finds_them() -> None:
-    assert FETCHED.search('<link rel="stylesheet" href="https://fonts.example/css">')
-    assert FETCHED.search("<script src=//cdn.example/x.js></script>")
-    assert not FETCHED.search('<a href="https://example.org">')
 
 
 def test_a_link_out_of_docs_leads_to_a_copy(tmp_path: Path) -> None:

@@ -1,19 +1,14 @@
-"""`trainflow follow` beside a real training: stopped, killed and started again, by one process and by two."""
+"""`trainflow follow` beside a real training: stopped, killed and started again."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from tests.support.command import Running, running, trainflow
+from tests.support.command import running
 from tests.support.mlflow_store import fresh_store, points
-from tests.support.once import once_per_run
 from tests.support.toy import RECIPE, project
 
 SLOW = RECIPE.replace(
@@ -79,38 +74,11 @@ EVERY = ("--every", "0.2")
 PATIENCE_S = 120
 
 
-def _measured(*outputs: str) -> list[int]:
-    """The steps that the commands have evaluated, in the order of their lines."""
-    return [int(step) for output in outputs for step in MEASURED.findall(output)]
-
-
-def _ended(command: Running) -> int:
-    return command.process.wait(PATIENCE_S)
-
-
-def _train(folder: Path, *words: str, env: dict[str, str] | None = None) -> Any:
-    spec = project(folder / "project", recipe=SLOW, spec=SPEC)
-    program = folder / "training.py"
-    program.write_text(TRAINING)
-    return running(spec, *words, log=folder / "training.log", program=program, env=env)
-
-
-@pytest.fixture
-def trained(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The spec of a training that has ended, with all of its checkpoints."""
-
-    def fill(folder: Path) -> None:
-        with _train(folder, "tracking.enabled=false", "train.args.save_total_limit=9") as training:
-            assert _ended(training) == 0, training.output
-
-    shutil.copytree(once_per_run(tmp_path_factory, "followed", fill), tmp_path / "trained")
-    return tmp_path / "trained" / "project" / "pipeline.yaml"
-
-
 def test_a_training_is_followed_through_a_stop_and_a_kill(tmp_path: Path) -> None:
+    spec = project(tmp_path / "project", recipe=SLOW, spec=SPEC)
     uri = fresh_store(tmp_path / "project" / "store")
-    spec = tmp_path / "project" / "pipeline.yaml"
-    with _train(tmp_path, env={"STEP_S": "1.0"}) as training:
+    (program := tmp_path / "training.py").write_text(TRAINING)
+    with running(spec, log=tmp_path / "training.log", program=program, env={"STEP_S": "1.0"}) as training:
         with running("follow", spec, *EVERY, log=tmp_path / "0.log") as follower:
             follower.wait_for("is kept.", PATIENCE_S)
             assert follower.stop(signal.SIGTERM) == 19
@@ -122,12 +90,12 @@ def test_a_training_is_followed_through_a_stop_and_a_kill(tmp_path: Path) -> Non
             follower.process.wait(PATIENCE_S)
             killed = follower.output
         with running("follow", spec, *EVERY, log=tmp_path / "2.log") as follower:
-            assert _ended(training) == 0, training.output
-            assert _ended(follower) == 0, follower.output
+            assert training.process.wait(PATIENCE_S) == 0, training.output
+            assert follower.process.wait(PATIENCE_S) == 0, follower.output
             last = follower.output
     assert "The training is committed." in last
     # Each once, oldest first, whatever was killed in between; the last one is committed when training ends.
-    steps = _measured(stopped, killed, last)
+    steps = [int(step) for step in MEASURED.findall(stopped + killed + last)]
     assert steps == sorted(set(steps))
     assert (steps[0], steps[-1]) == (2, 12)
 
@@ -143,13 +111,3 @@ def test_a_training_is_followed_through_a_stop_and_a_kill(tmp_path: Path) -> Non
     [token] = (tmp_path / "project" / "store" / "spool").glob("*/*.run")
     run_id = json.loads(token.read_text())["run_id"]
     assert points(uri, run_id, "eval/error") == sorted(errors.items())
-
-
-def test_two_followers_share_the_checkpoints(trained: Path, tmp_path: Path) -> None:
-    words = ("follow", trained, "tracking.enabled=false", "train.args.save_total_limit=9", *EVERY)
-    with running(*words, log=tmp_path / "1.log") as one, running(*words, log=tmp_path / "2.log") as other:
-        assert (_ended(one), _ended(other)) == (0, 0), one.output + other.output
-        assert sorted(_measured(one.output, other.output)) == [2, 4, 6, 8, 10, 12]
-    answer = json.loads(trainflow(*words, "--once", "--json").out)
-    assert (answer["training"], answer["count"], len(answer["evaluations"])) == ("committed", 0, 6)
-    assert answer["best"]["step"] == 2

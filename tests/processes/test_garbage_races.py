@@ -1,4 +1,4 @@
-"""Several processes of `trainflow gc` at once, and beside runs at work."""
+"""Two processes of `trainflow gc` at once beside runs at work."""
 
 from __future__ import annotations
 
@@ -8,22 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-from flows.garbage import find_garbage
-from flows.past_runs import find_run, list_runs, tag_run
-from tests.support.mlflow_store import client, fresh_store
-from tests.support.recorded import committed, folders, nightly, publish_run, record_run
+from tests.support.recorded import nightly
 from tests.support.repository import ROOT
-from trainer_lib.storage import Store
-
-_GC = """
-    import sys
-    from flows.garbage import find_garbage, remove_garbage
-    storage = sys.argv[1]
-    print("ready", flush=True)
-    sys.stdin.readline()
-    removed = remove_garbage(storage, find_garbage(storage, keep=2))
-    print(len(removed), flush=True)
-"""
 
 _CLEANING = """
     import sys, time
@@ -44,47 +30,6 @@ def _process(code: str, *arguments: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def _register(storage: str, run_id: str, source_of: str) -> None:
-    """Register two versions in the storage's database of MLflow: one of a run, one that names a run's folder alone."""
-    uri = fresh_store(Path(storage))
-    registry = client(uri)
-    registry.create_registered_model("line")
-    logged = registry.create_run("0").info.run_id
-    registry.create_model_version("line", f"runs:/{logged}/model", logged)
-    stages = {run.id: run.stages for run in list_runs(storage)}
-    model = Path(storage) / "stages" / "train" / stages[source_of]["train"][:16] / "model"
-    registry.create_model_version("line", model.as_uri())
-    record_run(storage, run_id, day=5, stages=dict(stages[run_id]), mlflow_run_id=logged, tracking_uri=uri)
-
-
-def test_two_at_once_remove_everything_once_and_nothing_that_something_refers_to(tmp_path: Path) -> None:
-    storage = str(tmp_path)
-    ids = nightly(storage, 40)
-    tagged, published, registered, by_source = ids[3:7]
-    tag_run(storage, find_run(storage, tagged, field="RUN"), "baseline")
-    publish_run(storage, Store.open(storage).child("hub", "toy"), published)
-    _register(storage, registered, by_source)
-    staying = {*ids[-2:], tagged, published, registered, by_source}
-    found = find_garbage(storage, keep=2)
-    assert set(found.kept) == staying
-    assert found.obstacle is None
-    kept = folders(storage, *staying)
-    with _process(_GC, storage) as one, _process(_GC, storage) as other:
-        counts = []
-        for process in (one, other):
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        for process in (one, other):
-            out, _ = process.communicate(timeout=120)
-            assert process.returncode == 0
-            counts.append(int(out))
-    assert len(found.items) <= sum(counts) <= 2 * len(found.items)
-    assert committed(storage) == kept
-    assert {run.id for run in list_runs(storage)} == staying
-    assert find_garbage(storage, keep=2).items == []
 
 
 _RUNS = """

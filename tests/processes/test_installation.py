@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.repository import ROOT
 
 LIBRARY = """
@@ -110,11 +108,6 @@ IMPORTED_BEFORE = {
 }
 
 
-def _run(program: str, folder: Path) -> Any:
-    """What the program prints last."""
-    return _lines(program, folder)[-1]
-
-
 def _lines(program: str, folder: Path) -> list[Any]:
     (folder / "a_library.py").write_text(LIBRARY)
     done = subprocess.run(
@@ -129,7 +122,7 @@ def _lines(program: str, folder: Path) -> list[Any]:
 
 
 def test_a_library_that_imports_the_trainer_by_itself_trains_with_ours(tmp_path: Path) -> None:
-    ours, steps, learning_rate, callbacks, back = _run(TRAIN, tmp_path)
+    ours, steps, learning_rate, callbacks, back = _lines(TRAIN, tmp_path)[-1]
     assert all(ours), ours
     assert (steps, learning_rate) == (2, 0.25)
     assert callbacks == ["DefaultFlowCallback", "Counting"]
@@ -154,24 +147,15 @@ with trainer_lib.install():
 theirs = theirs and another.Trainer is transformers.Trainer is transformers.trainer.Trainer
 print(json.dumps([inside, theirs, again, "Trainer" in dir(transformers)]))
 """
-    assert _run(program, tmp_path) == [True, True, True, True]
+    assert _lines(program, tmp_path)[-1] == [True, True, True, True]
 
 
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `install` answers after each of the imports."""
-    program = REFUSED.format(befores=list(IMPORTED_BEFORE))
-    return dict(zip(IMPORTED_BEFORE, _lines(program, tmp_path_factory.mktemp("refusals")), strict=True))
-
-
-@pytest.mark.parametrize("before", IMPORTED_BEFORE)
-def test_a_library_that_was_imported_before_is_named(before: str, refusals: dict[str, Any]) -> None:
-    holder, remedy = IMPORTED_BEFORE[before]
-    field, value, text, untouched = refusals[before]
-    assert field == "trainer_lib.install"
-    assert value == holder
-    assert f"Call trainer_lib.install() {remedy}." in text
-    assert untouched
+def test_a_library_that_was_imported_before_is_named(tmp_path: Path) -> None:
+    answers = _lines(REFUSED.format(befores=list(IMPORTED_BEFORE)), tmp_path)
+    for (holder, remedy), answer in zip(IMPORTED_BEFORE.values(), answers, strict=True):
+        field, value, text, untouched = answer
+        assert (field, value, untouched) == ("trainer_lib.install", holder, True)
+        assert f"Call trainer_lib.install() {remedy}." in text
 
 
 def test_without_transformers_there_is_nothing_to_replace(tmp_path: Path) -> None:
@@ -185,4 +169,4 @@ try:
 except MissingExtraError as error:
     print(json.dumps(str(error)))
 """
-    assert 'pip install "trainflow[transformers]"' in _run(program, tmp_path)
+    assert 'pip install "trainflow[transformers]"' in _lines(program, tmp_path)[-1]

@@ -26,28 +26,20 @@ def _run(code: str, folder: Path) -> str:
     return result.stdout.strip()
 
 
-def test_the_trainer_comes_without_what_few_trainings_need(tmp_path: Path) -> None:
+def test_what_needs_no_torch_comes_without_it_and_the_trainer_without_what_few_trainings_need(tmp_path: Path) -> None:
     few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna', 'keras')"
-    code = f"import sys; from trainer_lib import TFTrainer, Trainer; print([n for n in {few} if n in sys.modules])"
-    assert _run(code, tmp_path) == "[]"
-
-
-def test_names_that_need_no_torch_come_without_it(tmp_path: Path) -> None:
     names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
-    code = f"import sys, trainer_lib\nfor n in {names}: getattr(trainer_lib, n)\nprint('torch' in sys.modules)"
-    assert _run(code, tmp_path) == "False"
-
-
-def test_a_deepspeed_configuration_is_checked_without_torch_and_without_the_package(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom trainer_lib.arguments import TrainingArguments\n"
-        "TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
-        "print({'torch', 'deepspeed'} & set(sys.modules))"
+        f"import sys, trainer_lib\nfor name in {names}: getattr(trainer_lib, name)\n"
+        "trainer_lib.TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))\n"
+        f"from trainer_lib import TFTrainer, Trainer\nprint([name for name in {few} if name in sys.modules])"
     )
-    assert _run(code, tmp_path) == "set()"
+    assert _run(code, tmp_path).splitlines() == ["set()", "[]"]
 
 
 def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_path: Path) -> None:
+    """And the flow's parameters are serialized without fastapi."""
     code = (
         "import sys\n"
         "from flows.spec.spec import load_spec\n"
@@ -58,33 +50,21 @@ def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_pa
         "except ValueError as error:\n"
         "    print(error)\n"
         "print(sorted({'prefect', 'mlflow', 'torch', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
-    )
-    message, modules = _run(code, tmp_path).splitlines()
-    assert "learning_rate" in message
-    assert modules == "[]"
-
-
-def test_the_flows_parameters_are_serialized_without_fastapi(tmp_path: Path) -> None:
-    code = (
-        "import sys; from flows.pipeline import pipeline\n"
+        "from flows.pipeline import pipeline\n"
         "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
         "print('fastapi' in sys.modules)"
     )
-    assert _run(code, tmp_path) == "False"
+    message, modules, fastapi = _run(code, tmp_path).splitlines()
+    assert "learning_rate" in message
+    assert (modules, fastapi) == ("[]", "False")
 
 
-@pytest.mark.parametrize("name", trainer_lib.__all__)
-def test_every_public_name_resolves(name: str) -> None:
-    assert getattr(trainer_lib, name).__module__.startswith("trainer_lib.")
-    assert name in dir(trainer_lib)
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error() -> None:
+    for name in trainer_lib.__all__:
+        assert getattr(trainer_lib, name).__module__.startswith("trainer_lib."), name
+        assert name in dir(trainer_lib)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         _ = trainer_lib.Trainr
-
-
-def test_the_three_lists_of_names_agree() -> None:
     tree = ast.parse(Path(str(trainer_lib.__file__)).read_text(encoding="utf-8"))
     imported = {
         alias.asname or alias.name
@@ -92,5 +72,5 @@ def test_the_three_lists_of_names_agree() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    typed = imported - {"annotations", "TYPE_CHECKING", "Any"}
-    assert typed == set(trainer_lib.__all__) == set(trainer_lib._NAMES)
+    # The three lists of names agree.
+    assert imported - {"annotations", "TYPE_CHECKING", "Any"} == set(trainer_lib.__all__) == set(trainer_lib._NAMES)

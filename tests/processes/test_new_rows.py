@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,22 +19,21 @@ import pytest
 from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.command import running, trainflow
 from tests.support.launched import wait_until
-from tests.support.model_folders import publish_line
+from tests.support.model_folders import publish_line, remove_fetched_code
 from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
 from trainer_lib.locks.lease import Holder
-from trainer_lib.model_folder import loaded as loaded_models
 
+HERE = LaunchConfig(kind="in_process", processes=1)
 ROWS = [{"id": f"r{n}", "x": [n / 100]} for n in range(120)]
 
 
 @pytest.fixture(autouse=True)
 def _code_is_removed() -> Iterator[None]:
     yield
-    while loaded_models._FETCHED:
-        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
+    remove_fetched_code()
 
 
 @pytest.fixture
@@ -55,8 +53,12 @@ def data(tmp_path: Path) -> Path:
 
 def _predict(asked: NewRows) -> Any:
     job = RowsJob.of(replace(asked, trust=asked.trust or True))
-    here = LaunchConfig(kind="in_process", processes=1)
-    return predict_new_rows(job, on_line=print, on_event=lambda event: None, workers=[here])
+    return predict_new_rows(job, on_line=print, on_event=lambda event: None, workers=[HERE])
+
+
+def _new_rows(folder: Path, to: str = "out", **settings: Any) -> NewRows:
+    """What is asked for the rows in new.jsonl."""
+    return NewRows(model=str(folder / "model"), data=[str(folder / "new.jsonl")], to=str(folder / to), **settings)
 
 
 def _files(to: Path) -> dict[str, bytes]:
@@ -124,14 +126,7 @@ def test_rows_by_length_share_batches_and_keep_their_order(max_errors: int, tmp_
     (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = {}
     for name, sort_by in (("as they come", None), ("by length", "x")):
-        asked = NewRows(
-            model=str(tmp_path / "model"),
-            data=[str(tmp_path / "new.jsonl")],
-            to=str(tmp_path / name),
-            rows_per_file=200,
-            sort_by=sort_by,
-            max_errors=max_errors,
-        )
+        asked = _new_rows(tmp_path, name, rows_per_file=200, sort_by=sort_by, max_errors=max_errors)
         _predict(asked)
         found[name] = pq.read_table(tmp_path / name / "predictions").to_pydict()
     widths = {name: sum(filter(None, table.pop("width"))) for name, table in found.items()}
@@ -213,7 +208,6 @@ BAD = [
     {"id": "f", "x": [6.0], "extra": 1},
     {"id": "g", "x": [7.0]},
 ]
-"""Two good rows."""
 PICKY = (
     RECIPE
     + """
@@ -233,14 +227,7 @@ def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Pat
     publish_line(tmp_path / "model", recipe=PICKY)
     lines = [*map(json.dumps, BAD), "{not json"]
     (tmp_path / "new.jsonl").write_text("\n".join(lines) + "\n")
-    asked = NewRows(
-        model=str(tmp_path / "model"),
-        data=[str(tmp_path / "new.jsonl")],
-        to=str(tmp_path / "out"),
-        format=file_format,
-        rows_per_file=5,
-        batch_size=2,
-    )
+    asked = _new_rows(tmp_path, format=file_format, rows_per_file=5, batch_size=2)
     for few in (0, 2, 5):
         with pytest.raises(DataError):
             _predict(replace(asked, max_errors=few, to=f"{asked.to}{few}"))
@@ -268,9 +255,22 @@ def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Pat
     assert _predict(replace(asked, max_errors=7, to=f"{asked.to}5"))[0].facts.errors == 6
 
 
+SLOW = (
+    RECIPE
+    + """
+
+import time
+
+
+def prediction_columns(p, data):
+    time.sleep(SECONDS)
+    return {"y": p}
+"""
+)
+
+
 def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worker(data: Path, tmp_path: Path) -> None:
-    slow = RECIPE + "\n\nimport time\n\n\ndef prediction_columns(p, data):\n    time.sleep(0.05)\n    return {'y': p}\n"
-    publish_line(tmp_path / "model", recipe=slow)
+    publish_line(tmp_path / "model", recipe=SLOW.replace("SECONDS", "0.05"))
     asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
     _predict(asked)
     job = RowsJob.of(replace(asked, to=str(tmp_path / "shared"), trust=True))
@@ -309,8 +309,7 @@ def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worke
 
 
 def test_a_second_command_helps_the_first_and_commits_when_that_is_killed(data: Path, tmp_path: Path) -> None:
-    slow = RECIPE + "\n\nimport time\n\n\ndef prediction_columns(p, data):\n    time.sleep(0.1)\n    return {'y': p}\n"
-    publish_line(tmp_path / "model", recipe=slow)
+    publish_line(tmp_path / "model", recipe=SLOW.replace("SECONDS", "0.1"))
     to = tmp_path / "shared"
     asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
     _predict(asked)
@@ -326,12 +325,16 @@ def test_a_second_command_helps_the_first_and_commits_when_that_is_killed(data: 
         killer = threading.Thread(target=kill_first)
         killer.start()
         job = RowsJob.of(replace(asked, to=str(to), trust=True))
-        here = LaunchConfig(kind="in_process", processes=1)
-        manifest, was_done = predict_new_rows(job, on_line=lines.append, on_event=lambda event: None, workers=[here])
+        manifest, was_done = predict_new_rows(job, on_line=lines.append, on_event=lambda event: None, workers=[HERE])
         killer.join()
     assert (manifest.facts.rows, was_done) == (120, False)
     assert lines[0] == "Another process predicts these rows: this one takes parts as well."
     assert _files(to) == _files(tmp_path / "whole")
+    answer = json.loads(trainflow(*command, "--json", cwd=tmp_path).out)
+    assert (answer["rows"], answer["was_done"], len(answer["files"])) == (120, True, 60)
+    refused = trainflow("predict", f"{asked.model}x", data, cwd=tmp_path)
+    assert refused.code == 2
+    assert "There is no model" in refused.err
 
 
 def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> None:
@@ -343,21 +346,56 @@ def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> 
         RowsJob.of(NewRows(model=model, data=[str(data)], trust="0" * 64))
 
 
-def test_a_killed_command_continues_and_its_bytes_are_those_of_one_that_was_not(
-    model: str, data: Path, tmp_path: Path
-) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    _predict(NewRows(model=model, data=[str(data)], to=str(whole), rows_per_file=1))
-    command = ["predict", model, str(data), "--rows-per-file", "1", "--to", str(killed), "--trust", "any"]
-    with running(*command, cwd=tmp_path, log=tmp_path / "log") as first:
-        wait_until(lambda: (killed / "predictions").is_dir() and len(_files(killed)) >= 3, 90)
-        first.stop(signal.SIGKILL)
-    assert not (killed / "COMMIT.json").exists()
-    done = trainflow(*command, "--json", cwd=tmp_path)
-    assert done.code == 0, done.err
-    answer = json.loads(done.out)
-    assert (answer["rows"], answer["was_done"], len(answer["files"])) == (120, False, 120)
-    assert _files(killed) == _files(whole)
-    refused = trainflow("predict", f"{model}x", data, cwd=tmp_path)
-    assert refused.code == 2
-    assert "There is no model" in refused.err
+# --------------------------------------------------------------------------------------------- columns and their values
+def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None:
+    (tmp_path / "new.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
+    asked = _new_rows(tmp_path, format="jsonl")
+    _predict(replace(asked, constants={"x": "[3.0]"}))
+    rows = [json.loads(line) for text in _files(tmp_path / "out").values() for line in text.splitlines()]
+    assert [row["row_id"] for row in rows] == [1, 2]
+    assert rows[0]["prediction"] == rows[1]["prediction"]
+    with pytest.raises(ConfigError, match="differ from these: constants"):
+        _predict(replace(asked, constants={"x": "[4.0]"}))
+    for constants, words in (({"y": "1"}, "trained without this column"), ({"x": "three"}, r"column is float64\[")):
+        with pytest.raises(ConfigError, match=words):
+            _predict(replace(asked, constants=constants, to=f"{asked.to}2"))
+    (tmp_path / "new.jsonl").write_text('{"x": [1.0]}\n')
+    with pytest.raises(DataError, match=r"line 1\), column 'x': the row has a value of its own"):
+        _predict(replace(asked, constants={"x": "[3.0]"}, to=f"{asked.to}3"))
+
+
+STRICT = (
+    RECIPE
+    + """
+
+def collate(rows):
+    import torch
+    from trainer_lib.errors import DataError
+
+    for row in rows:
+        if row["x"][0] < row.get("labels", [0.0])[0]:
+            raise DataError("column 'x': the value is too small.", field="rows", value="x", remedy="Raise it.")
+    return {"x": torch.tensor([[float(row["x"][0])] for row in rows])}
+"""
+)
+
+
+def test_what_collate_finds_out_names_the_row(tmp_path: Path) -> None:
+    publish_line(tmp_path / "model", recipe=STRICT)
+    (tmp_path / "new.jsonl").write_text('{"x": [1.0]}\n{"x": [-1.0]}\n{"x": [2.0]}\n')
+    asked = _new_rows(tmp_path)
+    with pytest.raises(DataError, match=r"new\.jsonl, row 1 \(line 2\), column 'x': the value is too small") as caught:
+        _predict(asked)
+    assert caught.value.remedy == "Raise it."
+    (tmp_path / "new.jsonl").write_text('{"labels": [-1.0]}\n')
+    with pytest.raises(DataError, match="needs the column 'x', which the rows do not have"):
+        _predict(replace(asked, to=str(tmp_path / "other")))
+
+
+def test_the_column_that_is_predicted_is_left_aside(tmp_path: Path) -> None:
+    publish_line(tmp_path / "model", info={"label": "answer"})
+    (tmp_path / "new.jsonl").write_text('{"x": [1.0], "answer": {"text": ["one"]}}\n')
+    asked = _new_rows(tmp_path)
+    assert RowsJob.of(replace(asked, trust=True)).find_unused() == ["answer"]
+    _predict(replace(asked, format="jsonl"))
+    assert b"prediction" in _files(tmp_path / "out")["part-00000.jsonl"]

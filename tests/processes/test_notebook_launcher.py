@@ -1,4 +1,4 @@
-"""A notebook's function on one process or several: forked, so it need not be importable; failures come back typed."""
+"""A notebook's function on forked processes: it need not be importable, and failures come back typed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched import wait_until
 from tests.support.repository import ROOT
 
-NOTEBOOK = """
-import os
-from tests.support.toys import classification_rows
-from tests.support.training import final_state, trainer
+# Each runs in a process of its own: forking this one, with all its threads, would prove nothing about a notebook.
+HEAD = """
+import os, sys, time
+from pathlib import Path
+from trainer_lib.errors import TrainflowError
 from trainer_lib.launch import notebook_launcher
+"""
+TRAINS = """
+from tests.support.toys import classification_rows
+from tests.support.training import trainer
 
 ROWS = classification_rows(26)  # a notebook's own data, made before, and found by what is forked
 
@@ -25,29 +31,10 @@ def train(folder):
     one.train()
     return {"world": one._trainflow.comm.world_size, "loss": one.state.log_history[-1]["train_loss"]}
 
-if __name__ == "__main__":
-    print("here", notebook_launcher(train, (os.environ["OUT"],), num_processes=2))
-    print("left", "RANK" in os.environ, __import__("torch").distributed.is_initialized())
+print("here", notebook_launcher(train, (os.environ["OUT"],), num_processes=2))
+print("left", "RANK" in os.environ, __import__("torch").distributed.is_initialized())
 """
-
-
-def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
-    """In a process of its own: forking this one, with all its threads, would prove nothing about a notebook."""
-    script = tmp_path / "notebook.py"
-    script.write_text(NOTEBOOK)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path / "out")}
-    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    [here] = [line for line in done.stdout.splitlines() if line.startswith("here")]
-    assert here.startswith("here {'world': 2, 'loss': ")
-    assert "left False False" in done.stdout
-
-
-FORKED = """
-import os, sys, time
-from trainer_lib.launch import notebook_launcher
-from trainer_lib.errors import TrainflowError
-
+RETURNS = """
 def main():
     rank = os.environ["RANK"]
     {what}
@@ -57,6 +44,27 @@ try:
 except TrainflowError as error:
     print(type(error).__name__, error.rank, error.message)
 """
+WAITS = """
+def main():
+    Path(os.environ['OUT'], os.environ['RANK']).write_text(str(os.getpid())); time.sleep(300)
+
+notebook_launcher(main, num_processes=2)
+"""
+
+
+def start(code: str, out: Path) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(out)}
+    command = [sys.executable, "-c", HEAD + code]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
+    with start(TRAINS, tmp_path) as notebook:
+        said, errors = notebook.communicate(timeout=100)
+    assert notebook.returncode == 0, errors
+    [here] = [line for line in said.splitlines() if line.startswith("here")]
+    assert here.startswith("here {'world': 2, 'loss': ")
+    assert "left False False" in said
 
 
 @pytest.mark.parametrize(
@@ -64,10 +72,7 @@ except TrainflowError as error:
     [
         ("return {'rank': rank, 'of': os.environ['WORLD_SIZE']}", "value {'rank': '0', 'of': '2'}"),
         ("return object()", "value None"),
-        (
-            "if rank == '1': raise KeyError('gone')\n    time.sleep(300)",
-            "CodeError 1 KeyError: 'gone'",
-        ),
+        ("if rank == '1': raise KeyError('gone')\n    time.sleep(300)", "CodeError 1 KeyError: 'gone'"),
         (
             "if rank == '1': os.kill(os.getpid(), 9)\n    time.sleep(300)",
             "InfrastructureError 1 Rank 1 was killed by SIGKILL (9).",
@@ -78,24 +83,14 @@ except TrainflowError as error:
         ),
     ],
 )
-def test_what_comes_back_from_forked_processes(what: str, said: str) -> None:
-    command = [sys.executable, "-c", FORKED.format(what=what)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == said, done.stderr
+def test_what_comes_back_from_forked_processes(what: str, said: str, tmp_path: Path) -> None:
+    with start(RETURNS.format(what=what), tmp_path) as notebook:
+        out, errors = notebook.communicate(timeout=60)
+    assert out.strip() == said, errors
 
 
 def test_children_end_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import os, time\nfrom pathlib import Path\nfrom trainer_lib.launch import notebook_launcher\n"
-        "def main():\n    Path(os.environ['OUT'], os.environ['RANK']).write_text(str(os.getpid())); time.sleep(300)\n"
-        "notebook_launcher(main, num_processes=2)\n"
-    )
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", code], env=environ) as notebook:
-        from tests.support.launched import wait_until
-
+    with start(WAITS, tmp_path) as notebook:
         wait_until(lambda: all((tmp_path / rank).exists() for rank in "01"), 30)
         notebook.send_signal(signal.SIGKILL)
     pids = [int((tmp_path / rank).read_text()) for rank in "01"]
