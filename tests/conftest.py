@@ -134,7 +134,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def is_nightly(test: str) -> bool:
-    """Whether a pattern of tests/nightly.txt fits a test (`processes/test_sweep_killed.py::test_…`)."""
+    """Whether a pattern of tests/nightly.txt fits a test (`processes/test_killed_commands.py::test_…`)."""
     return any(fnmatch.fnmatchcase(test, pattern) for pattern in _NIGHTLY)
 
 

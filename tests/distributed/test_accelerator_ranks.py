@@ -251,8 +251,8 @@ def test_what_is_prepared_beside_the_trainers_own(tmp_path: Path) -> None:
 def state_of_accelerate(folder: str) -> list[Any]:
     from accelerate.state import AcceleratorState, PartialState
 
-    one = trainer(folder, ROWS)
-    partial, whole, helper = PartialState(), AcceleratorState(), one.accelerator
+    helper = trainer(folder, ROWS).accelerator
+    partial, whole = PartialState(), AcceleratorState()
     return [
         [state.num_processes, state.process_index, state.local_process_index, str(state.device), state.use_distributed]
         for state in (partial, whole, helper.state, helper)
@@ -260,9 +260,8 @@ def state_of_accelerate(folder: str) -> list[Any]:
 
 
 def test_accelerates_own_state_has_the_trainers_ranks(tmp_path: Path) -> None:
-    zero, one = run_distributed(state_of_accelerate, 2, str(tmp_path))
-    assert zero == [[2, 0, 0, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
-    assert one == [[2, 1, 1, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
+    for rank, states in enumerate(run_distributed(state_of_accelerate, 2, str(tmp_path))):
+        assert states == [[2, rank, rank, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
 
 
 def under_the_state_of_accelerate(folder: str) -> list[Any]:
@@ -274,16 +273,16 @@ def under_the_state_of_accelerate(folder: str) -> list[Any]:
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
     state = PartialState()
-    one: Any = trainer(folder, ROWS, cls=Gathering, num_train_epochs=1, per_device_train_batch_size=2)
+    training: Any = trainer(folder, ROWS, cls=Gathering, num_train_epochs=1, per_device_train_batch_size=2)
     get_logger(__name__, log_level="INFO").info("accelerate's logger needs its state", main_process_only=True)
-    one.train()
-    assert isinstance(one.accelerator, Accelerator)
+    training.train()
+    assert isinstance(training.accelerator, Accelerator)
     with state.main_process_first():
         pass
     indices = gather_object([state.process_index])
     state.wait_for_everyone()
     torch.distributed.destroy_process_group()
-    return [AcceleratorState().num_processes, indices, sum(count for _, count in one.seen["train"])]
+    return [AcceleratorState().num_processes, indices, sum(count for _, count in training.seen["train"])]
 
 
 def test_a_script_may_ask_accelerate_for_its_state_before_the_trainer(tmp_path: Path) -> None:
@@ -312,17 +311,23 @@ class DividedMeans(Means):
         return super().compute_loss(*given, **more) / self.current_gradient_accumulation_steps
 
 
-def mean_losses(folder: str, cls: type[Trainer]) -> list[Any]:
-    given: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0}
-    given |= {"per_device_train_batch_size": 2, "global_batch_size": 8, "num_train_epochs": 1}
-    one = trainer(folder, ROWS, cls=cls, **given)
-    one.train()
-    return [[entry["loss"], entry["grad_norm"]] for entry in one.state.log_history if "loss" in entry]
+def mean_losses(folder: str) -> list[Any]:
+    """Losses and norms of both steps, for each of the classes."""
+    settings: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "learning_rate": 0.0}
+    settings |= {"per_device_train_batch_size": 2, "global_batch_size": 8, "num_train_epochs": 1, "max_grad_norm": 0}
+    ends = []
+    for cls in (Means, DividedMeans):
+        training = trainer(folder, ROWS, cls=cls, **settings)
+        training.train()
+        logs = [entry for entry in training.state.log_history if "loss" in entry]
+        ends.append([[entry["loss"], entry["grad_norm"]] for entry in logs])
+    return ends
 
 
-@pytest.mark.parametrize("cls", [Means, DividedMeans])
-def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path, cls: type[Trainer]) -> None:
-    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"), cls)
-    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"), cls)
-    assert zero == one and len(zero) == 2 and alone[0] == alone[1]
-    assert zero == [pytest.approx(pair, rel=1e-5) for pair in alone]
+def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path) -> None:
+    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"))
+    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"))
+    assert zero == one
+    for steps, expected in zip(zero, alone, strict=True):
+        assert len(steps) == 2 and expected[0] == expected[1]
+        assert steps == [pytest.approx(pair, rel=1e-5) for pair in expected]

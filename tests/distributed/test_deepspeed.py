@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -58,8 +59,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 2, offloaded": {"deepspeed": zero(2, offload_optimizer=CPU)},
     "stage 3, offloaded": {"deepspeed": zero(3, offload_optimizer=CPU, offload_param=CPU)},
 }
-HALVES: dict[str, dict[str, Any]] = {
-    f"stage {stage}, bf16": {"deepspeed": zero(stage), "bf16": True} for stage in (1, 2, 3)
+#: Every stage, in fp32 and bf16, offloaded or not.
+RESUMED: dict[str, dict[str, Any]] = {
+    **{way: WAYS[way] for way in ("stage 1", "stage 2, offloaded", "stage 3", "stage 3, offloaded")},
+    **{f"stage {stage}, bf16": {"deepspeed": zero(stage), "bf16": True} for stage in (1, 2, 3)},
 }
 
 
@@ -176,7 +179,7 @@ def awkward(folder: str, *, stop: int | None = None, resume: bool = False, **set
 
 def stops_and_goes_on(folder: str) -> dict[str, Any]:
     ends: dict[str, Any] = {}
-    for name, settings in {**WAYS, **HALVES}.items():
+    for name, settings in RESUMED.items():
         whole = awkward(f"{folder}/{name}/whole", **settings)
         awkward(f"{folder}/{name}/cut", stop=3, **settings)
         ends[name] = whole, awkward(f"{folder}/{name}/cut", resume=True, **settings)
@@ -472,6 +475,36 @@ def test_members_tell_what_trains(tmp_path: Path) -> None:
     run_distributed(members, 2, str(tmp_path))
 
 
+def plainly(folder: str) -> tuple[list[float], str]:
+    """In a process that no launcher started: the losses without DeepSpeed and in stages 0, 2 and 3; what is logged."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    Path(folder).mkdir(exist_ok=True)
+    logging.basicConfig(level=logging.WARNING, filename=f"{folder}/log", force=True)
+
+    def train(name: str, **settings: Any) -> Trainer:
+        training = trainer(f"{folder}/{name}", ROWS[:16], max_steps=2, optim="adamw_torch_fused", **LOGGED, **settings)
+        training.train()
+        return training
+
+    configs = ({"zero_optimization": {"stage": stage}} for stage in (2, 3))
+    trainings = [
+        train("alone"),
+        train("0", deepspeed={"gradient_clipping": 1.0, "steps_per_print": 9}),
+        *(train(f"zero-{number}", deepspeed=config) for number, config in enumerate(configs)),
+    ]
+    warmup = {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 2}
+    scheduled = train("schedule", deepspeed={"scheduler": {"type": "WarmupLR", "params": warmup}})
+    assert type(scheduled.lr_scheduler).__module__ == "deepspeed.runtime.lr_schedules"
+    return [sum(losses(training)) for training in trainings], Path(folder, "log").read_text()
+
+
+def test_plain_python_trains_with_every_stage_and_stage_0_is_training_without_it(tmp_path: Path) -> None:
+    [(sums, said)] = run_distributed(plainly, 1, str(tmp_path))
+    assert sums == pytest.approx([sums[0]] * 4, rel=1e-6)
+    assert "these parts have no effect: steps_per_print." in said
+
+
 # ----------------------------------------------------------------------------------------- in interpreters of their own
 def test_the_examples_spec_asks_for_stage_two() -> None:
     """Run by hand: accuracy 0.98 on the test split after 5 epochs on two processes of the CPU."""
@@ -480,21 +513,6 @@ def test_the_examples_spec_asks_for_stage_two() -> None:
     assert (adopted.stage, args.max_grad_norm, adopted.zero["reduce_bucket_size"]) == (2, 1.0, 1e6)
 
 
-PLAIN = """
-import logging, sys
-logging.basicConfig(level=logging.WARNING)
-from tests.support.toys import classification_rows
-from tests.support.training import trainer
-rows, given = classification_rows(16), {"max_steps": 2, "optim": "adamw_torch_fused"}
-losses = [trainer(f"{sys.argv[1]}/alone", rows, **given).train().training_loss]
-for stage in (0, 2, 3):
-    config = {"zero_optimization": {"stage": stage}} if stage else {"gradient_clipping": 1.0, "steps_per_print": 9}
-    losses.append(trainer(f"{sys.argv[1]}/{stage}", rows, deepspeed=config, **given).train().training_loss)
-scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 2}}
-one = trainer(f"{sys.argv[1]}/schedule", rows, deepspeed={"scheduler": scheduler}, **given)
-one.train()
-print("LOSSES", *losses, type(one.lr_scheduler).__module__)
-"""
 KEYS = """
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as model
 print('KEYS', *(field.alias or name for name, field in model.model_fields.items()))
@@ -521,14 +539,6 @@ def line(done: subprocess.CompletedProcess[str], start: str) -> list[str]:
     """The words of the line that begins so."""
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith(start)).split()[1:]
-
-
-def test_plain_python_trains_with_every_stage_and_stage_0_is_training_without_it(tmp_path: Path) -> None:
-    done = run(PLAIN, str(tmp_path))
-    *numbers, schedule = line(done, "LOSSES")
-    assert [float(loss) for loss in numbers] == pytest.approx([float(numbers[0])] * 4, rel=1e-6)
-    assert schedule == "deepspeed.runtime.lr_schedules"
-    assert "these parts have no effect: steps_per_print." in done.stderr
 
 
 def test_every_key_of_the_installed_version_is_decided_on() -> None:

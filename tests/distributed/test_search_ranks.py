@@ -140,25 +140,20 @@ def raising(_: Any) -> Any:
     raise RuntimeError("mine")
 
 
-def misspelt(trial: Any) -> dict[str, Any]:
-    return {"learning_rte": 0.1}
-
-
 MINE: Any = (RuntimeError, CodeError)
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "a space that raises": ({"hp_space": raising}, MINE, "mine"),
-    "an unknown name": ({"hp_space": misspelt}, ConfigError, r"hp_space.learning_rte"),
-    "an objective that raises": ({"compute_objective": raising}, MINE, "mine"),
-    "errors to catch": ({"catch": (ValueError,)}, ConfigError, "catch: An error of one process cannot be caught"),
-}
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"hp_space": raising}, MINE, "mine"),
+    ({"hp_space": lambda trial: {"learning_rte": 0.1}}, ConfigError, r"hp_space.learning_rte"),
+    ({"compute_objective": raising}, MINE, "mine"),
+    ({"catch": (ValueError,)}, ConfigError, "catch: An error of one process cannot be caught"),
+]
 
 
-def refused(folder: str, name: str) -> None:
-    settings, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
-        searched(folder, **settings)
+def refused(folder: str) -> None:
+    for number, (settings, error, text) in enumerate(REFUSED):
+        with pytest.raises(error, match=text):
+            searched(f"{folder}/{number}", **settings)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_error_ends_the_search_on_every_process(name: str, tmp_path: Path) -> None:
-    run_distributed(refused, 2, str(tmp_path), name)
+def test_an_error_ends_the_search_on_every_process(tmp_path: Path) -> None:
+    run_distributed(refused, 2, str(tmp_path))

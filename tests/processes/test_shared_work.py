@@ -39,25 +39,6 @@ def compute_metrics(p):
     return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 """
 SUMS = tiny.RECIPE.replace(PLAIN, SUMS_ONLY)
-STATES = tiny.RECIPE.replace(
-    PLAIN,
-    """
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-
-compute_metrics = MetricCollection(
-    {"accuracy": MulticlassAccuracy(num_classes=2, average="micro"), "f1": MulticlassF1Score(num_classes=2)}
-)
-""",
-)
-ALL_ROWS = tiny.RECIPE.replace(
-    PLAIN,
-    """
-from torchmetrics.classification import MulticlassAUROC
-
-compute_metrics = MulticlassAUROC(num_classes=2)
-""",
-)
 ONE = LaunchConfig(kind="process", processes=1, threads=1)
 
 
@@ -158,24 +139,6 @@ def test_sums_that_cannot_be_added_are_refused(
             on_line=print,
             on_event=lambda event: None,
         )
-
-
-def test_metrics_of_torchmetrics_merge_by_their_states_unless_they_keep_all_rows(
-    tmp_path: Path, trained: tuple[Path, PreparedData]
-) -> None:
-    alone = run(asked(tmp_path, trained, STATES))
-    assert {"loss", "accuracy", "f1"} == set(alone["test"])
-    for folder in ("sums", "records"):
-        shutil.rmtree(tmp_path / "out" / folder)
-    assert run(asked(tmp_path, trained, STATES), 3) == alone
-    whole = run(asked(tmp_path / "whole", trained, tiny.RECIPE))
-    for split in ("test", "train"):  # counts are exact; torchmetrics divides them in 32 bits
-        assert alone[split]["accuracy"] == pytest.approx(whole[split]["accuracy"], rel=1e-6)
-    kept = asked(tmp_path / "kept", trained, ALL_ROWS)
-    answer = launch(replace(kept, step="ranges"), ONE, env={}, on_line=print, on_event=lambda event: None)
-    assert "MulticlassAUROC keeps all rows" in answer.needs_all_rows
-    assert not list((tmp_path / "kept" / "out").glob("sums/*"))
-    assert 0.5 < run(kept)["test"]["MulticlassAUROC"] <= 1
 
 
 # ---------------------------------------------------------------------------------------------- the sources of a recipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -67,7 +68,7 @@ class Owner:
         self.process = psutil.Popen(
             [*prefix, sys.executable, str(Path(__file__).resolve()), str(folder)],
             cwd=ROOT,
-            env={**_environment(), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
         )
         self._seen: set[psutil.Process] = set()
@@ -142,12 +143,6 @@ def _alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _main(folder: Path) -> None:

@@ -1,20 +1,90 @@
-"""`trainer.accelerator` in fresh interpreters: imports, accelerate's own state, compiled models."""
+"""In fresh interpreters: what an import, a check or a call does not import, accelerate's state, calls of a step."""
 
 from __future__ import annotations
 
+import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.interpreter import run_python
+import trainer_lib
+from benchmarks.step_overhead import MOST_CALLS
+from tests.support.repository import ROOT
+from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 
-accelerate: Any = pytest.importorskip("accelerate")
-
 ROWS = classification_rows(12)
+#: What lives on a floor that imports torch; everything else must come without it.
+WITH_TORCH = {
+    *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator"),
+    *(name for name in trainer_lib.__all__ if "DataCollator" in name),
+    *("LoadedModel", "Seq2SeqTrainer", "TFTrainer", "load_model"),
+    *("default_compute_objective", "default_hp_space_optuna", "default_hp_space_ray"),
+}
+
+
+def run_python(code: str) -> str:
+    """Run code in a new interpreter; its output."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_needs_no_torch_comes_without_it_and_the_trainer_without_what_few_trainings_need() -> None:
+    few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna', 'keras')"
+    names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
+    code = (
+        f"import sys, trainer_lib\nfor name in {names}: getattr(trainer_lib, name)\n"
+        "trainer_lib.TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
+        "print({'torch', 'deepspeed'} & set(sys.modules))\n"
+        f"from trainer_lib import TFTrainer, Trainer\nprint([name for name in {few} if name in sys.modules])"
+    )
+    assert run_python(code).splitlines() == ["set()", "[]"]
+
+
+def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_path: Path) -> None:
+    """And the flow's parameters are serialized without fastapi."""
+    code = (
+        "import sys\n"
+        "from flows.spec.spec import load_spec\n"
+        f"spec = {str(project(tmp_path / 'project'))!r}\n"
+        "load_spec(spec)\n"
+        "try:\n"
+        "    load_spec(spec, ['train.args.lerning_rate=1'])\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+        "print(sorted({'prefect', 'mlflow', 'torch', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
+        "from flows.pipeline import pipeline\n"
+        "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
+        "print('fastapi' in sys.modules)"
+    )
+    message, modules, fastapi = run_python(code).splitlines()
+    assert "learning_rate" in message
+    assert (modules, fastapi) == ("[]", "False")
+
+
+def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error() -> None:
+    for name in trainer_lib.__all__:
+        assert getattr(trainer_lib, name).__module__.startswith("trainer_lib."), name
+        assert name in dir(trainer_lib)
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        _ = trainer_lib.Trainr
+    tree = ast.parse(Path(str(trainer_lib.__file__)).read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    # The three lists of names agree.
+    assert imported - {"annotations", "TYPE_CHECKING", "Any"} == set(trainer_lib.__all__) == set(trainer_lib._NAMES)
 
 
 def test_accelerate_is_not_imported_without_need_and_its_state_is_filled_in_or_left(tmp_path: Path) -> None:
@@ -91,3 +161,17 @@ def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tm
     assert {name: getattr(helper, name) for name in facts} == facts
     with pytest.raises(ValueError, match="LOMO"):
         helper.lomo_backward(torch.ones(()), 0.1)  # no such optimizer was prepared
+
+
+# In a process of its own: once any model was compiled, torch wraps the optimizers of a process in calls of its own.
+COUNT = """
+import json
+from benchmarks.step_overhead import by_trainer, count_calls
+print(json.dumps([count_calls(by_trainer, 1) for _ in range(2)]))
+"""
+
+
+def test_a_step_makes_few_calls_and_the_same_number_on_every_run() -> None:
+    first, second = json.loads(run_python(COUNT).splitlines()[-1])
+    assert first["all"] <= MOST_CALLS
+    assert second == first
