@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support import tiny
+from tests.support.checkpoints import checkpoints
 from tests.support.launched import Owner, kept_files, patience_s, request, wait_until
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
-from tests.support.spikes import checkpoints
 from trainer_lib.errors import (
     CodeError,
     DataError,

@@ -50,8 +50,8 @@ def test_every_page_can_be_searched_and_the_reference_is_that_of_the_code(site: 
     assert {"tutorial/", "howto/csv/", "concepts/keys/", "reference/commands/", "reference/trainer_lib/"} <= places
     assert not any(location.startswith("repository/examples") for location in places)
     reference = {path.parent.name: path.read_text(encoding="utf-8") for path in site.glob("reference/*/index.html")}
-    for page, text in REFERENCE.items():
-        assert text in reference[page]
+    for name, text in REFERENCE.items():
+        assert text in reference[name]
     assert "[positional or keyword]" not in reference["trainer_lib"]
 
 
