@@ -119,23 +119,19 @@ def test_replace_subclass_assignment_and_copy_work_as_for_any_dataclass() -> Non
 
 
 def test_assignment_is_checked_again_by_validate() -> None:
-    args = TrainingArguments("out")
-    args.per_device_train_batch_size = 0
-    with pytest.raises(ConfigError, match="per_device_train_batch_size = 0"):
-        args.validate()
-
-
-def test_what_was_filled_in_follows_a_later_assignment() -> None:
+    """And what was filled in follows it."""
     args = TrainingArguments("out", eval_strategy="steps", load_best_model_at_end=True, save_steps=20, logging_steps=10)
     filled = (args.eval_steps, args.metric_for_best_model, args.greater_is_better, args.do_eval)
     assert filled == (10, "loss", False, True)
-    args.metric_for_best_model = "accuracy"
-    args.logging_steps = 5
+    args.metric_for_best_model, args.logging_steps = "accuracy", 5
     args.validate()
     assert (args.eval_steps, args.greater_is_better) == (5, True)
     args.greater_is_better = False
     args.validate()
     assert args.greater_is_better is False
+    args.per_device_train_batch_size = 0
+    with pytest.raises(ConfigError, match="per_device_train_batch_size = 0"):
+        args.validate()
 
 
 def test_both_names_of_gradient_checkpointing_mean_the_same() -> None:

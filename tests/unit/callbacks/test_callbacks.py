@@ -67,14 +67,17 @@ def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
 
 
 def test_switches_are_cleared_when_their_time_has_come() -> None:
-    handler, state = _handler(DefaultFlowCallback), TrainerState()
-    control = TrainerControl(True, True, True, True, True)
+    handler, state, control = (
+        _handler(DefaultFlowCallback),
+        TrainerState(),
+        TrainerControl(True, True, True, True, True),
+    )
     handler.on_train_begin(ARGS, state, control)
     assert not control.should_training_stop
     handler.on_epoch_begin(ARGS, state, control)
     assert not control.should_epoch_stop
     handler.on_step_begin(ARGS, state, control)
-    assert (control.should_save, control.should_evaluate, control.should_log) == (False, False, False)
+    assert control == TrainerControl()
     control = TrainerControl(should_save=True, should_evaluate=True, should_log=True)
     handler.on_log(ARGS, state, control, {})
     handler.on_evaluate(ARGS, state, control, {})
@@ -114,30 +117,22 @@ def test_callbacks_are_added_found_and_removed_by_class_or_instance(caplog: pyte
 
 
 def test_callbacks_changed_between_steps_are_seen() -> None:
-    seen: list[str] = []
+    first, second = Recorder(), Recorder()
+    handler = _handler(first)
 
-    class Named(TrainerCallback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(self.name)
-
-    handler = _handler(Named("a"))
-
-    def step() -> None:
+    def seen() -> tuple[int, int]:
         handler.on_step_end(ARGS, TrainerState(), TrainerControl())
+        return len(first.seen), len(second.seen)
 
-    step()
-    handler.callbacks.append(Named("b"))
-    step()
+    assert seen() == (1, 0)
+    handler.callbacks.append(second)
+    assert seen() == (2, 1)
     del handler.callbacks[0]
-    step()
-    patched: Any = handler.callbacks[0]
-    patched.on_step_end = lambda *args, **kwargs: seen.append("patched")
+    assert seen() == (2, 2)
+    patched: Any = second
+    patched.on_step_end = lambda *args, **kwargs: first.seen.append(("patched", {}))
     handler.on_train_begin(ARGS, TrainerState(), TrainerControl())
-    step()
-    assert seen == ["a", "a", "b", "b", "patched"]
+    assert seen() == (3, 3)
 
 
 # -------------------------------------------------------------------------------------- default flow
@@ -164,6 +159,7 @@ def test_steps_are_due_at_their_intervals() -> None:
 
 BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
 BY_EPOCHS: dict[str, Any] = {"event": "on_epoch_end", "eval_strategy": "epoch"}
+BEST = {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"}
 EVERY: dict[str, Any] = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
 
 
@@ -175,10 +171,7 @@ EVERY: dict[str, Any] = dict.fromkeys(("logging_strategy", "eval_strategy", "sav
         ({"logging_first_step": True, "logging_strategy": "epoch"}, {"log"}),
         ({"step": 100, **BY_STEPS, "save_steps": 7}, {"evaluate", "save", "training_stop"}),
         ({"step": 100, "save_strategy": "no", "logging_strategy": "no"}, {"training_stop"}),
-        (
-            {"step": 100, "save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
-            {"training_stop"},
-        ),
+        ({"step": 100, **BEST}, {"training_stop"}),
         ({"step": 3, **BY_STEPS, "eval_delay": 4}, set()),
         ({"step": 6, **BY_STEPS, "eval_delay": 4}, {"evaluate"}),
         ({"epoch": 1, **BY_EPOCHS, "eval_delay": 2}, set()),
@@ -232,36 +225,28 @@ def test_patience_counts_evaluations_without_improvement(
     assert "no metric eval_bleu" in caplog.text
 
 
-def test_it_does_not_depend_on_when_the_trainer_updates_its_best() -> None:
-    # The Trainer may note the best metric before or after its callbacks see the evaluation.
+def test_a_resumed_run_goes_on_counting_and_knows_the_best_whenever_the_trainer_notes_it() -> None:
+    whole = _watch([1.0, 1.1, 1.2], EarlyStoppingCallback(2))
+    first = EarlyStoppingCallback(2)
+    before = _watch([1.0, 1.1], first)
+    resumed = EarlyStoppingCallback.from_state(json.loads(json.dumps(first.state())))
+    # A callback without a state of its own knows the best that the Trainer has noted.
+    for callback, best, value in ((resumed, 1.0, 1.2), (EarlyStoppingCallback(), 0.5, 0.6)):
+        state, control = TrainerState(global_step=2, best_metric=best), TrainerControl()
+        callback.on_train_begin(WATCHED, state, control)
+        callback.on_evaluate(WATCHED, state, control, metrics={"eval_loss": value})
+        assert [*before, control.should_training_stop] == whole == [False, False, True]
+    # A second run begins without what the first one counted.
+    again = EarlyStoppingCallback()
+    assert _watch([1.0, 2.0], again) == [False, True]
+    assert _watch([3.0], again) == [False]
+    # The Trainer may note the best metric before its callbacks see the evaluation.
     state, control, callback = TrainerState(), TrainerControl(), EarlyStoppingCallback(2)
     callback.on_train_begin(WATCHED, state, control)
     for value in (1.0, 0.9, 0.8, 0.7):
         state.best_metric = value
         callback.on_evaluate(WATCHED, state, control, metrics={"eval_loss": value})
     assert not control.should_training_stop
-
-
-def test_its_state_is_exported_and_a_resumed_run_goes_on_counting() -> None:
-    whole = _watch([1.0, 1.1, 1.2], EarlyStoppingCallback(2))
-    first = EarlyStoppingCallback(2)
-    before = _watch([1.0, 1.1], first)
-    resumed = EarlyStoppingCallback.from_state(json.loads(json.dumps(first.state())))
-    state, control = TrainerState(global_step=2, best_metric=1.0), TrainerControl()
-    resumed.on_train_begin(WATCHED, state, control)
-    resumed.on_evaluate(WATCHED, state, control, metrics={"eval_loss": 1.2})
-    assert [*before, control.should_training_stop] == whole == [False, False, True]
-
-
-def test_a_second_run_starts_anew_and_a_resumed_one_knows_the_best() -> None:
-    callback = EarlyStoppingCallback()
-    assert _watch([1.0, 2.0], callback) == [False, True]
-    assert _watch([3.0], callback) == [False]
-    fresh = EarlyStoppingCallback()
-    control = TrainerControl()
-    fresh.on_train_begin(WATCHED, TrainerState(global_step=5, best_metric=0.5), control)
-    fresh.on_evaluate(WATCHED, TrainerState(global_step=6), control, metrics={"eval_loss": 0.6})
-    assert control.should_training_stop
 
 
 def test_early_stopping_without_a_metric_or_evaluations_is_refused() -> None:
@@ -314,18 +299,12 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
     callback = ProgressCallback()
     _train(callback, TrainerState(global_step=4, max_steps=10))
-    shown = terminal.getvalue()
-    assert "7/10" in shown
-    assert "0/2" in shown  # drawn once: two batches take less than the refresh interval
-    assert callback.training_bar is None
+    assert "7/10" in terminal.getvalue()
+    assert "0/2" in terminal.getvalue()  # drawn once: two batches take less than the refresh interval
+    assert (callback.training_bar, callback.prediction_bar) == (None, None)
+    # A loader without length shows none.
+    callback.on_prediction_step(ARGS, TrainerState(), TrainerControl(), eval_dataloader=itertools.count())
     assert callback.prediction_bar is None
-
-
-def test_other_processes_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = TrainerState(max_steps=10, is_world_process_zero=False, is_local_process_zero=False)
-    _train(ProgressCallback(), quiet)
-    PrinterCallback().on_log(ARGS, quiet, TrainerControl(), logs={"loss": 1.0})
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_printer_prints_the_logs_and_leaves_them_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,10 +312,8 @@ def test_the_printer_prints_the_logs_and_leaves_them_alone(capsys: pytest.Captur
     PrinterCallback().on_log(ARGS, TrainerState(), TrainerControl(), logs=logs)
     assert capsys.readouterr().out == "{'loss': '0.5'}\n"
     assert logs == {"loss": 0.5, "total_flos": 3.0}
-
-
-def test_a_loader_without_length_shows_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    callback = ProgressCallback()
-    callback.on_prediction_step(ARGS, TrainerState(), TrainerControl(), eval_dataloader=itertools.count())
-    assert callback.prediction_bar is None
+    # Other processes show nothing.
+    quiet = TrainerState(max_steps=10, is_world_process_zero=False, is_local_process_zero=False)
+    _train(ProgressCallback(), quiet)
+    PrinterCallback().on_log(ARGS, quiet, TrainerControl(), logs=logs)
+    assert capsys.readouterr() == ("", "")

@@ -71,18 +71,9 @@ def dates(form: str) -> list[str]:
 
 
 FORMS: dict[str, str | None] = {
-    "{y}-{m:02}-{d:02}": None,
-    "{y}/{m}/{d}": None,
-    "{y}-{m:02}-{d:02}T10:00:00+02:00": None,
-    "{d:02}.{m:02}.{y}": None,
-    "{d}.{m}.{y} 17:30": None,
-    "{m}/{d}/{y}": None,
-    "{m}/{d}/{y} 3:15 PM": None,
-    "{d:02}/{m:02}/{y} 08:00:00 +0100": None,
-    "{d} {b} {y}": None,
-    "{b} {d}, {y}": None,
-    "{d:02}-{b}-{y}": None,
-    "{y}{m:02}{d:02}": None,
+    **dict.fromkeys(("{y}-{m:02}-{d:02}", "{y}/{m}/{d}", "{y}-{m:02}-{d:02}T10:00:00+02:00", "{y}{m:02}{d:02}")),
+    **dict.fromkeys(("{d:02}.{m:02}.{y}", "{d}.{m}.{y} 17:30", "{d:02}/{m:02}/{y} 08:00:00 +0100", "{d} {b} {y}")),
+    **dict.fromkeys(("{m}/{d}/{y}", "{m}/{d}/{y} 3:15 PM", "{b} {d}, {y}", "{d:02}-{b}-{y}")),
     "{d:02}{m:02}{y}": "%d%m%Y",
     "{d:02}.{m:02}.{yy}": "%d.%m.%y",
     "week of {d:02}.{m:02}.{y}": "week of %d.%m.%Y",
@@ -161,12 +152,8 @@ IDS = {
     "beyond float64": [str(2**53 + row) for row in range(40)],
     "twenty digits": [f"1844674407370955{1600 + row}" for row in range(40)],
     "leading zeros": [f"{row:04}" for row in range(40)],
-    "a number's forms": [
-        *(f"{row}" for row in range(20)),
-        *(f"{row}.0" for row in range(10)),
-        *map("0{}".format, range(10)),
-    ],
-    "spaces": [f" {row}" for row in range(20)] + [f"{row}" for row in range(20)],
+    "a number's forms": [*map(str, range(20)), *map("{}.0".format, range(10)), *map("0{}".format, range(10))],
+    "spaces": [*map(" {}".format, range(20)), *map(str, range(20))],
     "texts": [f"{1000 + row}-FCKG" for row in range(40)],
 }
 
@@ -178,9 +165,8 @@ def predict(folder: Path, split: str, rows: list[dict[str, Any]]) -> list[dict[s
     splits = {split: writer.write(rows)}
     kept = ArrowSplit({"url": store.url, "files": list(map(asdict, writer.files)), "splits": splits}, split)
     numbers = {"x": [row["x"] for row in rows]}
-    entry = PredictionWriter(store, split, rows=len(rows), rows_per_file=99).write(
-        0, kept.row_ids(0, len(kept)), numbers
-    )
+    predictions = PredictionWriter(store, split, rows=len(rows), rows_per_file=99)
+    entry = predictions.write(0, kept.row_ids(0, len(kept)), numbers)
     found: list[dict[str, Any]] = pq.read_table(folder / entry.path).to_pylist()
     return found
 
@@ -216,14 +202,8 @@ def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, k
 
 # -- hidden files -----------------------------------------------------------------------------------------------------
 HIDDEN = [
-    ".git/objects/a.csv",
-    "cats/.ipynb_checkpoints/0-checkpoint.csv",
-    "cats/._0.csv",
-    "__MACOSX/cats/0.csv",
-    "cats/Thumbs.db/a.csv",
-    "cats/Desktop.ini",
-    "deep/er/.DS_Store",
-    "deep/.cache/er/x.csv",
+    *(".git/objects/a.csv", "cats/.ipynb_checkpoints/0-checkpoint.csv", "cats/._0.csv", "__MACOSX/cats/0.csv"),
+    *("cats/Thumbs.db/a.csv", "cats/Desktop.ini", "deep/er/.DS_Store", "deep/.cache/er/x.csv"),
 ]
 
 
@@ -252,7 +232,7 @@ def test_hidden_files_are_never_data_and_are_counted(tmp_path: Path, scheme: str
 def test_a_hidden_folder_is_not_a_class_of_images(tmp_path: Path) -> None:
     for name in ("cats/0.png", "dogs/0.png", "cats/.ipynb_checkpoints/1.png", ".git/2.png", "__MACOSX/dogs/3.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).touch()
     assert find_images([str(tmp_path)], field="prepare.sources").columns["label"] == ["cats", "dogs"]
 
 
@@ -274,6 +254,7 @@ TEXTS = [{"text": f"a text {row}", "label": "ab"[row % 2]} for row in range(40)]
 PRETTY = json.dumps(TEXTS, indent=2)
 BUYERS = [f"{row};{row}.5;München;{'ja' if row % 2 else 'nein'}" for row in range(40)]
 SEMICOLONS = "\r\n".join(["Größe;Preis;Ort;Käufer", *BUYERS])
+TABS = SEMICOLONS.replace(";", "\t").encode("utf-16")
 NESTED = "\n".join(json.dumps({**row, "meta": {"a": [1]}, "spans": [1]}) for row in TEXTS)
 FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
     ("a.jsonl", NESTED, "text", {}, "without the column 'meta', 'spans'"),
@@ -281,13 +262,7 @@ FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
     ("a.json", "\ufeff" + json.dumps(TEXTS), "text", {}, ""),
     ("a.csv", SEMICOLONS, "tabular", {}, "read with the separator ';'."),
     ("a.csv", SEMICOLONS.encode("latin-1"), "tabular", {}, "with the encoding cp1252 and the separator ';'."),
-    (
-        "a.csv",
-        SEMICOLONS.replace(";", "\t").encode("utf-16"),
-        "tabular",
-        {},
-        "encoding utf-16 and the separator '\\t'.",
-    ),
+    ("a.csv", TABS, "tabular", {}, "encoding utf-16 and the separator '\\t'."),
     ("a.csv", "\ufeff" + SEMICOLONS.replace(";", ","), "tabular", {}, ""),
 ]
 
