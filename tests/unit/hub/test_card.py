@@ -44,22 +44,19 @@ def body_of(text: str) -> str:
     return text.split("---\n", 2)[2]
 
 
-def test_the_hubs_parser_finds_metrics_licence_tags_and_base() -> None:
-    data: Any = ModelCard(render_card(CARD)).data
-    assert (data.license, data.base_model, data.library_name) == ("apache-2.0", "org/base", "trainflow")
-    assert data.tags == ["trainflow", "vision"]
-    results = {(one.dataset_split, one.metric_type): one.metric_value for one in data.eval_results or []}
-    assert results == {("test", "accuracy"): 0.98, ("test", "loss"): 0.07, ("validation", "accuracy"): 0.97}
-    assert {one.dataset_revision for one in data.eval_results or []} == {"d" * 64}
-
-
-def test_the_hubs_validators_take_the_head_and_give_it_back(tmp_path: Path) -> None:
+def test_the_hubs_parser_finds_metrics_licence_tags_and_base(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(render_card(CARD))
     head: Any = metadata_load(tmp_path / "README.md")
     data: Any = ModelCard(render_card(CARD), ignore_metadata_errors=False).data  # raises for a bad index
-    results = model_index_to_eval_results(head["model-index"])
-    assert data.to_dict()["model-index"] == eval_results_to_model_index(*results)
-    splits = {(each.dataset_split, each.unique_identifier) for each in data.eval_results or []}
+    assert data.to_dict()["model-index"] == eval_results_to_model_index(
+        *model_index_to_eval_results(head["model-index"])
+    )
+    assert (data.license, data.base_model, data.library_name) == ("apache-2.0", "org/base", "trainflow")
+    assert data.tags == ["trainflow", "vision"]
+    results = {(one.dataset_split, one.metric_type): one.metric_value for one in data.eval_results}
+    assert results == {("test", "accuracy"): 0.98, ("test", "loss"): 0.07, ("validation", "accuracy"): 0.97}
+    assert {one.dataset_revision for one in data.eval_results} == {"d" * 64}
+    splits = {(one.dataset_split, one.unique_identifier) for one in data.eval_results}
     assert len(splits) == len({split for split, _ in splits}) == 2  # one result of the index for each split
 
 

@@ -35,11 +35,16 @@ def test_a_revision_is_a_committed_folder_with_every_file(tmp_path: Path, target
     assert commit.meta["lineage"] == dict(content.lineage)
 
 
-def test_the_same_content_publishes_nothing_new(tmp_path: Path, target: str) -> None:
-    first = publish(target, digits_content(tmp_path / "a"), message="first")
-    again = publish(target, digits_content(tmp_path / "b"), message="again")
-    assert (again.created, again.url) == (False, first.url)
-    assert len(FolderHub(target).revisions()) == 1
+@pytest.mark.parametrize("store", ["", "memory://test-hub-folder"])
+def test_the_same_content_publishes_nothing_new(tmp_path: Path, store: str, target: str) -> None:
+    to = store or target
+    try:
+        first = publish(to, digits_content(tmp_path / "a"), message="first")
+        again = publish(to, digits_content(tmp_path / "b"), message="again")
+        assert (first.created, again.created, again.url) == (True, False, first.url)
+        assert len(FolderHub(to).revisions()) == 1
+    finally:
+        Store.open(to).delete_tree()
 
 
 def test_history_is_kept_and_going_back_is_a_revision_too(tmp_path: Path, target: str) -> None:
@@ -92,12 +97,16 @@ def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target:
     assert all(not verify_files(revision.store, revision.commit) for revision in FolderHub(target).revisions())
 
 
-def test_a_source_that_changed_is_not_published(tmp_path: Path, target: str) -> None:
+def test_a_source_that_changed_is_not_published_and_an_unknown_kind_of_store_is_refused(
+    tmp_path: Path, target: str
+) -> None:
     content = digits_content(tmp_path / "a")
     (tmp_path / "a" / "model" / "model.safetensors").write_bytes(b"w3ights")
     with pytest.raises(DamagedError, match=r"model\.safetensors differs from what its stage committed"):
         publish(target, content, message="first")
     assert FolderHub(target).revisions() == []
+    with pytest.raises(ConfigError, match=r"publish\.to"):
+        open_hub("nosuch://bucket/hub")
 
 
 def test_foreign_files_in_the_target_are_left_alone(tmp_path: Path, target: str) -> None:
@@ -108,18 +117,3 @@ def test_foreign_files_in_the_target_are_left_alone(tmp_path: Path, target: str)
     assert done.revision.startswith("00008-")
     assert hub.read_bytes("revisions/notes.txt") == b"mine"
     assert hub.exists("revisions/00007-theirs/COMMIT.json")
-
-
-def test_an_object_store_is_as_good(tmp_path: Path) -> None:
-    target = "memory://test-hub-folder"
-    try:
-        content = digits_content(tmp_path)
-        assert publish(target, content, message="first").created
-        assert not publish(target, content, message="again").created
-    finally:
-        Store.open(target).delete_tree()
-
-
-def test_an_unknown_kind_of_store_is_bad_input() -> None:
-    with pytest.raises(ConfigError, match=r"publish\.to"):
-        open_hub("nosuch://bucket/hub")

@@ -20,23 +20,19 @@ def test_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(config=config))
     with pytest.raises(ConfigError, match=r"KERAS_BACKEND = tensorflow: .*import TFTrainer before keras"):
         TFTrainer(torch.nn.Linear(1, 1), TFTrainingArguments(str(tmp_path)), [])
-
-
-def test_a_backend_of_the_environment_is_kept_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "keras", None)  # as if the import of its backend failed
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    choose_torch()
-    assert os.environ["KERAS_BACKEND"] == "jax"
-    with pytest.raises(ConfigError, match="KERAS_BACKEND = jax"):
-        import_keras()
-
-
-def test_without_keras_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "keras", None)
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    with pytest.raises(MissingExtraError, match=r"trainflow\[keras\]"):
-        import_keras()
-
-
-def test_a_model_of_torch_is_not_a_keras_model() -> None:
     assert not is_keras_model(torch.nn.Linear(1, 1))
+
+
+def test_a_backend_of_the_environment_is_kept_and_refused_and_without_keras_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "keras", None)  # as if the import of its backend failed
+    for backend, error, words in (
+        ("jax", ConfigError, "KERAS_BACKEND = jax"),
+        ("torch", MissingExtraError, r"trainflow\[keras\]"),
+    ):
+        monkeypatch.setenv("KERAS_BACKEND", backend)
+        choose_torch()
+        assert os.environ["KERAS_BACKEND"] == backend
+        with pytest.raises(error, match=words):
+            import_keras()

@@ -81,6 +81,12 @@ def known(pairs: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(pairs, model, tmp_path_factory.mktemp("known"))
 
 
+@pytest.fixture(scope="module")
+def of_known(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    rows = "".join(word_orders().splitlines(keepends=True)[:40])
+    return PREFERENCES.prepare(tmp_path_factory.mktemp("of_known"), rows, config={}, folder=known)
+
+
 # -- packed training --------------------------------------------------------------------------------------------------
 def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencies(
     packed: Prepared, tmp_path: Path
@@ -261,7 +267,7 @@ def test_models_that_do_not_fit_are_refused(packed: Prepared, base: Path, tmp_pa
 
 
 # -- preferences ------------------------------------------------------------------------------------------------------
-def by_hand(model: Any, data: Any, tokenizer: Any, row: dict[str, Any], name: str) -> torch.Tensor:
+def by_hand(model: Any, tokenizer: Any, row: dict[str, Any], name: str) -> torch.Tensor:
     """The logarithm of an answer's probability, token after token in float64, without batches or padding."""
     prompt = tokenizer(row["prompt"])["input_ids"]
     answer = [*tokenizer(row[name])["input_ids"], tokenizer.eos_token_id]
@@ -275,12 +281,12 @@ def by_hand(model: Any, data: Any, tokenizer: Any, row: dict[str, Any], name: st
 
 
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
-def test_loss_and_gradients_are_those_of_the_formula(known: Path, tmp_path: Path, loss: str, smoothing: float) -> None:
+def test_loss_and_gradients_are_those_of_the_formula(
+    of_known: Prepared, known: Path, tmp_path: Path, loss: str, smoothing: float
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    content = word_orders().splitlines(keepends=True)[:40]
-    made = PREFERENCES.prepare(tmp_path, "".join(content), vocabulary=4000, config={}, folder=known)
-    recipe, splits, data = made
+    recipe, splits, data = of_known
     chosen = {"folder": known, "beta": 0.3, "loss": loss, "label_smoothing": smoothing}
     model: Any = recipe.build_model(chosen, data)
     torch.manual_seed(2)
@@ -288,7 +294,7 @@ def test_loss_and_gradients_are_those_of_the_formula(known: Path, tmp_path: Path
         each.data += 0.02 * torch.randn_like(each)
     rows = splits["train"][:5]
     trainer = trainer_of(recipe, data, model, tmp_path, rows, 1, **TWICE)
-    found: Any = trainer.compute_loss(model, collate_of(made)(rows))
+    found: Any = trainer.compute_loss(model, collate_of(of_known)(rows))
     found.backward()
     other: Any = AutoModelForCausalLM.from_pretrained(known)
     other.load_state_dict(model.state_dict())
@@ -297,9 +303,9 @@ def test_loss_and_gradients_are_those_of_the_formula(known: Path, tmp_path: Path
     wanted: Any = torch.zeros((), dtype=torch.float64)
     for row in rows:
         with torch.no_grad():
-            before = [by_hand(reference, data, tokenizer, row, name) for name in ("chosen", "rejected")]
+            before = [by_hand(reference, tokenizer, row, name) for name in ("chosen", "rejected")]
         assert [row["reference_chosen"], row["reference_rejected"]] == pytest.approx(list(map(float, before)), rel=1e-5)
-        own = [by_hand(other, data, tokenizer, row, name) for name in ("chosen", "rejected")]
+        own = [by_hand(other, tokenizer, row, name) for name in ("chosen", "rejected")]
         margin = (own[0] - before[0]) - (own[1] - before[1])
         if loss == "ipo":
             wanted = wanted + (margin - 1 / 0.6) ** 2
@@ -347,8 +353,8 @@ def test_a_model_at_random_learns_an_order_of_words_and_says_so_of_new_rows(pair
     assert made[0] == alone[0] != ""
 
 
-def test_adapters_leave_the_reference_as_it_is(known: Path, tmp_path: Path) -> None:
-    recipe, splits, data = PREFERENCES.prepare(tmp_path, GOOD, folder=known, config={})
+def test_adapters_leave_the_reference_as_it_is(of_known: Prepared, known: Path, tmp_path: Path) -> None:
+    recipe, splits, data = of_known
     model: Any = recipe.build_model({"folder": known, "lora": {"r": 4}}, data)
     assert all("lora" in name for name, each in model.named_parameters() if each.requires_grad)
     trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 5, **TWICE)
@@ -374,16 +380,16 @@ def test_a_run_that_goes_on_ends_like_one_that_was_not_stopped(pairs: Prepared, 
 
 
 def test_another_model_than_the_reference_is_refused_before_the_first_step(
-    pairs: Prepared, known: Path, tmp_path: Path
+    pairs: Prepared, of_known: Prepared, known: Path, tmp_path: Path
 ) -> None:
-    of_folder = recipe, splits, data = PREFERENCES.prepare(tmp_path, GOOD, folder=known, config={})
+    recipe, splits, data = of_known
     for made, options, words in (
-        (of_folder, {}, "in prepare that is from a folder … Name one model in train.model and in prepare.options."),
+        (of_known, {}, "in prepare that is from a folder … Name one model in train.model and in prepare.options."),
         (pairs, {"pretrained": "gpt2"}, "in prepare that is one at random"),
         (pairs, {"config": TINY}, "belongs to prepare … Move it to prepare.options.config."),
-        (of_folder, {"folder": known, "beta": 0.0}, "train.model.beta"),
-        (of_folder, {"folder": known, "label_smoothing": 0.5}, "train.model.label_smoothing"),
-        (of_folder, {"folder": known, "loss": "dpo"}, "train.model.loss"),
+        (of_known, {"folder": known, "beta": 0.0}, "train.model.beta"),
+        (of_known, {"folder": known, "label_smoothing": 0.5}, "train.model.label_smoothing"),
+        (of_known, {"folder": known, "loss": "dpo"}, "train.model.loss"),
         (pairs, {"lora": {"r": 4}}, "has been trained"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -10,7 +10,7 @@ import pytest
 from flows.spec.spec import load_spec, parse_spec
 from tasks.stage import closure, project_files, stage_code
 from tasks.stage.import_effects import ImportEffects
-from tasks.stage.reach import Reach
+from tasks.stage.reach import Code, Reach
 from tasks.stage.resolver import Resolver
 from trainer_lib import recipe_names
 from trainer_lib.errors import ConfigError
@@ -28,8 +28,7 @@ def spec(folder: Path, recipe: str) -> Path:
     return path
 
 
-def reach(recipe: str | Path, folder: Path) -> dict[str, Reach]:
-    code = Resolver().code(recipe, None, folder)
+def reach(code: Code) -> dict[str, Reach]:
     return {
         "prepare": code.reach(stage_code.PREPARE),
         "train": stage_code.reach_of_train(code, evaluations_choose=False),
@@ -56,7 +55,7 @@ def test_a_spec_names_a_recipe_nothing_of_which_runs_at_import(tmp_path: Path, n
     assert acting == [], "it would count for every stage"
     assert len(code.program.modules) > 3, "keys follow into what recipes share"
     assert all(file.startswith("(trainflow)/") for file in code.program.modules)
-    assert all(each.everything is None for each in reach(recipe_file(name), tmp_path).values())
+    assert all(each.everything is None for each in reach(code).values())
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_a_file_of_that_form_is_a_file(tmp_path: Path) -> None:
@@ -88,13 +87,14 @@ def test_a_function_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert recipe.build_model({}, None) == "mine"  # type: ignore[arg-type]
     assert recipe.collate is not None
     assert recipe.compute_metrics is not None
-    found = reach(tmp_path / "mine.py", tmp_path)
+    found = reach(Resolver().code(tmp_path / "mine.py", None, tmp_path))
     assert "mine.py:build_model" in found["train"].digests
     assert "(trainflow)/tabular_classification.py:collate" in found["train"].digests
     assert not any("Classifier" in label for label in found["train"].digests), "the network is not used any more"
     assert not any(label.endswith(":prepare") for label in found["train"].digests)
     whole = {label: digest for label, digest in found["prepare"].digests.items() if "import *" not in label}
-    assert whole == reach(recipe_file("tabular-classification"), tmp_path)["prepare"].digests
+    of_ours = reach(Resolver().code(recipe_file("tabular-classification"), None, tmp_path))
+    assert whole == of_ours["prepare"].digests
 
 
 def _copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -108,7 +108,7 @@ def _copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _digests(recipe: Path, project: Path) -> dict[str, dict[str, str]]:
-    return {stage: dict(each.digests) for stage, each in reach(recipe, project).items()}
+    return {stage: dict(each.digests) for stage, each in reach(Resolver().code(recipe, None, project)).items()}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sqlite3
 import statistics
 from collections.abc import Callable, Iterator
@@ -183,6 +184,23 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
     assert of.best() == [0, 1]
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a sweep of one axis with two trials that have ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    first = Ledger.open(folder, replace(DESIGN, axes=(RATE,)))
+    for value in (0.5, 1e-300):
+        claim = first.claim()
+        assert claim is not None
+        claim.report(10, 0.7)
+        claim.note(seconds=1.5)
+        claim.complete([value])
+        claim.release()
+    assert (first.best(), len(first.trials())) == ([1], 2)
+    first.close()
+    return folder / DATABASE
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -194,21 +212,12 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
     ],
 )
 def test_a_trial_whose_values_were_changed_after_its_end_is_named_and_decides_nothing(
-    opened: Opened, tmp_path: Path, change: str
+    opened: Opened, ended: Path, tmp_path: Path, change: str
 ) -> None:
-    design = Design((RATE,), ("minimize",), trials=3)
-    first = ledger(opened, tmp_path, design)
-    for value in (0.5, 1e-300):
-        claim = opened.claim(first)
-        claim.report(10, 0.7)
-        claim.note(seconds=1.5)
-        claim.complete([value])
-        claim.release()
-    again = ledger(opened, tmp_path, design)
-    assert (again.best(), len(again.trials())) == ([1], 2)
+    shutil.copy(ended, tmp_path)
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
         assert database.execute(f"{change}{' AND' if 'WHERE' in change else ' WHERE'} trial_id = 2").rowcount == 1
-    last = ledger(opened, tmp_path, design)
+    last = ledger(opened, tmp_path, replace(DESIGN, axes=(RATE,)))
     for decide in (last.best, last.trials, last.claim):
         with pytest.raises(DamagedError, match="values of trial 1 were changed"):
             decide()
