@@ -32,7 +32,7 @@ CONTEXT = "  Ada wrote the first program. Bob read it in 1843, twice."
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    lines = "".join(character_names().splitlines(keepends=True)[:400])
+    lines = "".join(character_names().splitlines(keepends=True)[:240])
     options: dict[str, Any] = {"vocabulary": 400, "target_length": 24, "split": {"test": 0.1, "validation": 0}}
     return SEQUENCES.prepare(tmp_path_factory.mktemp("names"), lines, **options)
 
