@@ -174,8 +174,28 @@ def place(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
 def _tests(mutant: Mutant) -> list[str]:
     """Return what is run, in turn: the test that noticed it, its room's tests, those of every change, the slow ones."""
     room = [name for name in (f"tests/unit/{part}" for part in ROOMS[mutant.room][2].split()) if (ROOT / name).exists()]
-    known = [mutant.killed_by] if mutant.killed_by and (ROOT / mutant.killed_by.split("::")[0]).exists() else []
-    return [*known, " ".join(room), "tests/unit", "-m not*slow*and*not*nightly tests", "-m slow tests"]
+    return [
+        *_known(mutant.killed_by),
+        " ".join(room),
+        "tests/unit",
+        "-m not*slow*and*not*nightly tests",
+        "-m slow tests",
+    ]
+
+
+def _known(test: str | None) -> list[str]:
+    """Return the test that noticed a fault; where its file or cases have another name now, the whole function."""
+    if test is None:
+        return []
+    file, _, name = test.partition("::")
+    function = name.partition("[")[0]
+    text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+    if f"def {function}(" in text:
+        return [test, f"{file}::{function}"]
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if f"def {function}(" in path.read_text(encoding="utf-8"):
+            return [f"{relative(path)}::{function}"]
+    return []
 
 
 def _end_what_is_left() -> None:
@@ -201,7 +221,8 @@ def _first_failure(tree: Path, tests: str) -> str | None:
         process.kill()
         _end_what_is_left()
     failed = [line.split(" ")[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0] if failed else None if process.returncode in (0, 5) else tests.split(" ")[-1]
+    # 4: there is no such test; 5: none was collected.
+    return failed[0] if failed else None if process.returncode in (0, 4, 5) else tests.split(" ")[-1]
 
 
 def kill(mutant: Mutant, tree: Path, depth: int) -> str | None:
