@@ -122,30 +122,6 @@ def test_two_processes_predict_what_one_does(tmp_path: Path, kind: str) -> None:
         assert rank["measured"] == pytest.approx(alone["measured"], rel=1e-6)
 
 
-def generating(folder: str) -> tuple[int, int, float]:
-    """An evaluation in a training generates."""
-    settings: dict[str, Any] = {"eval_strategy": "epoch", "num_train_epochs": 1}
-    training = seq2seq_trainer(
-        folder,
-        t5(),
-        train_dataset=PAIRS,
-        eval_dataset=PAIRS[:5],
-        global_batch_size=4,
-        per_device_train_batch_size=1,
-        compute_metrics=lambda p: {"width": p.predictions.shape[1], "samples": len(p.predictions)},
-        **settings,
-    )
-    training.train()
-    entry = next(entry for entry in training.state.log_history if "eval_width" in entry)
-    return entry["eval_width"], entry["eval_samples"], entry["eval_loss"]
-
-
-def test_evaluations_in_a_training_of_two_processes_generate(tmp_path: Path) -> None:
-    alone = generating(str(tmp_path / "one"))
-    for rank in run_distributed(generating, 2, str(tmp_path / "two")):
-        assert rank == (8, 5, pytest.approx(alone[2], rel=1e-4))
-
-
 # ----------------------------------------------------------------------------------------------- divided over processes
 RAGGED = lm_rows(11)
 RUN: dict[str, Any] = {

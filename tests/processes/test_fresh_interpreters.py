@@ -104,20 +104,6 @@ def test_accelerate_is_not_imported_without_need_and_its_state_is_filled_in_or_l
     )
 
 
-def test_unwrap_model_goes_through_the_wrapper_of_the_compiler(tmp_path: Path) -> None:
-    # The compiler would change what every later step of this process calls.
-    run_python(
-        "import torch, peft; from torch import nn; from tests.support.training import trainer\n"
-        "compiled = lambda model: torch.compile(model, backend='eager')\n"
-        f"one = trainer({str(tmp_path)!r}, None)\n"
-        "unwrap_model, model = one.accelerator.unwrap_model, compiled(one.model)\n"
-        "assert unwrap_model(model) is unwrap_model(nn.DataParallel(model)) is one.model\n"
-        "assert unwrap_model(model, keep_torch_compile=True) is model\n"
-        "adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=['0']))\n"
-        "assert unwrap_model(compiled(adapted)) is unwrap_model(adapted) is adapted\n"
-    )
-
-
 PLAIN = """
 import accelerate, accelerate.state as states
 print(*sorted(vars(accelerate.Accelerator(cpu=True))))
