@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.tiny_models import bert, llama, lm_rows
-from tests.support.training import trainer
-from trainer_lib import TrainerCallback
+from tests.support.training import Note, trainer
 from trainer_lib.errors import ConfigError
 
 ROWS = lm_rows(16)
@@ -94,26 +93,19 @@ def test_adapters_are_not_put_on_another_base(tmp_path: Path) -> None:
 
 
 def test_the_best_adapter_is_put_back_at_the_end(tmp_path: Path) -> None:
-    at: dict[int, dict[str, torch.Tensor]] = {}
+    def spoil(state: Any, model: nn.Module, **_: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if state.global_step == 2 and "lora_" in name:
+                parameter.data.add_(3.0)
 
-    class Spoiling(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            at[state.global_step] = adapters(model)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                with torch.no_grad():
-                    for name, parameter in model.named_parameters():
-                        if "lora_" in name:
-                            parameter.add_(3.0)
-
+    measured = Note("on_evaluate", lambda state, model, **_: adapters(model))
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     given |= {"load_best_model_at_end": True, "max_steps": 3, "eval_dataset": ROWS}
     model = lora()
-    one = trainer(tmp_path, ROWS, model=model, callbacks=[Spoiling()], **given)
+    one = trainer(tmp_path, ROWS, model=model, callbacks=[measured, Note("on_step_begin", spoil)], **given)
     one.train()
     assert one.state.best_global_step == 2
-    assert_same(adapters(model), at[2])
+    assert_same(adapters(model), measured.kept[1])
 
 
 def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(tmp_path: Path) -> None:
@@ -153,11 +145,9 @@ def test_gradient_checkpointing_lets_gradients_reach_the_adapters(tmp_path: Path
 
 
 def test_neftune_finds_the_embedding_under_the_adapters(tmp_path: Path) -> None:
-    losses = [
-        trainer(tmp_path, ROWS, model=lora(), max_steps=1, neftune_noise_alpha=alpha).train().training_loss
-        for alpha in (None, 50.0)
-    ]
-    assert losses[0] != losses[1]
+    given: dict[str, Any] = {"model_init": lora, "max_steps": 1}
+    losses = [trainer(tmp_path, ROWS, neftune_noise_alpha=noise, **given).train() for noise in (None, 50.0)]
+    assert losses[0].training_loss != losses[1].training_loss
 
 
 class Quantised(nn.Linear):
@@ -194,18 +184,22 @@ def test_quantised_weights_under_adapters_are_trained_where_they_are(tmp_path: P
     assert moved == []
 
 
-def test_a_model_spread_over_devices_or_offloaded_stays_where_it_is(tmp_path: Path) -> None:
-    spread = llama()
-    spread.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1}
-    one = trainer(tmp_path, ROWS, model=spread)
-    assert (one.is_model_parallel, one.place_model_on_device) == (True, False)
-    offloaded = llama()
-    offloaded.hf_device_map = {"model.layers.0": "cpu", "lm_head": "disk"}
-    one = trainer(tmp_path, ROWS, model=offloaded)
-    assert (one.is_model_parallel, one.place_model_on_device) == (False, False)
-    whole = llama()
-    whole.hf_device_map = {"": "cpu"}
-    assert trainer(tmp_path, ROWS, model=whole).is_model_parallel is False
+@pytest.mark.parametrize(
+    ("devices", "parallel", "placed"),
+    [
+        ({"model.embed_tokens": 0, "model.layers": 1}, True, False),
+        ({"model.layers.0": "cpu", "lm_head": "disk"}, False, False),
+        ({"": "cpu"}, False, None),
+    ],
+)
+def test_a_model_spread_over_devices_or_offloaded_stays_where_it_is(
+    devices: dict[str, Any], parallel: bool, placed: bool | None, tmp_path: Path
+) -> None:
+    model = llama()
+    model.hf_device_map = devices
+    one = trainer(tmp_path, ROWS, model=model)
+    assert one.is_model_parallel is parallel
+    assert placed is None or one.place_model_on_device is placed
 
 
 def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:

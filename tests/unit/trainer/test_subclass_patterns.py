@@ -46,37 +46,6 @@ class ClassWeights(Either):
         return (loss, outputs) if return_outputs else loss
 
 
-class Scaled:
-    """A mixin on no Trainer."""
-
-    scale = 0.5
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-        return (loss[0] * self.scale, loss[1]) if isinstance(loss, tuple) else loss * self.scale
-
-
-@PATTERNS.add
-def mixins_and_several_levels(make: Make) -> Any:
-    class Counting:
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.seen = [*getattr(self, "seen", []), len(args[1]["labels"])]
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
-
-    class Base(make.lib.Trainer):  # type: ignore[name-defined,misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.setdefault("callbacks", [])
-            super().__init__(*args, **kwargs)
-
-    class Middle(Counting, Base):
-        pass
-
-    class Mine(Scaled, Middle):
-        scale = 0.25
-
-    return make(Mine)
-
-
 @PATTERNS.add
 def decorated_with_wraps(make: Make) -> Any:
     def halved(method: Any) -> Any:
@@ -182,18 +151,6 @@ class MixupBeforeTheStep(Either):
 
 
 # ---------------------------------------------------------------------------------------------- optimizers, schedules
-@PATTERNS.of(max_steps=4)
-class RatesByLayer(Either):
-    def create_optimizer(self) -> Any:
-        if self.optimizer is None:
-            rate = self.args.learning_rate
-            parts = (self.model.head, self.model.norm, self.model.body)
-            groups = [
-                {"params": list(part.parameters()), "lr": rate * 0.5**place, "weight_decay": 0.1}
-                for place, part in enumerate(parts)
-            ]
-            self.optimizer = torch.optim.AdamW(groups, lr=rate)
-        return self.optimizer
 
 
 @PATTERNS.of(max_steps=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from functools import partial
@@ -17,12 +18,15 @@ from torch import nn
 from tests.support.gradients import assert_close, gradients
 from tests.support.seq2seq import t5
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
-from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
+from tests.support.toys import Classifier, Stream, TokenModel, classification_rows, token_rows
 from tests.support.training import note_heads, trainer
 from trainer_lib import ModelOutput, Trainer
-from trainer_lib.data.loader import Micro
+from trainer_lib.data.iterable import IterableLoader
+from trainer_lib.data.loader import EvalLoader, Micro, TrainLoader
+from trainer_lib.distributed import DataParallel, SingleProcess
 from trainer_lib.errors import DataError
-from trainer_lib.trainer.weighting import CountedItems, MicroBatches
+from trainer_lib.evaluation.evaluation_loop import iterate_rounds
+from trainer_lib.trainer.weighting import CountedItems, LossScale, MicroBatches, StepWeights
 
 TOKENS = token_rows(24)
 ROWS = [{"x": row["x"].double(), "labels": row["labels"]} for row in classification_rows(24)]
@@ -342,3 +346,65 @@ def test_a_loss_that_needs_no_targets_trains_without_any(tmp_path: Path) -> None
 
     one = trainer(tmp_path, rows_without_targets(24, *range(24)), model=TokenModel(), cls=Unsupervised, **IN_TURN)
     assert "steps_without_targets" not in one.train().metrics
+
+
+# ------------------------------------------------------------------------------- world and data-parallel size
+class Half(SingleProcess):
+    """The last of four processes, two of which pretend to work on the same half of the data: the second."""
+
+    rank = local_rank = 3
+    world_size = local_world_size = 4
+    data_parallel = DataParallel(1, 2)
+
+
+def build(folder: Path, **given: Any) -> Trainer:
+    built = trainer(folder, ROWS, eval_dataset=ROWS, train_sampling_strategy="sequential", **given)
+    built._trainflow.world = dataclasses.replace(built._trainflow.world, comm=Half())
+    return built
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "micro"),
+    [
+        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, 12, 3),
+        ({"per_device_train_batch_size": 6, "accelerator_config": {"split_batches": True}}, 6, 3),
+        ({"per_device_train_batch_size": 3, "global_batch_size": 12}, 12, 3),
+    ],
+)
+def test_the_batch_follows_the_data_parallel_size(
+    given: dict[str, Any], total: int, micro: int, tmp_path: Path
+) -> None:
+    built = build(tmp_path, **given)
+    assert built.get_total_train_batch_size(built.args) == total
+    loader = built.get_train_dataloader()
+    assert isinstance(loader, TrainLoader)
+    assert (loader.plan.global_batch, loader.plan.micro_batch) == (total, micro)
+    # Each round of two shares, of which this process takes the second.
+    assert [loader.plan.share(0, step) for step in range(total // (2 * micro))] == [
+        (first + micro, first + 2 * micro) for first in range(0, total, 2 * micro)
+    ]
+
+
+def test_evaluation_takes_this_share_of_any_loader(tmp_path: Path) -> None:
+    built = build(tmp_path, per_device_eval_batch_size=4)
+    loader = built.get_eval_dataloader()
+    assert isinstance(loader, EvalLoader)
+    assert loader.slices == [(4, 8), (12, 16), (20, 24)]
+    dealt = list(iterate_rounds(["a", "b", "c"], built._trainflow.comm))
+    assert [(micro.batch, micro.real) for micro in dealt] == [("b", True), ("c", False)]
+
+
+def test_a_stream_is_cut_into_shares(tmp_path: Path) -> None:
+    built = build(tmp_path, per_device_train_batch_size=2, max_steps=2)
+    built.train_dataset = Stream(ROWS)  # type: ignore[assignment]
+    loader = built.get_train_dataloader()
+    assert isinstance(loader, IterableLoader)
+    assert loader.global_batch == 4
+    assert [len(batch["labels"]) for batch in loader] == [2] * 6  # 12 of the 24 rows
+
+
+def test_a_loss_is_weighted_by_the_data_parallel_size() -> None:
+    weights = StepWeights(data_parallel_size=2, over_ranks=True)
+    weights.items, weights.num_items = [3], 12
+    assert weights.weight(LossScale.MEAN) == pytest.approx(2 * 3 / 12)
+    assert weights.weight(LossScale.SHARE) == 2.0
