@@ -60,7 +60,7 @@ def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_tol
         _case(classifier, rows, per_device_train_batch_size=4),
         _case(classifier, rows, gradient_accumulation_steps=2),
     )
-    losses = []
+    losses: list[list[float]] = []
     for lib, case in ((trainer_lib, whole), (trainer_lib, parts), (transformers, parts)):
         one = case.pattern(Make(lib, tmp_path / str(len(losses))))
         one.train()

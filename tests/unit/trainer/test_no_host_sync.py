@@ -53,8 +53,8 @@ def waits(folder: Path, name: str, base: type[Trainer] = Trainer, **given: Any) 
     """The waiting calls of `STEPS` quiet steps."""
     counter, counted = CountingSyncs(), Counter[str]()
     # From the first step's begin to the last step's end.
-    begin = Note("on_step_begin", lambda state, **_: state.global_step or counter.calls.clear())
-    end = Note("on_step_end", lambda state, **_: state.global_step < STEPS or counted.update(counter.calls))
+    begin = Note("on_step_begin", lambda state, **_: counter.calls.clear() if state.global_step == 0 else None)
+    end = Note("on_step_end", lambda state, **_: counted.update(counter.calls) if state.global_step == STEPS else None)
     model, rows = MODELS[name]
     one = trainer(folder, rows(), model=model(), cls=base, callbacks=[begin, end], max_steps=STEPS, **given)
     with counter:

@@ -106,7 +106,7 @@ class Generating(Copier):
 
     def __init__(self, generate: Any) -> None:
         super().__init__()
-        self.generate = generate
+        self.generate = generate  # type: ignore[method-assign]
 
 
 def test_a_generate_of_another_signature_is_served_or_refused(tmp_path: Path) -> None:

@@ -396,7 +396,7 @@ def test_evaluation_takes_this_share_of_any_loader(tmp_path: Path) -> None:
 
 def test_a_stream_is_cut_into_shares(tmp_path: Path) -> None:
     built = build(tmp_path, per_device_train_batch_size=2, max_steps=2)
-    built.train_dataset = Stream(ROWS)  # type: ignore[assignment]
+    built.train_dataset = Stream(ROWS)
     loader = built.get_train_dataloader()
     assert isinstance(loader, IterableLoader)
     assert loader.global_batch == 4
