@@ -6,6 +6,7 @@ when the Trainer does not take it.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import inspect
@@ -47,86 +48,57 @@ from trainer_lib.trackers.vendors import OURS, VENDORS
 SECTIONS = compatibility.expected()
 TOKENS = token_rows(8)
 BEST: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-WORKERS = {"dataloader_num_workers": 1}
+RECOMPUTED = ("gradient", "activation")
 
-#: What an argument is tried with, with whatever else it needs; a truth value is turned round, a number raised by one.
+#: What an argument is tried with; a truth value is turned round, a number raised by one.
+ALONE = """
+run_name=first project=birds resume_from_checkpoint=auto data_seed=1 debug=underflow_overflow use_cpu=True
+global_batch_size=6 max_steps=3 learning_rate=0.001 lr_scheduler_type=cosine optim=sgd optim_target_modules=all-linear
+adam_beta1=0.8 adam_beta2=0.99 adam_epsilon=1e-06 label_smoothing_factor=0.1 loss_spike_sigma=6.0
+neftune_noise_alpha=5.0 tf32=False torch_compile_backend=eager torch_compile_mode=reduce-overhead
+torch_empty_cache_steps=2 logging_strategy=epoch include_num_input_tokens_seen=all log_level=error
+log_level_replica=error report_to=jsonl logging_dir=logs eval_strategy=epoch eval_accumulation_steps=2
+save_strategy=epoch save_total_limit=2 hub_model_id=memory://compatibility/hub hub_strategy=end hub_token=t
+hub_revision=v1 dataloader_multiprocessing_context=spawn train_sampling_strategy=sequential length_column_name=size
+ddp_backend=gloo ddp_bucket_cap_mb=4 evaluation_strategy=epoch per_gpu_train_batch_size=4 per_gpu_eval_batch_size=4
+warmup_ratio=0.1 push_to_hub_model_id=it push_to_hub_token=t torchdynamo=eager fp16_backend=apex xpu_backend=gloo
+use_ipex=True half_precision_backend=auto include_inputs_for_metrics=True adafactor=True group_by_length=True
+no_cuda=True use_mps_device=True split_batches=True
+"""
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+#: The same, with whatever else it needs.
 WORKS: dict[str, dict[str, Any]] = {
+    **{name: {name: _value(text)} for name, _, text in (word.partition("=") for word in ALONE.split())},
     "output_dir": {},
-    "run_name": {"run_name": "first"},
-    "project": {"project": "birds"},
-    "resume_from_checkpoint": {"resume_from_checkpoint": "auto"},
-    "data_seed": {"data_seed": 1},
     "full_determinism": {},  # switches torch for the rest of the process; its own test puts that back
-    "debug": {"debug": "underflow_overflow"},
-    "use_cpu": {"use_cpu": True},
-    "global_batch_size": {"global_batch_size": 6},
-    "max_steps": {"max_steps": 3},
-    "learning_rate": {"learning_rate": 1e-3},
-    "lr_scheduler_type": {"lr_scheduler_type": "cosine"},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
-    "optim": {"optim": "sgd"},
     "optim_args": {"optim": "sgd", "optim_args": "momentum=0.9"},
-    "optim_target_modules": {"optim_target_modules": "all-linear"},
-    "adam_beta1": {"adam_beta1": 0.8},
-    "adam_beta2": {"adam_beta2": 0.99},
-    "adam_epsilon": {"adam_epsilon": 1e-6},
-    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
-    "loss_spike_sigma": {"loss_spike_sigma": 6.0},
-    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
-    "tf32": {"tf32": False},
-    "gradient_checkpointing_kwargs": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    "activation_checkpointing_kwargs": {"activation_checkpointing_kwargs": {"use_reentrant": True}},
-    "torch_compile_backend": {"torch_compile_backend": "eager"},
-    "torch_compile_mode": {"torch_compile_mode": "reduce-overhead"},
-    "torch_empty_cache_steps": {"torch_empty_cache_steps": 2},
-    "logging_strategy": {"logging_strategy": "epoch"},
-    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
-    "log_level": {"log_level": "error"},
-    "log_level_replica": {"log_level_replica": "error"},
-    "report_to": {"report_to": "jsonl"},
-    "logging_dir": {"logging_dir": "logs"},
-    "eval_strategy": {"eval_strategy": "epoch"},
+    **{
+        f"{name}_checkpointing_kwargs": {f"{name}_checkpointing_kwargs": {"use_reentrant": True}} for name in RECOMPUTED
+    },
     "eval_steps": {"eval_strategy": "steps", "eval_steps": 2},
-    "eval_accumulation_steps": {"eval_accumulation_steps": 2},
     "include_for_metrics": {"include_for_metrics": ["inputs"]},
     "metric_for_best_model": {**BEST, "metric_for_best_model": "loss"},
     "greater_is_better": {**BEST, "metric_for_best_model": "loss", "greater_is_better": True},
     "load_best_model_at_end": {**BEST, "load_best_model_at_end": True},
-    "save_strategy": {"save_strategy": "epoch"},
-    "save_total_limit": {"save_total_limit": 2},
     "push_to_hub": {"push_to_hub": True, "hub_model_id": "memory://compatibility/hub"},
-    "hub_model_id": {"hub_model_id": "memory://compatibility/hub"},
-    "hub_strategy": {"hub_strategy": "end"},
-    "hub_token": {"hub_token": "t"},
-    "hub_revision": {"hub_revision": "v1"},
-    "dataloader_persistent_workers": {"dataloader_persistent_workers": True, **WORKERS},
-    "dataloader_prefetch_factor": {"dataloader_prefetch_factor": 3, **WORKERS},
-    "dataloader_multiprocessing_context": {"dataloader_multiprocessing_context": "spawn"},
+    "dataloader_persistent_workers": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3},
     "label_names": {"label_names": ["labels"]},
-    "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
-    "length_column_name": {"length_column_name": "size"},
     "accelerator_config": {"accelerator_config": {"split_batches": True}},
-    "ddp_backend": {"ddp_backend": "gloo"},
-    "ddp_bucket_cap_mb": {"ddp_bucket_cap_mb": 4},
     "generation_max_length": {"predict_with_generate": True, "generation_max_length": 7},
     "generation_num_beams": {"predict_with_generate": True, "generation_num_beams": 2},
     "generation_config": {"predict_with_generate": True, "generation_config": {"num_beams": 2}},
-    # Old names.
-    "evaluation_strategy": {"evaluation_strategy": "epoch"},
-    "per_gpu_train_batch_size": {"per_gpu_train_batch_size": 4},
-    "per_gpu_eval_batch_size": {"per_gpu_eval_batch_size": 4},
-    "warmup_ratio": {"warmup_ratio": 0.1},
-    "push_to_hub_model_id": {"push_to_hub_model_id": "it"},
     "push_to_hub_organization": {"push_to_hub_model_id": "it", "push_to_hub_organization": "us"},
-    "push_to_hub_token": {"push_to_hub_token": "t"},
-    "torchdynamo": {"torchdynamo": "eager"},
-    "fp16_backend": {"fp16_backend": "apex"},
     "fp16_opt_level": {"fp16": True, "fp16_opt_level": "O0"},
-    "xpu_backend": {"xpu_backend": "gloo"},
-    "use_ipex": {"use_ipex": True},
-    "half_precision_backend": {"half_precision_backend": "auto"},
-    **{name: {name: True} for name in ("adafactor", "group_by_length", "no_cuda", "use_mps_device", "split_batches")},
-    "include_inputs_for_metrics": {"include_inputs_for_metrics": True},
 }
 #: Arguments that need a launcher's processes; one will do.
 LAUNCHED: dict[str, Any] = {
@@ -186,9 +158,8 @@ def _is_argument(row: Row) -> bool:
 
 def _sample(name: str) -> dict[str, Any]:
     """Arguments that set `name` to something else than its default."""
-    if name in WORKS | LAUNCHED:
-        given: dict[str, Any] = (WORKS | LAUNCHED)[name]
-        return given
+    if (given := {**WORKS, **LAUNCHED}.get(name)) is not None:
+        return dict(given)
     field = field_map(Seq2SeqTrainingArguments)[name]
     default = None if field.default is dataclasses.MISSING else field.default
     if default is None or isinstance(default, bool):
