@@ -17,8 +17,10 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -205,11 +207,28 @@ def _end_what_is_left() -> None:
                 process.kill()
 
 
+def _make_environment(tree: Path) -> None:
+    """Make an environment that imports the product from `tree`: our workers start with -I and ignore PYTHONPATH."""
+    folder = tree / ".venv"
+    venv.create(folder, symlinks=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "mutants.pth").write_text(
+        f"{tree}\nimport site; site.addsitedir({sysconfig.get_path('purelib')!r})\n", encoding="utf-8"
+    )
+    here, there = Path(sys.executable).parent, folder / "bin"
+    for script in here.iterdir():
+        if script.is_file() and not (there / script.name).exists() and script.read_bytes().startswith(b"#!"):
+            text = script.read_text(encoding="utf-8").replace(f"#!{here}/", f"#!{there}/", 1)
+            (there / script.name).write_text(text, encoding="utf-8")
+            (there / script.name).chmod(0o755)
+
+
 def _first_failure(tree: Path, tests: str) -> str | None:
     """Run tests until one fails. Return its name; the whole call is named when it ended or hung without one."""
     words = [word.replace("*", " ") for word in tests.split(" ")]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *words]
-    environment = {**os.environ, MARK: str(os.getpid()), "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    command = [f"{tree}/.venv/bin/python", "-m", "pytest", *options, *words]
+    environment = {**os.environ, MARK: str(os.getpid()), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -221,8 +240,9 @@ def _first_failure(tree: Path, tests: str) -> str | None:
         process.kill()
         _end_what_is_left()
     failed = [line.split(" ")[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    # 4: there is no such test; 5: none was collected.
-    return failed[0] if failed else None if process.returncode in (0, 4, 5) else tests.split(" ")[-1]
+    if failed or process.returncode in (0, 5) or "ERROR: not found:" in output:
+        return failed[0] if failed else None
+    return tests.split(" ")[-1]
 
 
 def kill(mutant: Mutant, tree: Path, depth: int) -> str | None:
@@ -246,6 +266,7 @@ def run(depth: int, record: bool, only: str | None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", ".trainflow"))
+        _make_environment(tree)
         for number, mutant in enumerate(mutants, 1):
             if only and only not in mutant.title:
                 continue
