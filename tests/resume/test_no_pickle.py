@@ -1,10 +1,9 @@
 """A training's whole life without unpickling anything or running what a file says, seen by Python's audit hook.
 
-``python -m tests.resume.test_no_pickle FOLDER [sabotage]`` trains, saves, stops, resumes, evaluates, loads the best
-model, exports and verifies. From the first step on, until the end, nothing may be unpickled, and nothing that a file in
-the run's folder says may be imported, compiled or executed; no file of a kind that holds pickles may be opened there.
-Whatever breaks this is recorded, and makes the exit code 1. `sabotage` breaks it on purpose, at a save. Hooks cannot be
-removed: hence another process.
+``python -m tests.resume.test_no_pickle FOLDER`` trains, saves, stops, resumes, evaluates, loads the best model, exports
+and verifies. From the first step on, until the end, nothing may be unpickled, and nothing that a file in the run's
+folder says may be imported, compiled or executed; no file of a kind that holds pickles may be opened there. Whatever
+breaks this is recorded; a sabotage breaks it on purpose, at a save. Hooks cannot be removed: hence another process.
 """
 
 from __future__ import annotations
@@ -132,42 +131,34 @@ def life(folder: Path, callbacks: list[TrainerCallback]) -> None:
     assert find_newest_intact(Store.open(folder), on_damage=found.append) is not None
 
 
-def main(folder: Path, *, sabotage: bool) -> int:
-    """Live through it twice: once unwatched, for what torch and others load at a first step, and once watched."""
+def main(folder: Path) -> None:
+    """Live unwatched, for what torch and others load at a first step; watched; and watched with a sabotage."""
     watch = Watch(folder / "run")
     sys.addaudithook(watch.hook)
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads")):
         watch.forbid(module, name)
     watch.forbid_unpickler()
-    life(folder / "warm", [])
-    watch.on = True
-    life(folder / "run", [Sabotage(folder / "run")] if sabotage else [])
-    watch.on = False
-    print(json.dumps(found))
-    return 1 if found else 0
-
-
-def lived(folder: Path, *sabotage: str) -> tuple[int, list[str]]:
-    """Exit code of a life under the hook, and what it saw."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.resume.test_no_pickle", str(folder), *sabotage]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-    lines = done.stdout.splitlines()
-    assert lines, done.stderr
-    return done.returncode, json.loads(lines[-1])
+    seen = []
+    for name, callbacks in (("warm", []), ("run", []), ("run/sabotaged", [Sabotage(folder / "run")])):
+        watch.on = name != "warm"
+        life(folder / name, callbacks)
+        watch.on = False
+        seen.append(found.copy())
+        found.clear()
+    print(json.dumps(seen))
 
 
 def test_nothing_is_unpickled_and_no_file_is_run(tmp_path: Path) -> None:
-    assert lived(tmp_path) == (0, [])
-
-
-def test_the_hook_sees_what_it_looks_for(tmp_path: Path) -> None:
-    code, seen = lived(tmp_path, "sabotage")
-    assert code == 1
+    command = [sys.executable, "-W", "ignore", "-m", "tests.resume.test_no_pickle", str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    _, watched, sabotaged = json.loads(done.stdout.splitlines()[-1])
+    assert watched == []
     signs = ("torch.load", "pickle.loads", "pickle.Unpickler", "pickle.find_class pathlib", "exec <string>", "open ")
     for sign in (*signs, f"exec {tmp_path}/run/modeling.py"):
-        assert any(line.startswith(sign) for line in seen), (sign, seen)
+        assert any(line.startswith(sign) for line in sabotaged), (sign, sabotaged)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sabotage="sabotage" in sys.argv[2:]))
+    main(Path(sys.argv[1]))

@@ -69,11 +69,11 @@ def check_publication(storage: Path, expected: Expected) -> list[str]:
     """One intact revision is published, with the expected bytes; or one for each training, if it ran again."""
     found = _published(storage)
     intact = [name for name, files in found.items() if files == expected.publication]
+    others = [set(files.values()) for name, files in found.items() if name not in intact]
     # Their cards differ then: each tells how long its training took.
     trainings = {card.read_text() for name in intact for card in storage.glob(f"hub/*/revisions/{name}/README.md")}
-    if len(intact) == max(1, len(trainings)) and (
-        len(found) == 1 or all(_is_damaged(files) for files in _others(found, intact))
-    ):
+    harmless = len(found) == 1 or all(values & {"missing", "damaged"} for values in others)
+    if harmless and len(intact) == max(1, len(trainings)):
         return []
     return [f"publication: {len(found)} revisions, {len(intact)} of them as expected"]
 
@@ -132,25 +132,14 @@ def _digest(path: Path, committed: str) -> str:
     return found
 
 
-def _others(found: Mapping[str, Mapping[str, str]], intact: list[str]) -> list[tuple[str, Mapping[str, str]]]:
-    return [(name, files) for name, files in found.items() if name not in intact]
-
-
-def _is_damaged(revision: tuple[str, Mapping[str, str]]) -> bool:
-    return "missing" in revision[1].values() or "damaged" in revision[1].values()
-
-
 # -- MLflow ------------------------------------------------------------------------------------------------------------
 
 
 def read_points(database: Path, experiment: str) -> dict[str, tuple[str, list[Point]]]:
     """Return run id -> (status, points) of every run of an experiment, as `Expected.points`."""
-    found: dict[str, tuple[str, list[Point]]] = {}
-    for run, status in _ask(
-        database,
-        "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?",
-        experiment,
-    ):
+    query = "SELECT run_uuid, status FROM runs JOIN experiments USING (experiment_id) WHERE experiments.name = ?"
+    found = {}
+    for run, status in _ask(database, query, experiment):
         rows = _ask(database, "SELECT key, step, value FROM metrics WHERE run_uuid = ?", run)
         points = [
             (key, int(step), 0.0 if _SHARES.search(key) else float(value))
@@ -162,46 +151,33 @@ def read_points(database: Path, experiment: str) -> dict[str, tuple[str, list[Po
 
 
 def check_mlflow(database: Path, experiment: str, expected: frozenset[Point], *, whole_curve: bool) -> list[str]:
-    """One FINISHED run, whose points are the expected ones, each once.
-
-    Args:
-        whole_curve: every expected point must be there; otherwise some are.
-    """
+    """One FINISHED run, whose points are the expected ones, each once: all of them (`whole_curve`), or some."""
     runs = read_points(database, experiment)
-    problems = []
-    if len(runs) > 1:
-        problems.append(f"MLflow: {len(runs)} runs ({', '.join(status for status, _ in runs.values())})")
+    if not runs:
+        return ["MLflow: there is no run"] if whole_curve else []
+    problems = [f"MLflow: {len(runs)} runs"] if len(runs) > 1 else []
     for status, points in runs.values():
         if status != "FINISHED":
             problems.append(f"MLflow: a run is {status}")
         counts = collections.Counter((key, step) for key, step, _ in points)
-        twice = sorted(each for each, count in counts.items() if count > 1)
-        if twice:
-            problems.append(f"MLflow: {len(twice)} points came more than once, {twice[0]} first")
-        if strange := sorted(set(points) - expected):
-            problems.append(f"MLflow: {len(strange)} points have other values, {strange[0]} first")
-        lost = sorted(expected - set(points))
-        if whole_curve and lost:
-            problems.append(f"MLflow: {len(lost)} of {len(expected)} points are missing, {lost[0]} first")
-    if not runs and whole_curve:
-        problems.append("MLflow: there is no run")
+        for wrong, what in (
+            (sorted(point for point, count in counts.items() if count > 1), "points came more than once"),
+            (sorted(set(points) - expected), "points have other values"),
+            (sorted(expected - set(points)) if whole_curve else [], f"of {len(expected)} points are missing"),
+        ):
+            if wrong:
+                problems.append(f"MLflow: {len(wrong)} {what}, {wrong[0]} first")
     return problems
 
 
 def check_registry(database: Path, name: str, *, whole: bool) -> list[str]:
-    """The model has one version, which is the champion.
-
-    Args:
-        whole: it must be there; otherwise there may be none.
-    """
+    """The model has one version, which is the champion; if it need not be there (`whole`), there may be none."""
     versions = [version for (version,) in _ask(database, "SELECT version FROM model_versions WHERE name = ?", name)]
     query = "SELECT version FROM registered_model_aliases WHERE name = ? AND alias = 'champion'"
     champions = [int(version) for (version,) in _ask(database, query, name)]
-    if not versions and not whole:
+    if (len(versions) == 1 and champions == versions) or not (versions or whole):
         return []
-    if len(versions) != 1:
-        return [f"MLflow: the model has {len(versions)} versions"]
-    return [] if champions == versions else [f"MLflow: the champion is {champions}, the version {versions}"]
+    return [f"MLflow: the champion is {champions}, the versions are {versions}"]
 
 
 # -- Prefect -----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.commits import committed, write_files
 from tests.support.faulty import Died, Faults, Kind
@@ -219,25 +217,6 @@ def test_a_huge_commit_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(LIMIT + 1)
     with pytest.raises(DamagedError, match="more than 67,108,864 bytes"):
         read_commit(Store.open(tmp_path))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*GOOD, "path"]), inner, max_size=8),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=40)
-@given(JSON, st.sampled_from(sorted(GOOD)))
-def test_no_json_at_all_passes_or_crashes(value: Any, name: str) -> None:
-    store = Store.open("memory://test-commit-fuzz")
-    store.write_bytes(COMMIT, json.dumps({**GOOD, name: value}).encode())
-    try:
-        with pytest.raises(DamagedError):
-            read_commit(store)
-    finally:
-        store.delete_tree()
 
 
 @pytest.mark.parametrize(

@@ -71,30 +71,55 @@ def both(name: str, *given: Any, features: list[Any], kind: str, **settings: Any
     return tuple(collate([dict(row) for row in features]) for collate in made)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("label", ["labels", "label", None])
-def test_token_classification(kind: str, side: str, label: str | None) -> None:
-    features: list[Any] = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
-    if label is not None:
-        features = [{**row, label: list(range(len(row["input_ids"])))} for row in features]
-    name = "DataCollatorForTokenClassification"
-    for settings in ({}, {"pad_to_multiple_of": 4}, {"label_pad_token_id": -1}):
-        assert_same(*both(name, tokens(padding_side=side), features=features, kind=kind, **settings))
+def labelled(label: str) -> list[Any]:
+    return [{**row, label: list(range(len(row["input_ids"])))} for row in ROWS]
+
+
+ROWS: list[Any] = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
+PAIRS: list[Any] = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10]}]
+FLAT: list[Any] = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8], "labels": [8]}]
+MIXED: list[list[Any]] = [
+    [{"a": 1, "label": 2}, {"a": 2, "label": 0}],
+    [{"x": [1, 2], "label_ids": [0, 1]}, {"x": [3, 4], "label_ids": [1, 1]}],
+    [{"x": np.ones(2, np.float32), "label": 0.5}, {"x": np.zeros(2, np.float32), "label": 1.5}],
+]
+FLATTENED: list[dict[str, Any]] = [
+    {},
+    {"return_position_ids": False},
+    {"return_flash_attn_kwargs": True, "return_seq_idx": True},
+    {"separator_id": -7, "position_ids_start": 2},
+]
+WIDTHS: list[dict[str, Any]] = [{}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 5}]
+# Collator -> whether it has a tokenizer, features, settings.
+EQUAL: dict[str, tuple[bool, list[list[Any]], list[dict[str, Any]]]] = {
+    "DataCollatorForTokenClassification": (
+        True, [labelled("labels"), labelled("label"), ROWS],
+        [{}, {"pad_to_multiple_of": 4}, {"label_pad_token_id": -1}]),
+    "DataCollatorForSeq2Seq": (True, [PAIRS, ROWS], WIDTHS),
+    "DataCollatorWithPadding": (True, [[{**row, "label": 1} for row in ROWS]], [{}]),
+    "DataCollatorForLanguageModeling": (True, [ROWS], [{"mlm": False}]),
+    "DefaultDataCollator": (False, MIXED, [{}]),
+    "DataCollatorWithFlattening": (False, [FLAT, ROWS], FLATTENED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_sequence_to_sequence_padding_and_causal_batches(kind: str, side: str) -> None:
-    words = tokens(padding_side=side)
-    features = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10]}]
-    unlabelled = [{"input_ids": row["input_ids"]} for row in features]
-    for settings in ({}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 5}):
-        for given in (features, unlabelled):
-            assert_same(*both("DataCollatorForSeq2Seq", words, features=given, kind=kind, **settings))
-    plain = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [5], "label": 0}]
-    assert_same(*both("DataCollatorWithPadding", words, features=plain, kind=kind))
-    assert_same(*both("DataCollatorForLanguageModeling", words, features=unlabelled, kind=kind, mlm=False))
+@pytest.mark.parametrize("name", EQUAL)
+def test_batches_are_those_of_transformers(name: str, side: str, kind: str) -> None:
+    has_tokenizer, features, settings = EQUAL[name]
+    given = (tokens(padding_side=side),) if has_tokenizer else ()
+    for rows in features:
+        for more in settings:
+            assert_same(*both(name, *given, features=rows, kind=kind, **more))
+
+
+def test_the_default_function_and_flattening_take_settings_by_call() -> None:
+    for kind in KINDS:
+        for rows in MIXED:
+            theirs = transformers.default_data_collator(rows, return_tensors=kind)
+            assert_same(default_data_collator(rows, return_tensors=kind), theirs)
+    assert DataCollatorWithFlattening(separator_id=-7)(FLAT, separator_id=3)["labels"][0, 0] == 3
 
 
 def test_several_choices() -> None:
@@ -102,40 +127,6 @@ def test_several_choices() -> None:
     assert_same(*both("DataCollatorForMultipleChoice", tokens(), features=features, kind="pt"))
     ours = trainer_lib.DataCollatorForMultipleChoice(tokens())(features, return_tensors="np")
     assert ours["input_ids"].shape == (2, 2, 3) and isinstance(ours["labels"], np.ndarray)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "features",
-    [
-        [{"a": 1, "label": 2}, {"a": 2, "label": 0}],
-        [{"x": [1, 2], "label_ids": [0, 1]}, {"x": [3, 4], "label_ids": [1, 1]}],
-        [{"x": np.ones(2, np.float32), "label": 0.5}, {"x": np.zeros(2, np.float32), "label": 1.5}],
-    ],
-)
-def test_the_default_collator_as_an_object(kind: str, features: list[Any]) -> None:
-    assert_same(*both("DefaultDataCollator", features=features, kind=kind))
-    ours = default_data_collator(features, return_tensors=kind)
-    assert_same(ours, transformers.default_data_collator(features, return_tensors=kind))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"return_position_ids": False},
-        {"return_flash_attn_kwargs": True, "return_seq_idx": True},
-        {"separator_id": -7, "position_ids_start": 2},
-    ],
-)
-def test_flattening(kind: str, settings: Any) -> None:
-    features = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8], "labels": [8]}]
-    unlabelled = [{"input_ids": row["input_ids"]} for row in features]
-    for given in (features, unlabelled):
-        assert_same(*both("DataCollatorWithFlattening", features=given, kind=kind, **settings))
-    ours = DataCollatorWithFlattening(**settings)(features, separator_id=3)
-    assert ours["labels"][0, 0] == 3
 
 
 def test_default_stacks_every_kind_of_column_and_keeps_its_meaning() -> None:
