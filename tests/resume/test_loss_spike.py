@@ -6,13 +6,13 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
 from tests.support.checkpoints import checkpoints
 from tests.support.distributed import RemoteFailure, run_distributed
@@ -216,15 +216,61 @@ def test_a_spike_that_repeats_ends_typed(world: int, tmp_path: Path) -> None:
     assert checkpoints(tmp_path) == [4, 8]
 
 
-def test_a_spike_before_the_first_checkpoint_goes_back_to_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Continuing:
+    """A loader with a state that resumes where the last reader stopped."""
+
+    batch_size = 4
+
+    def __init__(self) -> None:
+        self.rows, self.at = spiky_rows(ROW), 0
+
+    def __len__(self) -> int:
+        return len(self.rows) // 4
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.rows):
+            self.at += 4
+            yield default_data_collator(self.rows[self.at - 4 : self.at])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OwnLoader(Trainer):
+    """Gives the same loader of the user's for every attempt."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.__dict__.setdefault("loader", Continuing())
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(spiky_rows(ROW))
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        pytest.param({"save_steps": 50, "num_train_epochs": 1}, 36, id="before the first checkpoint, to the start"),
+        pytest.param({"save_steps": 50, "num_train_epochs": 1, "cls": OwnLoader}, 36, id="a loader of the user's"),
+        pytest.param({"rows": Rows(), "max_steps": 10}, 32, id="a stream"),
+        pytest.param({"num_train_epochs": 1, "ignore_data_skip": True}, 32, id="where a resume does not skip"),
+    ],
+)
+def test_the_samples_after_the_spike_follow(
+    given: dict[str, Any], first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = make(str(tmp_path / "spiked"), spiky_rows(ROW), save_steps=50, num_train_epochs=1)
+    settings = {"rows": spiky_rows(ROW), **given}
+    one = make(str(tmp_path), settings.pop("rows"), **settings)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
-        done = one.train()
-    assert "goes back to step 0 and skips the samples of steps 1 to 7 (rollback 1 of 3)" in caplog.text
-    assert done.metrics["loss_spikes"] == 1
-    assert one.model.trained == [*range(36), *range(28, 40)]
+        assert one.train().metrics["loss_spikes"] == 1
+    assert one.model.trained == [*range(first), *range(28, 40)]
+    if first == 36:
+        assert "goes back to step 0 and skips the samples of steps 1 to 7 (rollback 1 of 3)" in caplog.text
 
 
 def test_the_window_has_to_be_full(tmp_path: Path) -> None:
@@ -252,16 +298,6 @@ def test_too_many_steps_that_are_not_finite_go_back_too(steps: tuple[int, ...], 
     assert "nonfinite_steps" not in done.metrics
 
 
-def test_a_stream_reads_on_past_the_skipped_samples(tmp_path: Path) -> None:
-    class Rows(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(spiky_rows(ROW))
-
-    one = make(str(tmp_path), Rows(), max_steps=10)
-    assert one.train().metrics["loss_spikes"] == 1
-    assert one.model.trained == [*range(32), *range(28, 40)]
-
-
 def test_a_run_stopped_before_its_first_save_goes_back_to_the_start(tmp_path: Path) -> None:
     given: dict[str, Any] = {"save_steps": 50, "num_train_epochs": 1}
     whole = make(str(tmp_path / "whole"), spiky_rows(ROW), **given)
@@ -272,12 +308,6 @@ def test_a_run_stopped_before_its_first_save_goes_back_to_the_start(tmp_path: Pa
     resumed.train(resume_from_checkpoint=True)
     assert_equal(final_state(resumed), final_state(whole))
     assert checkpoints(tmp_path / "cut") == [10]
-
-
-def test_a_rollback_goes_to_the_position_also_where_a_resume_does_not(tmp_path: Path) -> None:
-    one = make(str(tmp_path), spiky_rows(ROW), num_train_epochs=1, ignore_data_skip=True)
-    assert one.train().metrics["loss_spikes"] == 1
-    assert one.model.trained == [*range(32), *range(28, 40)]
 
 
 def test_checkpoints_that_a_rollback_takes_back_are_removed(tmp_path: Path) -> None:
@@ -292,52 +322,6 @@ def test_checkpoints_that_a_rollback_takes_back_are_removed(tmp_path: Path) -> N
     resumed = make(str(tmp_path / "cut"), rows, **given)
     resumed.train(resume_from_checkpoint="auto")
     assert_equal(final_state(resumed), final_state(whole))
-
-
-class Continuing:
-    """A loader with a state that goes on where the last reader stopped."""
-
-    batch_size = 4
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows, self.at = rows, 0
-
-    def __len__(self) -> int:
-        return len(self.rows) // 4
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < len(self.rows):
-            self.at += 4
-            yield default_data_collator(self.rows[self.at - 4 : self.at])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-def shuffling(rows: list[Any]) -> Any:
-    return DataLoader(rows, batch_size=4, shuffle=True, collate_fn=default_data_collator)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", [shuffling, Continuing])
-def test_a_loader_of_the_users_own_gives_the_same_samples_again(kind: Callable[[Any], Any], tmp_path: Path) -> None:
-    """An override may return the same loader for every attempt; back at the start, the order is that of the spike."""
-    order = list(range(40))
-    if kind is shuffling:
-        order = list(RandomSampler(order, generator=torch.Generator().manual_seed(42)))
-
-    class Own(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return loader
-
-    rows = spiky_rows(order[24])
-    loader = kind(rows)
-    one = make(str(tmp_path), rows, cls=Own, save_steps=50, num_train_epochs=1)
-    assert one.train().metrics["loss_spikes"] == 1
-    assert one.model.trained == [*order[:36], *order[28:]]
 
 
 def test_the_key_has_the_settings_only_when_a_spike_goes_back() -> None:
