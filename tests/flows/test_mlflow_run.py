@@ -78,8 +78,11 @@ Start = Callable[..., TrackedRun]
 
 
 def test_a_run_is_kept_beside_the_storage_with_name_parameters_and_tags(storage: Store, start: Start) -> None:
-    handle = _done(start(config=TrackingConfig(run_name="mine", tags={"team": "a"}), tags={"origin": "x"}))
+    opened = start(config=TrackingConfig(run_name="mine", tags={"team": "a"}), tags={"origin": "x"})
+    opened.set_tags({"published": "https://me:s3cret@host/x"})
+    handle = _done(opened)
     run = _run(handle)
+    assert run.data.tags["published"] == "https://***@host/x"
     assert handle.tracking_uri == f"sqlite:///{storage.local_path('mlflow.db')}"
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.params == {"train.args.learning_rate": "0.001"}
@@ -87,6 +90,9 @@ def test_a_run_is_kept_beside_the_storage_with_name_parameters_and_tags(storage:
     assert client(handle.tracking_uri).get_experiment(handle.experiment_id).name == "digits"
     assert run.info.artifact_uri.startswith(f"file://{storage.local_path('mlartifacts')}")
     assert run.info.start_time < run.info.end_time
+    # A database has no page until a UI is started.
+    assert handle.ui_url() is None
+    assert handle.ui_path() == f"#/experiments/{handle.experiment_id}/runs/{handle.run_id}"
 
 
 def test_the_projects_git_commit_is_noted(start: Start, tmp_path: Path) -> None:
@@ -102,19 +108,23 @@ def test_the_projects_git_commit_is_noted(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["FAILED", "KILLED"])
-def test_an_unfinished_run_is_taken_up_again(start: Start, ending: str) -> None:
-    first = _done(start(), ending)
+def test_an_unfinished_run_of_this_pipeline_is_taken_up_again_without_its_tag_of_a_failure(
+    start: Start, ending: str
+) -> None:
+    run = start()
+    run.set_tags({"trainflow.failure": "CodeError: it broke"})
+    first = _done(run, ending)
     assert _run(first).info.status == ending
-    second = _done(start())  # found by the pipeline's key
+    assert _run(first).data.tags["trainflow.failure"] == "CodeError: it broke"
+    assert _done(start(pipeline_key="o" * 64)).run_id != first.run_id
+    run = start()  # found by the pipeline's key
+    run.set_tags({"trainflow.failure": None, "trainflow.failed_stage": None})
+    second = _done(run)
     third = _done(start(token=first.token, resume=False))  # found by its token, although it has finished
     assert first.run_id == second.run_id == third.run_id
     assert _run(first).info.status == "FINISHED"
-
-
-def test_a_finished_run_is_not_taken_up_and_neither_is_one_of_another_pipeline(start: Start) -> None:
-    first = _done(start())
-    other = _done(start(pipeline_key="o" * 64), "FAILED")
-    assert len({first.run_id, other.run_id, _done(start()).run_id}) == 3
+    assert "trainflow.failure" not in _run(first).data.tags
+    assert _done(start()).run_id != first.run_id, "it has finished"
 
 
 def test_parameters_that_changed_are_an_artifact_and_never_an_error(
@@ -145,60 +155,44 @@ def test_a_worker_adds_its_curve_to_the_run(start: Start, monkeypatch: pytest.Mo
     assert "ignored" not in _run(handle).data.params
 
 
-def test_metrics_are_written_once_by_however_many_retries(storage: Store, start: Start) -> None:
-    run = start()
+def test_metrics_files_and_a_dataset_arrive_once_by_however_many_retries(
+    storage: Store, start: Start, tmp_path: Path
+) -> None:
+    run, digest = start(), hashlib.sha256(b"data").hexdigest()
     for _ in range(3):
         run.log_metrics({"test_accuracy": 0.98, "test f1@5": 0.5}, 100)
+        run.log_dataset(
+            name="train", url="s3://bucket/data", digest=digest, schema={"label": "int64"}, profile={"n": 3}
+        )
     run.log_metrics({"test_accuracy": 0.99}, 100)  # measured again
     run.log_metrics({"bad": math.nan}, 100)
+    (tmp_path / "x").write_bytes(b"file")
+    run.log_file("<html>", "report.html")
+    run.log_file(b"bytes", "evaluate/samples.txt")
+    run.log_file(tmp_path / "x", "evaluate/deep/x.bin")
     handle = _done(run)
     assert _points(handle, "test_accuracy") == [(100, 0.98), (100, 0.99)]
     assert _points(handle, "test f1_5") == [(100, 0.5)]
     assert find_waiting(storage) is None
     assert not [path for path in Path(handle.spool_dir).iterdir() if path.is_dir()]
+    recorded = _run(handle)
+    artifacts = Path(recorded.info.artifact_uri.removeprefix("file://"))
+    kept = [artifacts / name for name in ("report.html", "evaluate/samples.txt", "evaluate/deep/x.bin")]
+    assert [path.read_bytes() for path in kept] == [b"<html>", b"bytes", b"file"]
+    [used] = recorded.inputs.dataset_inputs
+    assert used.dataset.digest == digest[:36]
+    assert json.loads(used.dataset.source) == {"uri": "s3://bucket/data"}
+    assert recorded.data.tags["data.train"] == digest
 
 
-def test_a_file_text_or_bytes_are_logged_under_their_path(start: Start, tmp_path: Path) -> None:
-    run = start()
-    (tmp_path / "x").write_bytes(b"file")
-    run.log_file("<html>", "report.html")
-    run.log_file(b"bytes", "evaluate/samples.txt")
-    run.log_file(tmp_path / "x", "evaluate/deep/x.bin")
-    artifacts = Path(_run(_done(run)).info.artifact_uri.removeprefix("file://"))
-    assert (artifacts / "report.html").read_text() == "<html>"
-    assert (artifacts / "evaluate" / "samples.txt").read_bytes() == b"bytes"
-    assert (artifacts / "evaluate" / "deep" / "x.bin").read_bytes() == b"file"
-
-
-def test_a_dataset_is_an_input_of_the_run_with_its_whole_digest_in_a_tag(start: Start) -> None:
-    run = start()
-    digest = hashlib.sha256(b"data").hexdigest()
-    for _ in range(2):
-        run.log_dataset(
-            name="train", url="s3://bucket/data", digest=digest, schema={"label": "int64"}, profile={"n": 3}
-        )
-    found = _run(_done(run))
-    [given] = found.inputs.dataset_inputs
-    assert given.dataset.digest == digest[:36]
-    assert json.loads(given.dataset.source) == {"uri": "s3://bucket/data"}
-    assert found.data.tags["data.train"] == digest
-
-
-def test_tags_lose_credentials(start: Start) -> None:
-    run = start()
-    run.set_tags({"published": "https://me:s3cret@host/x"})
-    assert _run(_done(run)).data.tags["published"] == "https://***@host/x"
-
-
-def test_a_status_that_does_not_exist_is_the_callers_mistake(start: Start) -> None:
-    with pytest.raises(ValueError, match="DONE"):
-        start().finish("DONE")
-
-
-def test_switched_off_nothing_is_recorded(storage: Store) -> None:
+def test_switched_off_nothing_is_recorded_and_a_status_that_does_not_exist_is_refused(
+    storage: Store, start: Start
+) -> None:
     config = TrackingConfig(enabled=False)
     assert open_run(config, storage, name="digits", pipeline_key=KEY, params={}, resume=True) is None
     assert find_waiting(storage) is None
+    with pytest.raises(ValueError, match="DONE"):
+        start().finish("DONE")
 
 
 def test_a_discarded_run_is_deleted_unless_it_has_trained(start: Start) -> None:
@@ -222,16 +216,6 @@ def test_a_run_that_goes_on_after_the_clock_was_put_back_ends_as_its_last_comman
     again = _done(start(after=ahead.isoformat()))
     assert again.run_id == handle.run_id
     assert _run(again).info.status == "FINISHED"
-
-
-def test_a_tag_of_a_failure_goes_when_the_run_is_taken_up_and_succeeds(start: Start) -> None:
-    first = start()
-    first.set_tags({"trainflow.failure": "CodeError: it broke"})
-    handle = _done(first, "FAILED")
-    assert _run(handle).data.tags["trainflow.failure"] == "CodeError: it broke"
-    second = start()
-    second.set_tags({"trainflow.failure": None, "trainflow.failed_stage": None})
-    assert "trainflow.failure" not in _run(_done(second)).data.tags
 
 
 def test_a_server_that_is_down_is_logged_once_and_takes_no_time(
@@ -284,12 +268,6 @@ def test_remote_storage_has_a_store_of_the_users_own(monkeypatch: pytest.MonkeyP
     assert one != two
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://tracking:5000")
     assert default_tracking_uri(Store.open("memory://a/x")) == "http://tracking:5000"
-
-
-def test_a_database_has_no_page_until_a_ui_is_started(start: Start) -> None:
-    handle = _done(start())
-    assert handle.ui_url() is None
-    assert handle.ui_path() == f"#/experiments/{handle.experiment_id}/runs/{handle.run_id}"
 
 
 def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:

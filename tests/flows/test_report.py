@@ -127,40 +127,57 @@ HISTORY = [
 ]
 
 
-def test_the_page_tells_what_ran_why_how_long_and_with_what_result() -> None:
-    page = Page(render_report(_result(), HISTORY))
+def test_the_page_tells_what_ran_why_how_long_with_what_result_and_loads_nothing() -> None:
+    html = render_report(_result(run_url="http://tracking:5000/#/experiments/1/runs/f"), HISTORY)
+    page = Page(html)
     for part in (
-        "digits",
-        "Done in 68.0 s",
-        "prepare-data cached 0.2 s committed 2026-01-01",
-        "train ran 61.0 s args.learning_rate: 0.001 -> 0.002",
-        "predict skipped",
-        "metric test val accuracy 0.984 loss 0.05",
-        "train_loss 0.31",
-        "f" * 32,
-        "sqlite:////data/storage/mlflow.db",
-        "cdcdcdcdcdcd",
-        "ef" * 32,
-        "4.1 kB",
-        "trainflow",
-        "torch",
+        *("digits", "Done in 68.0 s", "prepare-data cached 0.2 s committed 2026-01-01", "predict skipped"),
+        *("train ran 61.0 s args.learning_rate: 0.001 -> 0.002", "metric test val accuracy 0.984 loss 0.05"),
+        *("train_loss 0.31", "f" * 32, "sqlite:////data/storage/mlflow.db", "cdcdcdcdcdcd", "ef" * 32),
+        *("4.1 kB", "trainflow", "torch"),
     ):
         assert part in page.words, part
+    assert {"script", "link", "img", "iframe", "object", "embed"}.isdisjoint(page.tags)
+    assert all(load.startswith("#") or "url(#" in load for load in page.loads)  # parts of the drawings themselves
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "@import" not in style and "url(" not in style
+    # Links lead beside the report and to http only.
+    places = (
+        "../../stages/train/abab/model",
+        "https://hub.example/org/x",
+        "http://tracking:5000/#/experiments/1/runs/f",
+    )
+    assert set(places) <= set(page.links)
+    assert all(link.startswith(("http://", "https://", "../")) for link in page.links)
+    # The drawings follow light and dark and share no names.
+    assert len(page.ids) == len(set(page.ids))
+    assert "prefers-color-scheme: dark" in html
+    for chart in draw_charts(HISTORY):
+        assert "<path" in chart.svg and "var(--series-1)" in chart.svg and "#a100" not in chart.svg
 
 
-def test_slices_are_tables_of_their_own() -> None:
+def measured(metrics: dict[str, Any], rows: dict[str, Any] | None = None, **meta: Any) -> str:
+    """The words of a page whose evaluation measured this."""
     result = _result()
-    evaluation = next(each for each in result["stages"] if each["stage"] == "evaluate")
-    evaluation["manifest"]["metrics"]["test"] |= {
+    prepared, evaluation = (next(each for each in result["stages"] if each["stage"] == name) for name in MEASURED)
+    prepared["manifest"]["metrics"] = rows or {}
+    evaluation["manifest"] |= {"metrics": metrics, "meta": meta}
+    return Page(render_report(result)).words
+
+
+def test_slices_are_tables_of_their_own_and_a_metric_has_its_interval_beside_it() -> None:
+    slices = {
         "accuracy/sex/a": 0.9,
         "rows/sex/a": 30,
         "accuracy/sex/b/c": 0.8,
         "rows/sex/b/c": 20,
         "roc_auc/sex/a": 0.7,
     }
-    words = Page(render_report(result)).words
+    words = measured({"test": {"accuracy": 0.984, **slices}})
     assert "test by sex sex rows accuracy roc_auc a 30 0.9 0.7 b/c 20 0.8" in words
     assert "accuracy/sex" not in words
+    words = measured({"test": {"f1": 0.9, "f1_low": 0.8, "f1_high": 0.95, "spread_low": 3}})
+    assert "f1 0.9 (0.8 to 0.95) spread_low 3" in words
 
 
 def test_the_hardest_rows_are_a_table() -> None:
@@ -170,45 +187,28 @@ def test_the_hardest_rows_are_a_table() -> None:
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
 
 
-def test_confusion_and_calibration_are_tables_of_each_split() -> None:
-    found = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
-    outcomes = [Outcome("test", found, ["<b>no", "yes"]), Outcome("price", {"kind": "numbers"}, [])]
-    facts = ReportFacts([], [], "", [], [], **tables_of_classes(outcomes))
-    page = Page(render_report(_result(), facts=facts))
+CLASSES = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
+
+
+def test_confusion_and_calibration_are_tables_and_residuals_are_drawn() -> None:
+    numbers = {"kind": "numbers", "measured": [1.0, 2.0, 3.0], "predicted": [1.5, 2.0, 2.0]}
+    outcomes = [Outcome("test", CLASSES, ["<b>no", "yes"]), Outcome("price <b>", numbers, [])]
+    tables, drawn = tables_of_classes(outcomes), list(draw_residuals(outcomes))
+    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], **tables, residuals=drawn))
+    page = Page(html)
     assert "test <b>no yes <b>no 3 1 yes 0 2" in page.words
     assert "confidence accuracy rows 0.55 0.50 2 0.97 1.00 4" in page.words
-    assert "price" not in page.words
-    many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(each) for each in range(21)])
-    assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
-
-
-def test_calibration_and_residuals_are_drawn() -> None:
-    found = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
-    numbers = {"kind": "numbers", "measured": [1.0, 2.0, 3.0], "predicted": [1.5, 2.0, 2.0]}
-    outcomes = [Outcome("test", found, ["no", "yes"]), Outcome("price <b>", numbers, [])]
-    drawn = list(draw_residuals(outcomes))
-    html = render_report(
-        _result(), facts=ReportFacts([], [], "", [], [], **tables_of_classes(outcomes), residuals=drawn)
-    )
-    page = Page(html)
     assert 'aria-label="Reliability diagram of test"' in html
     assert 'aria-label="Residuals of price &lt;b&gt;"' in html
     assert "predicted - measured" in page.words
     assert "Half of the predictions are off by at most 0.5, nine of ten by at most 1." in page.words
     assert page.loads == []
     drawing = html[html.index("<svg") : html.rindex("</svg>")]
-    assert "var(--series-1)" in drawing
-    assert "#" not in drawing
-    broken = [Outcome("test", {"kind": "numbers", "measured": "x"}, [])]
-    assert list(draw_residuals(broken)) == []
-
-
-def test_a_metric_has_its_interval_beside_it() -> None:
-    result = _result()
-    evaluation = next(each for each in result["stages"] if each["stage"] == "evaluate")
-    evaluation["manifest"]["metrics"] = {"test": {"f1": 0.9, "f1_low": 0.8, "f1_high": 0.95, "spread_low": 3}}
-    words = Page(render_report(result)).words
-    assert "f1 0.9 (0.8 to 0.95) spread_low 3" in words
+    assert "var(--series-1)" in drawing and "#" not in drawing
+    assert "price" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], **tables))).words
+    many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(number) for number in range(21)])
+    assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
+    assert list(draw_residuals([Outcome("test", {"kind": "numbers", "measured": "x"}, [])])) == []
 
 
 def _with_interval(name: str, value: float, low: float, high: float) -> dict[str, float]:
@@ -216,23 +216,13 @@ def _with_interval(name: str, value: float, low: float, high: float) -> dict[str
 
 
 def test_what_needs_no_model_stands_beside_the_model_with_the_margin_and_its_interval() -> None:
-    result = _result()
-    prepared, evaluation = (next(each for each in result["stages"] if each["stage"] == name) for name in MEASURED)
-    prepared["manifest"]["metrics"] = {"train_rows": 1000, "test_rows": 1250, "val_rows": 30}
-    evaluation["manifest"]["meta"] = {"confidence": 0.9}
-    evaluation["manifest"]["metrics"] = {
-        "val": {"accuracy": 0.9, "majority_accuracy": 0.6},
-        "test": {
-            **_with_interval("accuracy", 0.8, 0.7, 0.85),
-            **_with_interval("majority_accuracy", 0.4, 0.3, 0.5),
-            **_with_interval("accuracy_over_majority", 0.4, 0.25, 0.5),
-            "mase": 0.7,
-            "naive_mase": 1.1,
-            "mase_below_naive": 0.4,
-            "accuracy/sex/a": 0.1,
-        },
-    }
-    words = Page(render_report(result)).words
+    compared = {
+        **_with_interval("accuracy", 0.8, 0.7, 0.85),
+        **_with_interval("majority_accuracy", 0.4, 0.3, 0.5),
+        **_with_interval("accuracy_over_majority", 0.4, 0.25, 0.5),
+    } | {"mase": 0.7, "naive_mase": 1.1, "mase_below_naive": 0.4, "accuracy/sex/a": 0.1}
+    splits = {"val": {"accuracy": 0.9, "majority_accuracy": 0.6}, "test": compared}
+    words = measured(splits, {"train_rows": 1000, "test_rows": 1250, "val_rows": 30}, confidence=0.9)
     assert (
         "The model and what needs no model Both were measured on the same rows. A margin above zero is in the model's "
         "favour. In brackets: the interval, by a bootstrap over the rows, with a probability of 0.9. "
@@ -245,16 +235,9 @@ def test_what_needs_no_model_stands_beside_the_model_with_the_margin_and_its_int
 
 
 def test_the_comparison_with_the_champion_is_a_row() -> None:
+    compared: dict[str, Any] = {"metric": "test_error", "difference": 0.02, "low": -0.01, "high": 0.05}
     verdict = Verdict(
-        promoted=False,
-        reason="It is not clearly better.",
-        candidate="3",
-        champion="2",
-        metric="test_error",
-        difference=0.02,
-        low=-0.01,
-        high=0.05,
-        resamples=1000,
+        promoted=False, reason="It is not clearly better.", candidate="3", champion="2", resamples=1000, **compared
     )
     score = Score(metric="test_error", value=0.4, rows="a" * 64, is_greater_better=False)
     asked = Registration(name="line <b>", digest="d" * 64, score=score)
@@ -273,24 +256,6 @@ def test_the_comparison_with_the_champion_is_a_row() -> None:
     assert "same rows" not in words
     assert "line: MLflow had not answered" in Page(render_report(_result(registers="line", registered=None))).words
     assert "Registered" not in Page(render_report(_result())).words
-
-
-def test_nothing_is_loaded_from_anywhere() -> None:
-    html = render_report(_result(), HISTORY)
-    page = Page(html)
-    assert {"script", "link", "img", "iframe", "object", "embed"}.isdisjoint(page.tags)
-    assert all(load.startswith("#") or "url(#" in load for load in page.loads)  # parts of the drawings themselves
-    style = html[html.index("<style>") : html.index("</style>")]
-    assert "@import" not in style
-    assert "url(" not in style
-
-
-def test_links_lead_beside_the_report_and_to_http_only() -> None:
-    page = Page(render_report(_result(run_url="http://tracking:5000/#/experiments/1/runs/f"), HISTORY))
-    assert "../../stages/train/abab/model" in page.links
-    assert "https://hub.example/org/x" in page.links
-    assert "http://tracking:5000/#/experiments/1/runs/f" in page.links
-    assert all(link.startswith(("http://", "https://", "../")) for link in page.links)
 
 
 def test_remote_storage_is_named_and_not_linked() -> None:
@@ -316,14 +281,6 @@ def test_hostile_text_stays_text() -> None:
     assert "s3cret" not in "".join(page.text + page.links)
 
 
-def test_a_failure_is_told_with_its_remedy() -> None:
-    error = {"class": "DataError", "message": "Empty.", "field": "test", "value": "0 rows", "remedy": "Add rows."}
-    page = Page(render_report(_result(error=error), []))
-    assert "Failed in 68.0 s" in page.words
-    assert "DataError test = 0 rows : Empty." in page.words
-    assert "What to do: Add rows." in page.words
-
-
 def test_curves_are_drawn_with_their_last_values_and_numbers_that_are_no_curves_are_not() -> None:
     charts = draw_charts(HISTORY)
     assert [(chart.title, [label for _, label, _ in chart.legend]) for chart in charts] == [
@@ -332,17 +289,6 @@ def test_curves_are_drawn_with_their_last_values_and_numbers_that_are_no_curves_
         ("Learning rate", ["learning_rate"]),
     ]
     assert charts[0].legend[0] == (1, "loss", "0.02")
-    assert all("<path" in chart.svg for chart in charts)
-
-
-def test_the_drawings_follow_light_and_dark_and_share_no_names() -> None:
-    html = render_report(_result(), HISTORY)
-    page = Page(html)
-    assert len(page.ids) == len(set(page.ids))
-    assert "prefers-color-scheme: dark" in html
-    for chart in draw_charts(HISTORY):
-        assert "var(--series-1)" in chart.svg
-        assert "#a100" not in chart.svg
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "NaN"])
@@ -357,9 +303,13 @@ def test_a_long_history_is_thinned() -> None:
     assert chart.legend[0][2] == f"{(199_999 * 37 % 101) / 101:.4g}"
 
 
-def test_a_run_without_anything_is_a_page_too() -> None:
-    page = Page(render_report({"name": "x", "stages": [], "error": None}, []))
-    assert "svg" not in page.tags
+def test_a_failure_is_told_with_its_remedy_and_a_run_without_anything_is_a_page_too() -> None:
+    error = {"class": "DataError", "message": "Empty.", "field": "test", "value": "0 rows", "remedy": "Add rows."}
+    words = Page(render_report(_result(error=error), [])).words
+    assert "Failed in 68.0 s" in words
+    assert "DataError test = 0 rows : Empty." in words
+    assert "What to do: Add rows." in words
+    assert "svg" not in Page(render_report({"name": "x", "stages": [], "error": None}, [])).tags
 
 
 def test_drawing_leaves_no_trace_in_matplotlib_and_needs_no_pyplot() -> None:
