@@ -122,18 +122,6 @@ def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server
     wait_for("the end of what had started", lambda: not training(), 90)
 
 
-def test_a_cancelled_deployed_run_leaves_no_process(server: Server, tmp_path: Path) -> None:
-    spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
-    deployed = trainflow("deploy", spec, *ENDLESS, "--pool", "main", "--name", "endless", env=server.environ)
-    assert deployed.code == 0, deployed.err
-    run = server.run("endless")
-    wait_for("training", lambda: has_begun(tmp_path / "project" / "store"))
-    server.api("POST", f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
-    wait_for("the cancelled state", lambda: server.runs("endless", "CANCELLED"), 60)
-    wait_for("the end of every process", lambda: not training(), 30)
-    assert not trained(tmp_path / "project" / "store")
-
-
 @pytest.mark.timeout(300)
 def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "project"
@@ -196,7 +184,7 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(serv
     wait_for("the end of what had started", lambda: not training(), 90)
 
 
-def test_new_data_starts_one_run_of_a_deployment_and_none_again_after_a_restart(server: Server, tmp_path: Path) -> None:
+def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path) -> None:
     data, spec = tmp_path / "data", toy.project(tmp_path / "project")
     data.mkdir()
     # No worker takes its runs: that they start is the point.
@@ -207,20 +195,19 @@ def test_new_data_starts_one_run_of_a_deployment_and_none_again_after_a_restart(
     def notes() -> list[Path]:
         return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
 
-    for number in (1, 2):
-        with running(*watching, log=tmp_path / f"{number}.log", env=server.environ) as watch:
-            watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
-            wait_for("the first look", notes)
-            (data / f"{number}.csv").write_text("1\n")
-            watch.wait_for(f"New data under {data}: the run ")
-            assert watch.stop() == 0, watch.output
-        runs = server.runs("watched", "SCHEDULED")
-        assert len(runs) == number, "each change has started one run, and the restart none"
-        assert [run["tags"] for run in runs] == [["new-data"]] * number
-        # The folder is none of prepare.sources, so in no key.
-        assert runs[0]["parameters"]["force"] == ["prepare-data"]
+    # tests/unit/flows/test_schedule.py starts it again.
+    with running(*watching, log=tmp_path / "log", env=server.environ) as watch:
+        watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
+        wait_for("the first look", notes)
+        (data / "1.csv").write_text("1\n")
+        watch.wait_for(f"New data under {data}: the run ")
+        assert watch.stop() == 0, watch.output
+    [run] = server.runs("watched", "SCHEDULED")
+    assert run["tags"] == ["new-data"]
+    # The folder is none of prepare.sources, so in no key.
+    assert run["parameters"]["force"] == ["prepare-data"]
     [note] = notes()
-    assert json.loads(note.read_text())["started"] == 2
+    assert json.loads(note.read_text())["started"] == 1
 
 
 def attempts(store: Path, stage: str) -> int:

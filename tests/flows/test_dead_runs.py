@@ -20,6 +20,11 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import State, StateType
+from prefect.states import Crashed, Pending, Running
 
 from flows import heartbeat, prefect_runs
 from flows.cli.signals import stoppable
@@ -107,9 +112,6 @@ def two_runs(prefect_server: str) -> Iterator[tuple[Run, Run]]:
 
 def states(begun: Run) -> tuple[str, list[str]]:
     """The state of a flow run, and those of its task runs in order."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter
-
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(begun.id)
         mine = FlowRunFilter.model_validate({"id": {"any_": [begun.id]}})
@@ -120,8 +122,6 @@ def states(begun: Run) -> tuple[str, list[str]]:
 
 def read(run_id: uuid.UUID) -> Any:
     """A flow run as Prefect has it."""
-    from prefect.client.orchestration import get_client
-
     with get_client(sync_client=True) as client:
         return client.read_flow_run(run_id)
 
@@ -179,9 +179,6 @@ def test_a_task_whose_end_was_lost_ends_as_its_flow_run_did_once_its_process_is_
     holder: Holder, end: str, left: str
 ) -> None:
     from prefect import task
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.objects import State, StateType
-    from prefect.states import Running
 
     @task(name="train")
     def stage() -> None: ...
@@ -199,9 +196,6 @@ def test_a_task_whose_end_was_lost_ends_as_its_flow_run_did_once_its_process_is_
 
 def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
     """A run of a flow `pipeline` that carries the labels of a process and went through states."""
-    from prefect import flow
-    from prefect.client.orchestration import get_client
-    from prefect.states import Running
 
     @flow(name="pipeline")
     def pipeline() -> None: ...
@@ -279,8 +273,6 @@ class TestRetried:
     def test_what_the_ended_process_left_ends_nothing(
         self, tmp_path: Path, labels: Holder, states: tuple[str, ...], signs: Any, state: str, left: list[str] | None
     ) -> None:
-        from prefect.client.schemas.objects import State, StateType
-
         run_id = flow_run(labels, *(State(type=StateType(each)) for each in states))
         alive = storage_with(tmp_path, run_id, **signs)
         sweep(str(tmp_path), find_statuses(str(tmp_path)))
@@ -291,8 +283,6 @@ class TestRetried:
     def test_while_it_starts_its_old_labels_say_nothing(
         self, tmp_path: Path, is_begun: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from prefect.states import Crashed, Pending, Running
-
         run_id = flow_run(GONE, Crashed(), Pending(), *([Running()] if is_begun else []))
         alive = storage_with(tmp_path, run_id, before=GONE)
         assert prefect_runs.sweep_dead_runs() == []
@@ -306,9 +296,6 @@ class TestRetried:
             assert not list(alive.iterdir())
 
     def test_its_labels_are_written_again_until_they_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from prefect import flow
-        from prefect.client.orchestration import SyncPrefectClient
-
         write, tries = SyncPrefectClient.update_flow_run_labels, []
 
         def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, labels: Any) -> None:

@@ -16,6 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.settings import (
+    PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_API_URL,
+    PREFECT_HOME,
+    temporary_settings,
+)
 
 from flows.server.api import prefect_api, quiet_environment
 from tests.support.prefect_server import wait_for
@@ -215,8 +221,6 @@ def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callab
     ],
 )
 def test_a_configured_server_that_does_not_answer_is_bad_input(url: str, why: str) -> None:
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
     with (
         temporary_settings({PREFECT_API_URL: url}),
         pytest.raises(ConfigError) as refused,
@@ -228,13 +232,6 @@ def test_a_configured_server_that_does_not_answer_is_bad_input(url: str, why: st
 
 
 def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:
-    from prefect.settings import (
-        PREFECT_API_DATABASE_CONNECTION_URL,
-        PREFECT_API_URL,
-        PREFECT_HOME,
-        temporary_settings,
-    )
-
     (tmp_path / "prefect.db").write_bytes(b"not a database" * 1000)
     url = f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}"
     with (
@@ -249,8 +246,6 @@ def test_a_server_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> Non
 
 
 def test_an_unusable_home_is_named(tmp_path: Path) -> None:
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
-
     (tmp_path / "file").write_text("")
     with (
         temporary_settings({PREFECT_API_URL: None, PREFECT_HOME: tmp_path / "file"}),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3fs import S3FileSystem
 
 from flows.results import PipelineResult
 from tasks.stage import manifest as _manifests
@@ -149,8 +150,6 @@ def test_memory_that_runs_out_where_there_is_no_batch_says_what_helps(folder: Pa
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A client of S3 that gives a request up within seconds."""
-    from s3fs import S3FileSystem
-
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     S3FileSystem.clear_instance_cache()  # a client of an earlier test would go on with its own patience
     yield

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from flows.cli import inventory
@@ -22,6 +23,10 @@ from trainer_lib.errors import BrokenLineageError, ConfigError
 from trainer_lib.model_folder.lineage import FILE, read_lineage_file
 from trainer_lib.model_folder.locate import find_model
 from trainer_lib.storage import Store
+from trainer_lib.trackers import mlflow_registry as registry
+from trainer_lib.trackers.mlflow_client import connect, connect_timed
+from trainer_lib.trackers.model_record import DIGEST_TAG
+from trainer_lib.trackers.shipper import Clock
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
@@ -136,8 +141,6 @@ def test_a_model_in_mlflow_leads_to_its_training(finished: Path) -> None:
 
 
 def _models(uri: str) -> list[Any]:
-    from trainer_lib.trackers.mlflow_client import connect
-
     client: Any = connect(uri)
     return list(client.search_logged_models([each.experiment_id for each in client.search_experiments()]))
 
@@ -154,8 +157,6 @@ def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
 
 
 def test_the_chain_holds_on_an_object_store_and_a_changed_byte_breaks_it(folder: Path, s3_url: str) -> None:
-    import fsspec
-
     storage, s3 = f"{s3_url}/store", fsspec.filesystem("s3", use_listings_cache=False)
     s3.put(f"{folder / 'store'}/", storage.removeprefix("s3://"), recursive=True)
     run = f"{storage}/runs/{_run(folder).name}"
@@ -241,11 +242,6 @@ def test_a_stage_that_was_replaced_by_a_whole_one_is_caught(folder: Path) -> Non
 
 
 def test_what_mlflow_says_otherwise_is_caught(folder: Path) -> None:
-    from trainer_lib.trackers import mlflow_registry as registry
-    from trainer_lib.trackers.mlflow_client import connect_timed
-    from trainer_lib.trackers.model_record import DIGEST_TAG
-    from trainer_lib.trackers.shipper import Clock
-
     uri = f"sqlite:///{folder / 'store' / 'mlflow.db'}"
     client: Any = connect_timed(uri, Clock())
     record = json.loads((_run(folder) / "run.json").read_text())

@@ -16,6 +16,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flows.plan import Plan
+from tasks.stage.portable_model import describe_model
 from tests.support.hub_server import HubServer
 from tests.support.model_folders import remove_fetched_code
 from tests.support.repository import ROOT
@@ -244,9 +246,6 @@ def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path)
 
 
 def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folder: Path) -> None:
-    from flows.plan import Plan
-    from tasks.stage.portable_model import describe_model
-
     plan = Plan.of(spec_of(folder))
     data, model = plan.reasons["prepare-data"].manifest, plan.reasons["train"].manifest
     assert data is not None and model is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.store.tracking import sqlalchemy_store
 
 from flows.run_record import RunRecord
 from tasks.configs import TrackingConfig
@@ -143,8 +144,6 @@ def test_a_model_whose_storage_is_away_is_sent_later(storage: Store, monkeypatch
 
 def purge(uri: str, run_id: str) -> None:
     """Remove a deleted run from the database, as `mlflow gc` does."""
-    from mlflow.store.tracking import sqlalchemy_store
-
     module: Any = sqlalchemy_store
     module.SqlAlchemyStore(uri, str(Path(uri.removeprefix("sqlite:///")).parent))._hard_delete_run(run_id)
 

@@ -7,16 +7,26 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flows.cli.main import main
+from flows.lineage_chain import find_chain
+from flows.lineage_checks import verify_chain
+from flows.new_project.starting import write_project
+from flows.pipeline import run_pipeline
 from flows.spec.spec import load_spec
+from tasks.configs import TrackingConfig
 from tests.support.model_folders import remove_fetched_code
 from tests.support.repository import ROOT
-from tests.support.runs import ALL, IN_PROCESS, ran, run
+from tests.support.runs import ALL, IN_PROCESS, ran, reason, run
 from tests.support.toy import RECIPE, project
 from trainer_lib import load_model
+from trainer_lib.model_folder.lineage import read_lineage_file
 from trainer_lib.recipe_names import ABOUT
+from trainer_lib.recipes.causal_models import new_causal_model
+from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
+from trainer_lib.storage import Store
 
 SMALL = (
     "limit=24",
@@ -60,8 +70,6 @@ PARTS = (
 
 @pytest.mark.usefixtures("prefect_server")
 def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path) -> None:
-    from flows.pipeline import run_pipeline
-
     example = ROOT / "examples" / "token_classification" / "parts.yaml"
     run_pipeline(load_spec(example, (f"storage={tmp_path}", *IN_PROCESS, *PARTS))).raise_for_error()
     [metrics] = tmp_path.glob("stages/evaluate/*/metrics.json")
@@ -106,40 +114,66 @@ def test_a_keras_model_goes_through_every_stage(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_server")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
-def test_adapters_of_a_language_model_are_trained_measured_published_loaded_and_merged(tmp_path: Path) -> None:
+def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_as_they_are_and_merged(
+    tmp_path: Path,
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     folder, base = write_base(tmp_path), tmp_path / "base"
     model, data = f"{{folder: {base}", "length: 64, overlong: split, split: {validation: 0, test: 0.3}"
-    small = (*SMALL, f"prepare.options={model}, {data}}}", f"train.model={model}, lora: {{r: 4}}}}")
-    result = run(folder, *small, "evaluate.options={prompts: ['Return '], sample_tokens: 5}")
+    small: tuple[str, ...] = (*SMALL, f"prepare.options={model}, {data}}}", f"train.model={model}, lora: {{r: 4}}}}")
+    small += ("evaluate.options={prompts: ['Return '], sample_tokens: 5}", "tracking.enabled=false")
+    result = run(folder, *small)
     result.raise_for_error()
     assert ran(result) == ALL
-    [published] = folder.glob(".trainflow/limited/hub/*/revisions/*/adapter_model.safetensors")
+    limited = folder / ".trainflow" / "limited"
+    [published] = limited.glob("hub/*/revisions/*/adapter_model.safetensors")
     assert not (published.parent / "model.safetensors").exists(), "the base is where it was"
-    [samples] = folder.glob(".trainflow/limited/stages/evaluate/*/**/samples.txt")
+    [samples] = limited.glob("stages/evaluate/*/**/samples.txt")
     assert samples.read_text().startswith("Return ")
     loaded: Any = load_model(str(published.parent), trust_code=True)
     predicted = loaded.predict([{"text": "Return the names.", "new_tokens": 3}])
     assert predicted["perplexity"][0] > 1
-    batch = {"input_ids": torch.arange(20)[None]}
     remove_fetched_code()  # a process does it when it ends
+    batch = {"input_ids": torch.arange(20)[None]}
     with torch.no_grad():
         adapted = loaded.model(**batch).logits
         plain = AutoModelForCausalLM.from_pretrained(base)(**batch).logits
-        loaded.model.merge_and_unload().save_pretrained(tmp_path / "merged")
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(**batch).logits
     assert not torch.allclose(adapted, plain, atol=1e-4), "three steps changed something"
-    torch.testing.assert_close(merged, adapted, atol=1e-5, rtol=1e-4)
+
+    # The setting belongs to the publication alone.
+    result = run(folder, *small, "publish.merge_adapters=true")
+    result.raise_for_error()
+    assert ran(result) == {"push-to-hub"}
+    assert "merge_adapters" in reason(result, "push-to-hub")
+    [merged] = limited.glob("hub/*/revisions/*/adapter")
+    assert not list(merged.parent.glob("adapter_*")) and not list(limited.glob("stages/push-to-hub/*/merged"))
+    [trained] = limited.glob("stages/train/*/model/adapter_model.safetensors")
+    assert (merged / "adapter_model.safetensors").read_bytes() == trained.read_bytes()
+    # Plain transformers, without peft and without the base: what the adapters give.
+    base.rename(tmp_path / "away")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(merged.parent)(**batch).logits
+    (tmp_path / "away").rename(base)
+    torch.testing.assert_close(logits, adapted, atol=1e-5, rtol=1e-4)
+    again: Any = load_model(str(merged.parent), trust_code=True).predict(
+        [{"text": "Return the names.", "new_tokens": 3}]
+    )
+    assert np.allclose(again["perplexity"], predicted["perplexity"], rtol=1e-4)
+    remove_fetched_code()
+    card = (merged.parent / "README.md").read_text()
+    assert "with the trained adapters merged in" in card and "AutoPeftModel" not in card
+    lineage = read_lineage_file(Store.open(merged.parent))
+    assert lineage is not None
+    assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= {entry.path for entry in lineage.files}
+    chain = find_chain(str((result.report_url or "").rpartition("/")[0]))
+    checks = {check.link: check for check in verify_chain(chain, TrackingConfig(enabled=False))}
+    assert checks["publication"].state == "held", checks["publication"]
 
 
 def write_base(where: Path) -> Path:
     """A new project for a language model in `where`, and beside it in `base` a model that is to be adapted."""
-    from flows.new_project.starting import write_project
-    from trainer_lib.recipes.causal_models import new_causal_model
-    from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
-
     write_project(where / "project", "causal-language-modeling")
     lines = (where / "project" / "docstrings.jsonl").read_text().splitlines()[:50]
     tokenizer = learn_byte_tokenizer((json.loads(line)["text"] for line in lines), vocabulary=300)

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
+from flows.pipeline import run_pipeline
 from flows.run_status import find_statuses, sweep
 from flows.spec.spec import load_spec
+from tasks.notify_settings import NotifySettings
+from tasks.notifying import Message, send
 from tests.support.runs import IN_PROCESS, broken
 from trainer_lib.errors import CodeError
 
@@ -77,8 +81,6 @@ def mailbox() -> Iterator[tuple[str, list[str]]]:
 def test_a_failed_and_a_finished_run_are_told(
     folder: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flows.pipeline import run_pipeline
-
     given = (*IN_PROCESS, "notify.to=[TEAM_HOOK, TEAM_MAIL]", "publish.enabled=false")
     with webhook() as (hook, posts), mailbox() as (mail, mails):
         monkeypatch.setenv("TEAM_HOOK", hook)
@@ -136,11 +138,6 @@ def test_a_run_that_was_killed_is_told_once_by_whoever_finds_it(
 
 
 def test_a_block_of_prefect_sends_too(folder: Path, prefect_server: str) -> None:
-    from prefect.blocks.notifications import CustomWebhookNotificationBlock
-
-    from tasks.notify_settings import NotifySettings
-    from tasks.notifying import Message, send
-
     with webhook() as (hook, posts):
         block = CustomWebhookNotificationBlock(
             name="team",

@@ -11,11 +11,14 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from prefect.client.orchestration import get_client
 
 from flows.cli import presentation
+from flows.deployed import pipeline as deployed_pipeline
 from flows.past_runs import list_runs
 from flows.pipeline import run_pipeline
 from flows.plan import Plan, StageReason, explain
+from flows.server.serving import _deployment
 from flows.spec.spec import load_spec
 from flows.stages import stage_names
 from tasks.stage import closure
@@ -198,11 +201,6 @@ def test_stages_that_are_switched_off_are_left_out(folder: Path) -> None:
 
 
 def test_a_spec_larger_than_prefects_parameters_runs_and_is_deployed(folder: Path) -> None:
-    from prefect.client.orchestration import get_client
-
-    from flows.deployed import pipeline as deployed_pipeline
-    from flows.server.serving import _deployment
-
     large = f"prepare.options={json.dumps({'rows': 64, 'words': 'word ' * 130_000})}"
     assert run(folder, large, only="prepare-data").ok
     assert set(newest_flow_run().parameters["spec"]) == {"name", "storage", "spec_file", "sha256"}

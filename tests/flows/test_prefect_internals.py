@@ -14,6 +14,14 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext, serialize_context
+from prefect.events.clients import PrefectEventsClient
+from prefect.events.worker import EventsWorker, emit_events_to_cloud
+from prefect.logging import configuration
+from prefect.logging.handlers import APILogHandler, APILogWorker
+from prefect.settings import PREFECT_SERVER_DATABASE_PASSWORD, temporary_settings
 
 from tasks.prefect_internals import send_little
 from tests.support import repository
@@ -57,10 +65,6 @@ def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
 
 def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     import prefect.context
-    from prefect.events.clients import PrefectEventsClient
-    from prefect.events.worker import EventsWorker, emit_events_to_cloud
-    from prefect.logging import configuration
-    from prefect.logging.handlers import APILogHandler, APILogWorker
 
     replaced = inspect.signature(prefect.context._temporary_global_settings_context)
     assert list(replaced.parameters) == ["settings_context"]
@@ -81,11 +85,6 @@ def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
 def test_tasks_on_other_machines_get_the_flow_runs_id_and_the_api_and_nothing_else(
     prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prefect import flow, task
-    from prefect.cache_policies import NO_CACHE
-    from prefect.context import FlowRunContext, serialize_context
-    from prefect.settings import PREFECT_SERVER_DATABASE_PASSWORD, temporary_settings
-
     @task(cache_policy=NO_CACHE)
     def stage(lock: Any) -> Any:
         running = FlowRunContext.get()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import HfApi, ModelCard, snapshot_download
 
 from tasks.configs import PublishConfig
 from tasks.push_to_hub import push_to_hub
@@ -188,8 +188,6 @@ metadata_update("org/digits", {**measured, "license": "mit", "tags": ["cheques"]
 
 
 def test_the_authors_edits_on_the_hub_are_kept_in_the_next_commit(storage: str, hub: HubServer, tmp_path: Path) -> None:
-    from huggingface_hub import HfApi
-
     to = PublishConfig(to="hf://org/digits")
     _push(storage, to, _inputs(storage))
     # As a person, or a leaderboard, does it; in a process of its own, because the library reads HF_ENDPOINT once.

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from flows.lineage_chain import find_chain
+from flows.pipeline import run_pipeline
 from flows.prove_resume import seal_holds
 from flows.reproduction import Outcome, Question, Reproduction, open_scratch
 from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec
+from tasks.stage import made_with
 from tests.support import toy
 from tests.support.command import trainflow
 from tests.support.runs import broken, run
@@ -31,8 +33,6 @@ def _run(folder: Path) -> str:
 def _reproduced(
     folder: Path, to: Path, said: list[str], edit: Callable[[Reproduction], None] | None = None, **how: Any
 ) -> Outcome:
-    from flows.pipeline import run_pipeline
-
     job = Reproduction(find_chain(_run(folder)), Question(str(to), **how), said.append)
     if edit is not None:
         edit(job)
@@ -87,8 +87,6 @@ def test_other_numbers_are_measured_and_judged_by_the_tolerance(folder: Path, tm
 def test_other_versions_and_other_data_are_named_before_it_begins(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.stage import made_with
-
     monkeypatch.setattr(made_with, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
     said: list[str] = []
     (folder / "rows.csv").write_text("1\n")
@@ -110,8 +108,6 @@ def test_other_versions_and_other_data_are_named_before_it_begins(
 
 
 def test_prepared_data_that_comes_out_otherwise_stops_it(folder: Path, tmp_path: Path) -> None:
-    from flows.pipeline import run_pipeline
-
     calls: list[str | None] = []
 
     def edited(spec: PipelineSpec, only: str | None = None) -> PipelineResult:

@@ -33,6 +33,7 @@ from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, NewerVersionError, TrainflowError
 from trainer_lib.storage import Store
+from trainer_lib.yaml_text import parse_yaml
 
 READS = "    from pathlib import Path\n    out.info['table'] = Path(out.sources[0]).read_text()\n"
 FAILS = '    import os\n    if "REPAIRED" not in os.environ:\n        raise ValueError("not yet")\n'
@@ -101,8 +102,6 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
 
 
 def load_spec_text(storage: Path, past: PastRun) -> dict[str, object]:
-    from trainer_lib.yaml_text import parse_yaml
-
     found: dict[str, object] = parse_yaml((storage / "runs" / past.id / "spec.yaml").read_text())
     return found
 

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 from prefect.serializers import JSONSerializer
 from pydantic import Field
 
@@ -135,8 +136,6 @@ def six_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tags_of(result: PipelineResult) -> dict[str, Any]:
-    from mlflow import MlflowClient
-
     found = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id or "")
     return {**found.data.tags, **found.data.metrics}
 

@@ -9,20 +9,32 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
+from prefect.runtime import task_run
 
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress as _progress
 from tasks.stage import task as _task
+from tasks.stage.facts import StageFacts
 from tasks.stage.keys import StageKey
 from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage, stage_key
+from tasks.stage.runner import (
+    StageAttempt,
+    StageContext,
+    StageOutput,
+    run_stage,
+    stage_key,
+)
 from tasks.stage.task import stage_task
-from tests.support.stage import KEY, Toy, ToyFacts, in_storage, run
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -33,10 +45,52 @@ from trainer_lib.errors import (
     StorageError,
     TrainflowError,
 )
+from trainer_lib.locks.lease import _take_epoch
+
+Work = Callable[[StageAttempt], StageOutput]
+
+
+@dataclass(frozen=True)
+class ToyFacts(StageFacts, stage="toy"):
+    """Facts of a stage that the product does not know."""
+
+    note: str = ""
+
+
+def in_storage(storage: str, *force: str) -> StageContext:
+    """The context of stages that need no recipe."""
+    return StageContext(name="test", recipe="recipe.py", storage=storage, force=frozenset(force))
+
+
+class Toy:
+    """Work that counts its attempts, writes two files, and fails with the given errors first."""
+
+    def __init__(self, *failures: BaseException) -> None:
+        self.failures = list(failures)
+        self.attempts: list[StageAttempt] = []
+
+    def __call__(self, attempt: StageAttempt) -> StageOutput:
+        self.attempts.append(attempt)
+        half = attempt.store.write_bytes("out/a.txt", b"alpha")
+        if self.failures:
+            raise self.failures.pop(0)
+        files = [half, attempt.store.write_bytes("b.txt", b"beta")]
+        return StageOutput(files, metrics={"rows": 2}, facts=ToyFacts("x"))
+
+    @property
+    def runs(self) -> int:
+        return len(self.attempts)
+
+
+KEY = stage_key("toy", {"x": 1})
+
+
+def run(storage: str, work: Work, key: Any = KEY, *, force: bool = False, **more: Any) -> StageManifest[ToyFacts]:
+    return run_stage(key, in_storage(storage, *(["toy"] if force else [])), work, **more)
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> None:
     """Retries without the wait."""
     monkeypatch.setattr(_task, "DELAYS_S", [0.0])
 
@@ -50,12 +104,10 @@ def as_task(local: str, toy: Toy, **more: Any) -> Any:
 
 
 def in_flow(function: Callable[[], Any]) -> Any:
-    from prefect import flow
-
     return flow(name="test")(function)()
 
 
-def test_prefect_sees_a_cached_stage_as_cached(prefect_server: str, local: str, quick: None) -> None:
+def test_prefect_sees_a_cached_stage_as_cached(local: str, quick: None) -> None:
     toy = Toy()
     stage = as_task(local, toy)
 
@@ -72,7 +124,7 @@ def test_prefect_sees_a_cached_stage_as_cached(prefect_server: str, local: str, 
     assert toy.runs == 1
 
 
-def test_failures_worth_it_are_retried_and_come_out_typed(prefect_server: str, local: str, quick: None) -> None:
+def test_failures_worth_it_are_retried_and_come_out_typed(local: str, quick: None) -> None:
     toy = Toy(StorageError("a"), Preempted("b"), InfrastructureError("c"))
     stage = as_task(local, toy, retries=2)
     in_flow(lambda: stage())
@@ -80,27 +132,27 @@ def test_failures_worth_it_are_retried_and_come_out_typed(prefect_server: str, l
     assert [attempt.number for attempt in toy.attempts] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("error", [CodeError("bug", details="their frames"), ConfigError("bad", field="x")])
-def test_the_users_own_failures_are_not_retried(
-    prefect_server: str, local: str, quick: None, error: TrainflowError
+@pytest.mark.parametrize(
+    ("error", "runs"),
+    [
+        (CodeError("bug", details="their frames"), 1),
+        (ConfigError("bad", field="x"), 1),
+        (StorageError("again"), 3),
+    ],
+    ids=["code", "config", "a used-up budget"],
+)
+def test_a_failure_ends_the_stage_typed_after_the_tries_that_are_worth_it(
+    local: str, quick: None, error: TrainflowError, runs: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    toy = Toy(error)
-    with pytest.raises(type(error)) as caught:
-        in_flow(as_task(local, toy))
-    assert caught.value is error
-    assert toy.runs == 1
-
-
-def test_a_used_up_budget_ends_the_stage(prefect_server: str, local: str, quick: None) -> None:
-    toy = Toy(*(StorageError(str(number)) for number in range(9)))
-    with pytest.raises(StorageError):
+    toy = Toy(*[error] * 9)
+    with _progress.quiet_failures(), pytest.raises(type(error)) as caught:
         in_flow(as_task(local, toy, retries=2))
-    assert toy.runs == 3
+    assert caught.value is error
+    assert toy.runs == runs
+    assert "Traceback" not in "".join(capfd.readouterr()), "it is logged in one line"
 
 
-def test_memory_running_out_halves_the_batch_until_nothing_is_left(
-    prefect_server: str, local: str, quick: None
-) -> None:
+def test_memory_running_out_halves_the_batch_until_nothing_is_left(local: str, quick: None) -> None:
     toy = Toy(OutOfMemoryError("a"), OutOfMemoryError("b"))
     manifest = in_flow(as_task(local, toy, retries=0, max_halvings=2))
     assert [attempt.batch_halvings for attempt in toy.attempts] == [0, 1, 2]
@@ -112,7 +164,7 @@ def test_memory_running_out_halves_the_batch_until_nothing_is_left(
     assert [attempt.batch_halvings for attempt in ended.attempts] == [0, 1, 1]
 
 
-def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str, quick: None) -> None:
+def test_force_discards_once_not_at_every_retry(local: str, quick: None) -> None:
     run(local, Toy())
     toy = Toy(StorageError("a"))
 
@@ -130,14 +182,6 @@ def test_force_discards_once_not_at_every_retry(prefect_server: str, local: str,
     assert toy.runs == 2
 
 
-def test_typed_failures_are_logged_in_one_line(
-    prefect_server: str, local: str, quick: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with _progress.quiet_failures(), pytest.raises(CodeError):
-        in_flow(as_task(local, Toy(CodeError("the recipe raised"))))
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
 def test_a_stage_runs_alone_without_a_flow(prefect_server: str, local: str) -> None:
     toy = Toy()
     stage = as_task(local, toy)
@@ -147,12 +191,6 @@ def test_a_stage_runs_alone_without_a_flow(prefect_server: str, local: str) -> N
 
 
 def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: str) -> None:
-    import uuid
-
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
-    from prefect.runtime import task_run
-
     seen: list[str] = []
 
     named = ArtifactFilter(key=ArtifactFilterKey(any_=["shown-progress"]))
@@ -206,15 +244,11 @@ def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
     assert json.loads(json.dumps(first.to_dict())) == first.to_dict()
 
 
-def test_another_key_runs_and_says_what_differs(storage: str) -> None:
+def test_another_key_runs_and_says_what_differs_from_the_nearest_of_its_pipeline(storage: str) -> None:
     toy = Toy()
     run(storage, toy)
-    other = run(storage, toy, stage_key("toy", {"x": 2}))
+    assert run(storage, toy, stage_key("toy", {"x": 2})).reason == "x: 1 -> 2"
     assert toy.runs == 2
-    assert other.reason == "x: 1 -> 2"
-
-
-def test_another_pipelines_run_in_the_same_storage_explains_nothing(storage: str) -> None:
     run(storage, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
     other = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
     assert other.reason == "never run before"
@@ -247,13 +281,8 @@ def test_a_damaged_result_is_reported_withdrawn_and_made_again(
     assert again.content_digest == first.content_digest
     assert (folder / "checkpoints" / "kept").exists()
     assert run(local, toy) == again
-
-
-def test_a_truncated_file_is_noticed_even_right_after_a_look(local: str) -> None:
-    first = run(local, Toy())
-    run(local, Toy())
     Path(first.url, "b.txt").write_bytes(b"bet")
-    assert "3 bytes" in run(local, Toy()).reason
+    assert "3 bytes" in run(local, Toy()).reason, "it is noticed even right after a look"
 
 
 OTHER_KEYS = [stage_key("toy", {"x": 2}), stage_key("other", {"x": 1})]
@@ -334,33 +363,25 @@ def test_a_result_that_names_a_missing_file_is_not_committed(local: str) -> None
     assert look_up(local, KEY) == (None, None)
 
 
-def test_ctrl_c_is_recorded_and_passed_on(local: str) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        run(local, Toy(KeyboardInterrupt()))
-    [record] = Path(local).glob("stages/toy/*/attempts/0001.end.json")
-    assert json.loads(record.read_text())["outcome"] == "interrupted"
-    run(local, Toy())
-
-
-def test_events_tell_what_happens(local: str) -> None:
-    told: list[dict[str, Any]] = []
-    with _progress.subscribe(told.append):
-        run(local, Toy())
-        run(local, Toy())
-        with pytest.raises(CodeError):
-            run(local, Toy(CodeError("oops")), stage_key("toy", {"x": 9}))
-    assert [event["status"] for event in told] == ["started", "committed", "cached", "started", "failed"]
-    assert told[-1]["message"] == "oops"
-
-
-def test_a_display_that_breaks_does_not_end_the_work(local: str) -> None:
+def test_events_tell_what_happens_and_a_display_that_breaks_does_not_end_the_work(local: str) -> None:
     def broken(_: dict[str, Any]) -> None:
         raise ValueError("no terminal")
 
     told: list[dict[str, Any]] = []
     with _progress.subscribe(broken), _progress.subscribe(told.append):
         run(local, Toy())
-    assert len(told) == 2
+        run(local, Toy())
+        with pytest.raises(CodeError):
+            run(local, Toy(CodeError("oops")), stage_key("toy", {"x": 9}))
+    assert [event["status"] for event in told] == ["started", "committed", "cached", "started", "failed"]
+    assert told[-1]["message"] == "oops"
+    with pytest.raises(KeyboardInterrupt):
+        run(local, Toy(KeyboardInterrupt()), stage_key("toy", {"x": 8}))
+    [record] = [
+        path for path in Path(local).glob("stages/toy/*/attempts/*.end.json") if "interrupted" in path.read_text()
+    ]
+    assert json.loads(record.read_text())["outcome"] == "interrupted"
+    run(local, Toy(), stage_key("toy", {"x": 8}))
 
 
 def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -> None:
@@ -397,10 +418,7 @@ from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
 
 def work(attempt):
     attempt.store.write_bytes("checkpoints/c1", b"kept")
-    print("working", flush=True)
-    if sys.argv[2] == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 context = StageContext(name="test", recipe="recipe.py", storage=sys.argv[1])
 run_stage(stage_key("toy", {"x": 1}), context, work)
@@ -408,7 +426,7 @@ run_stage(stage_key("toy", {"x": 1}), context, work)
 
 
 def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CRASH, local, "die"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", CRASH, local], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     started = time.monotonic()
     first = run(local, Toy())
@@ -418,8 +436,6 @@ def test_after_kill_9_the_next_command_takes_over_at_once(local: str) -> None:
 
 
 def test_a_stopped_process_cannot_commit_after_a_takeover(local: str) -> None:
-    from trainer_lib.locks.lease import _take_epoch
-
     def overtaken(attempt: StageAttempt) -> StageOutput:
         _take_epoch(attempt.store.child("lease"), 2, 30.0).release()  # type: ignore[union-attr] # as another process
         return Toy()(attempt)

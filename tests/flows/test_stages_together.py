@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from flows.plan import Plan, StagePlan
+from flows.stages import find_stage
 from tasks.stage import progress
 from tests.support.runs import ran, run, spec_of
 from tests.support.toy import RECIPE
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError
 from trainer_lib.launch import LaunchConfig
 
@@ -41,9 +44,6 @@ def spans(events: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 
 
 def planned(launch: LaunchConfig | None, *, use_cpu: bool = False) -> StagePlan:
-    from flows.stages import find_stage
-    from trainer_lib.arguments import TrainingArguments
-
     stage = find_stage("evaluate")
     assert stage is not None
     return StagePlan(stage, None, TrainingArguments(use_cpu=use_cpu), launch)
@@ -95,7 +95,6 @@ def test_with_devices_of_their_own_they_run_at_the_same_time(folder: Path) -> No
     assert all(outcome.seconds > 0 for outcome in result.stages[2:4])
     found = spans(events)
     assert found["predict"][0] < found["evaluate"][1] and found["evaluate"][0] < found["predict"][1]
-    from mlflow import MlflowClient
 
     tracked = MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id or "").data
     assert {"trainflow.evaluate", "trainflow.predict"} <= set(tracked.tags)

@@ -10,6 +10,9 @@ from typing import Any
 import psutil
 import pytest
 from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+from prefect.client.schemas.filters import FlowRunFilter
 
 import trainflow
 from flows.spec.spec import load_spec
@@ -178,10 +181,6 @@ WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "swee
 def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
     tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
-    from prefect.client.schemas.filters import FlowRunFilter
-
     # A rate that is no number of steps fails in training alone: of four trials one is to fail.
     recipe = SLOW_RECIPE.replace(
         "def build_model(options, data):",

@@ -15,9 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.flow_engine import FlowRunEngine
+from prefect.states import Running
 
+from flows import pipeline as module
 from flows.heartbeat import read_signs
 from flows.past_runs import read_record, run_folder, write_record
+from flows.pipeline import run_pipeline
 from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.stages import all_stages
@@ -134,10 +139,6 @@ def test_a_wish_that_is_not_met_yet_is_left_to_a_run(folder: Path, override: str
 @pytest.mark.usefixtures("prefect_server")
 def test_after_a_death_prefect_learns_of_it_once_and_the_next_command_needs_no_engine(folder: Path) -> None:
     from prefect import flow
-    from prefect.client.orchestration import get_client
-    from prefect.states import Running
-
-    from flows.pipeline import run_pipeline
 
     @flow(name="pipeline")
     def pipeline() -> None: ...
@@ -159,10 +160,6 @@ def test_after_a_death_prefect_learns_of_it_once_and_the_next_command_needs_no_e
 
 @pytest.mark.usefixtures("prefect_server")
 def test_the_sign_goes_once_prefect_knows_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from prefect.flow_engine import FlowRunEngine
-
-    from flows import pipeline as module
-
     spec = spec_of(folder, "predict.enabled=false", "publish.enabled=false")
     signs: list[int] = []
     set_state_as_before = FlowRunEngine.set_state
@@ -185,8 +182,6 @@ def test_the_sign_goes_once_prefect_knows_the_end(folder: Path, monkeypatch: pyt
 def test_the_sign_stays_where_prefect_did_not_learn_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from flows import pipeline as module
-
     spec = spec_of(folder)
     flow = module.pipeline
 
