@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -99,17 +99,6 @@ class Run:
         return self.process.returncode
 
 
-@pytest.fixture
-def two_runs(prefect_server: str) -> Iterator[tuple[Run, Run]]:
-    both = Run(), Run()
-    for begun in both:
-        begun.wait()
-    yield both
-    for begun in both:
-        if begun.process.poll() is None:
-            begun.kill()
-
-
 def states(begun: Run) -> tuple[str, list[str]]:
     """The state of a flow run, and those of its task runs in order."""
     with get_client(sync_client=True) as client:
@@ -126,36 +115,24 @@ def read(run_id: uuid.UUID) -> Any:
         return client.read_flow_run(run_id)
 
 
-def test_a_killed_run_and_its_tasks_are_ended_and_a_living_one_goes_on(two_runs: tuple[Run, Run]) -> None:
-    killed, living = two_runs
+@pytest.mark.usefixtures("prefect_server")
+def test_a_run_that_begins_ends_a_killed_one_and_its_tasks_and_lives_on_itself() -> None:
+    killed = Run()
+    killed.wait()
     # Task states travel as events: a kill that overtakes them leaves fewer.
     wait_for("the second task to run", lambda: states(killed) == ("Running", ["Completed", "Running"]))
     killed.kill()
-    # A run that changes between the two looks of a sweep, by an event that came late, is left to the next one.
-    swept = wait_for("a dead run", prefect_runs.sweep_dead_runs)
-    assert [dead.flow_run_id for dead in swept] == [killed.id]
-    ended = ("Crashed", ["Completed", "Crashed"])
-    wait_for("the end of both", lambda: states(killed) == ended)
-    assert f"(process {killed.process.pid} on " in read(killed.id).state.message
-    assert states(living)[0] == "Running"
-    # The mark of its first moments becomes labels.
-    wait_for("labels", lambda: not read(living.id).tags)
-    assert living.finish() == 0
-    wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
-    assert prefect_runs.sweep_dead_runs() == []
-
-
-@pytest.mark.usefixtures("prefect_server")
-def test_a_run_that_begins_ends_the_dead_ones_in_the_background() -> None:
-    dead = Run()
-    dead.wait()
-    dead.kill()
     living = Run("--sweeps")
     try:
         living.wait()
-        wait_for("the dead run's end", lambda: states(dead)[0] == "Crashed")
+        wait_for("the end of both", lambda: states(killed) == ("Crashed", ["Completed", "Crashed"]))
+        assert f"(process {killed.process.pid} on " in read(killed.id).state.message
         assert states(living)[0] == "Running"
+        # The mark of its first moments becomes labels.
+        wait_for("labels", lambda: not read(living.id).tags)
         assert living.finish() == 0
+        wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
+        assert prefect_runs.sweep_dead_runs() == []
     finally:
         living.kill()
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from mlflow.store.tracking import sqlalchemy_store
 
+from flows.cli.signals import stoppable
 from flows.run_record import RunRecord
 from tasks.configs import TrackingConfig
 from tasks.tracking import RunHandle, TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir, tracking_uri
-from tests.support.command import Cli, running
+from tests.support.command import Cli
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.runs import ALL, ran, run
-from tests.support.toy import project
 from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client, spool
@@ -483,47 +483,27 @@ def test_sync_delivers_by_itself(folder: Path, away: Any, cli: Cli) -> None:
 # -- signals while a run closes ---------------------------------------------------------------------------------------
 
 
-def test_a_signal_while_the_run_closes_neither_stops_it_nor_makes_another_run(
+def test_signals_while_the_run_closes_neither_stop_it_nor_make_another_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(folder / "store" / "stages" / "predict")
-    real = RunRecord._write_report
-    interrupts = iter([KeyboardInterrupt, KeyboardInterrupt])
+    left = {RunRecord._write_report: signal.SIGINT, TrackedRun.finish: signal.SIGTERM}
 
-    def interrupted(self: RunRecord) -> None:
-        real(self)
-        for interrupt in interrupts:
-            raise interrupt
+    def signalled(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if number := left.pop(method, None):
+                os.kill(os.getpid(), number)
+            return method(*args, **options)
 
-    monkeypatch.setattr(RunRecord, "_write_report", interrupted)
-    result = run(folder, "tracking.enabled=true")
+        return call
+
+    with monkeypatch.context() as patch, stoppable(lambda _: None, remedy="") as stop:
+        patch.setattr(RunRecord, "_write_report", signalled(RunRecord._write_report))
+        patch.setattr(TrackedRun, "finish", signalled(TrackedRun.finish))
+        result = run(folder, "tracking.enabled=true", on_closing=stop.come_too_late)
     result.raise_for_error()
-    assert ran(result) == {"predict"}
-    monkeypatch.undo()
+    assert (ran(result), left) == ({"predict"}, {})
+    [record] = [json.loads(path.read_text()) for path in folder.glob("store/runs/*/run.json")]
+    assert record["status"] == "FINISHED"
     run(folder, "tracking.enabled=true").raise_for_error()
     assert [each.info.status for each in runs(uri(folder))] == ["FINISHED", "FINISHED"]
-
-
-def test_sigterm_while_the_run_waits_for_mlflow_ends_it_as_finished(tmp_path: Path) -> None:
-    spec = project(tmp_path / "project")
-    hang = tmp_path / "hang.py"
-    hang.write_text(
-        "import sys, time\n"
-        "from tasks.tracking import TrackedRun\n"
-        "finish = TrackedRun.finish\n"
-        "def slow(self, *args, **kwargs):\n"
-        "    print('closing now', flush=True)\n"
-        "    time.sleep(1)\n"
-        "    finish(self, *args, **kwargs)\n"
-        "TrackedRun.finish = slow\n"
-        "from flows.cli.main import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    arguments = ("run", spec, "--only", "prepare", "tracking.enabled=true", "prepare.launch=in_process")
-    with running(*arguments, log=tmp_path / "log", cwd=spec.parent, program=hang) as command:
-        command.wait_for("closing now")
-        assert command.stop(signal.SIGTERM) == 0, command.output
-    [record] = (tmp_path / "project" / "store" / "runs").glob("*/run.json")
-    assert json.loads(record.read_text())["status"] == "FINISHED"
-    [finished] = runs(f"sqlite:///{tmp_path}/project/store/mlflow.db")
-    assert finished.info.status == "FINISHED"

@@ -20,6 +20,7 @@ import pytest
 from tasks.configs import TrackingConfig
 from tasks.tracking import RunHandle, TrackedRun, default_tracking_uri, find_waiting, open_run
 from tests.support.mlflow_store import client, fresh_store, points, runs
+from tests.support.prefect_server import wait_for
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
@@ -226,6 +227,7 @@ def test_a_server_that_is_down_is_logged_once_and_takes_no_time(
     run.log_metrics({"accuracy": 0.5}, 10)
     run.log_file("x", "report.html")
     run.finish("FINISHED")
+    wait_for("the warning", lambda: caplog.records)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     spooled = [path.read_text() for path in Path(run.handle.spool_dir).rglob("*") if path.is_file()]
     assert "s3cret" not in "".join([caplog.text, repr(run.handle), *spooled])

@@ -19,7 +19,7 @@ from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec
 from tasks.stage import made_with
 from tests.support import toy
-from tests.support.command import trainflow
+from tests.support.command import Cli, trainflow
 from tests.support.runs import broken, run
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.worker.measure import measure_arrays
@@ -134,9 +134,7 @@ def test_what_cannot_be_repeated_is_bad_input(folder: Path, tmp_path: Path) -> N
     with open_scratch(None, "run") as place:
         assert Path(place).is_dir()
     assert not Path(place).exists()
-
-
-def test_a_second_run_that_was_killed_goes_on_in_its_folder_and_another_run_does_not(tmp_path: Path) -> None:
+    # A second run that was killed goes on in its folder, and another run does not.
     with open_scratch(str(tmp_path / "again"), "first") as place:
         (Path(place) / "stages").mkdir()
     with open_scratch(str(tmp_path / "again"), "first") as place:
@@ -201,8 +199,8 @@ def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_proved_is_refused_before_anything_starts(
-    arguments: list[str], expected: str, tmp_path: Path
+    arguments: list[str], expected: str, tmp_path: Path, cli: Cli
 ) -> None:
-    done = trainflow("prove-resume", toy.project(tmp_path), *arguments, cwd=tmp_path)
+    done = cli("prove-resume", toy.project(tmp_path), *arguments, cwd=tmp_path)
     assert (done.code, done.out) == (2, "")
     assert expected in done.err and "Traceback" not in done.err

@@ -20,19 +20,17 @@ from flows.plan import Plan, explain
 from flows.results import PipelineResult
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.stages import Stage
-from tasks.configs import Launch, LaunchSettings, StageSettings, TrainConfig, setting
-from tasks.prepare_data import prepare_data
+from tasks.configs import Launch, LaunchSettings, StageSettings, setting
 from tasks.stage import manifest as _manifests
 from tasks.stage import progress
 from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, StageFacts, TrainFacts
+from tasks.stage.facts import PrepareFacts, StageFacts
 from tasks.stage.keys import StageKey, settings_fields, stage_key
 from tasks.stage.manifest import StageManifest
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.task import stage_task
 from tasks.stage.worker import common_fields, launch_request
 from tasks.tracking import TrackedRun
-from tasks.train import train
 from tests.support.runs import ran, reason, run, spec_of
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
@@ -225,13 +223,6 @@ def test_a_users_flow_with_a_stage_of_its_own(prefect_server: str, tmp_path: Pat
     assert len([path for path in before if "stages" in path.parts and "checkpoints" not in path.parts]) == 6
 
 
-def test_a_stage_runs_alone(prefect_server: str, tmp_path: Path) -> None:
-    spec = load_spec(project(tmp_path / "project"), ["prepare.launch=in_process"])
-    manifest = prepare_data(spec.prepare, StageContext(name="mine", recipe=spec.recipe, storage=spec.storage))
-    assert manifest.facts.info == {"slope": 2.0}
-    assert manifest.metrics == {"train_rows": 64, "test_rows": 16}
-
-
 def test_manifests_pass_through_prefects_json_results(prefect_server: str, tmp_path: Path) -> None:
     context = StageContext(name="mine", recipe="recipe.py", storage=str(tmp_path))
     split = PreparedSplit(3, ("data/train/00000.arrow",), {"x": "float32"})
@@ -241,10 +232,3 @@ def test_manifests_pass_through_prefects_json_results(prefect_server: str, tmp_p
     serializer = JSONSerializer()
     for manifest in (data, counted):
         assert serializer.loads(serializer.dumps(manifest)) == manifest
-
-
-def test_a_manifest_of_another_stage_is_refused(tmp_path: Path) -> None:
-    context = StageContext(name="mine", recipe="recipe.py", storage=str(tmp_path))
-    wrong: StageManifest = StageManifest("train", "k", "u", "d", facts=TrainFacts())
-    with pytest.raises(ConfigError, match="The manifest of prepare-data is needed here"):
-        train.fn(TrainConfig(), context, wrong)

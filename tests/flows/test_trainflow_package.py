@@ -30,6 +30,9 @@ def loaded(folder: Path, *overrides: str) -> trainflow.Spec:
 def test_a_finished_run_is_found_and_read(folder: Path) -> None:
     spec = loaded(folder)
     assert spec.why()["hit"].all()
+    planned = spec.plan()
+    assert (planned["ok"], planned["length"]["steps"]) == (True, 8)
+    assert [stage["hit"] for stage in planned["stages"]] == [True] * 5
     [run] = trainflow.runs(spec)
     assert run == trainflow.Run("last", storage=spec.storage) == trainflow.Run(run.url)
     assert (run.status, list(run.stages["state"])) == ("finished", ["ran"] * 5)
@@ -66,7 +69,11 @@ def test_a_spec_runs_goes_on_and_begins_in_the_middle(folder: Path, prefect_serv
     [failed, _] = trainflow.runs(loaded(folder).storage)
     assert failed.status == "failed"
     broken(folder, 'raise ValueError("not today")\n', "")
-    mended = failed.resume(progress=False)
+
+    async def cell() -> trainflow.Run:
+        return failed.resume(progress=False)
+
+    mended = asyncio.run(cell())
     assert mended.status == "finished"
     with pytest.raises(ConfigError, match="has finished"):
         mended.resume()
@@ -100,13 +107,6 @@ def test_the_snippets_of_the_readme_and_the_page_do_what_they_say(
             snippet = snippet.replace(shown, here)
         exec(snippet, {"trainflow": trainflow})
     assert "test_error" in capsys.readouterr().out
-
-
-def test_a_run_inside_of_an_event_loop(folder: Path, prefect_server: str) -> None:
-    async def cell() -> trainflow.Run:
-        return loaded(folder, "predict.rows_per_file=5").run(progress=False)
-
-    assert asyncio.run(cell()).status == "finished"
 
 
 def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,3 @@ def test_a_storage_out_of_reach_is_one_sentence(
     assert refused.value.message.count(". ") == 0
     assert str(refused.value.field).startswith("s3://bucket/x")
     assert "Check the" in str(refused.value.remedy)
-
-
-def test_the_plan_is_that_of_the_command(folder: Path) -> None:
-    planned = loaded(folder).plan()
-    assert (planned["ok"], planned["length"]["steps"]) == (True, 8)
-    assert [stage["hit"] for stage in planned["stages"]] == [True] * 5
