@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,11 +25,13 @@ MODEL = f"def build_model{MODEL}"
 SPEC = toy.SPEC.replace("prepare:\n", "prepare:\n  recipe: data.py\n").replace("rows: 64", "rows: 32")
 WITH_LOSS = 'return {"loss": ((y - labels) ** 2).mean(), "logits": y}'
 COLLATED = "\n\ndef collate(rows):\n    import torch\n\n    return {%s}\n"
+PIXELS = '"x": torch.tensor([row["pixels"] for row in rows])'
+ZEROS = '"pixels": torch.zeros(len(rows), 1), "labels": torch.zeros(len(rows), 1)'
 
 
-def project(folder: Path, *, data: str = DATA, model: str = MODEL, storage: Path | None = None) -> Path:
+def project(folder: Path, *, data: str = DATA, storage: Path | None = None) -> Path:
     """A project whose recipe is in two files; the path of its spec."""
-    spec = toy.project(folder, recipe=model, spec=SPEC)
+    spec = toy.project(folder, recipe=MODEL, spec=SPEC)
     (folder / "data.py").write_text(data)
     if storage is not None:
         spec.write_text(spec.read_text().replace("storage: store", f"storage: {storage}"))
@@ -103,34 +104,24 @@ def test_what_the_spec_can_tell_is_refused_at_once(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+AWAY = "the store does not answer (the connection is refused)"
 SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, direction: minimize, trials: 2}"
 
 
 @pytest.mark.parametrize(
-    ("command", "override", "where", "why"),
+    ("command", "overrides", "where", "why"),
     [
-        (
-            "run",
-            "storage=s3://bucket/x",
-            "storage = s3://bucket/x",
-            "the store does not answer (the connection is refused)",
-        ),
-        (
-            "sweep",
-            "storage=s3://bucket/x",
-            "storage = s3://bucket/x",
-            "the store does not answer (the connection is refused)",
-        ),
-        ("why", "storage=s3://bucket/x", "s3://bucket/x/", "the store does not answer (the connection is refused)"),
-        ("why", f"prepare.sources=[{NOWHERE}/a]", f"{NOWHERE}/a", "cannot be reached: the connection is refused"),
-        ("why", "prepare.sources=[s3://b/a]", "s3://b/a", "the store does not answer (the connection is refused)"),
+        ("run", ["storage=s3://bucket/x"], "storage = s3://bucket/x", AWAY),
+        ("sweep", ["storage=s3://bucket/x", SWEEP], "storage = s3://bucket/x", AWAY),
+        ("why", ["storage=s3://bucket/x"], "s3://bucket/x/", AWAY),
+        ("why", [f"prepare.sources=[{NOWHERE}/a]"], f"{NOWHERE}/a", "cannot be reached: the connection is refused"),
+        ("why", ["prepare.sources=[s3://b/a]"], "s3://b/a", AWAY),
     ],
 )
 def test_what_is_out_of_reach_is_named_in_plain_words(
-    plain: Path, command: str, override: str, where: str, why: str, cli: Cli
+    plain: Path, command: str, overrides: list[str], where: str, why: str, cli: Cli
 ) -> None:
-    more = (SWEEP,) if command == "sweep" else ()
-    done = cli(command, plain, override, *more, cwd=plain.parent, env=S3_AWAY)
+    done = cli(command, plain, *overrides, cwd=plain.parent, env=S3_AWAY)
     rows = told(done, 14, "storage out of reach")
     assert rows["where"].startswith(where)
     assert why in rows["why"]
@@ -165,114 +156,67 @@ def test_the_same_command_works_once_its_cause_is_repaired(tmp_path: Path, cli: 
     assert len(committed(tmp_path / "store")) == 3
 
 
-@dataclass(frozen=True)
-class Case:
-    """A recipe or a spec that fails while it runs, and what has to be said of it."""
-
-    stage: str  # that fails; those before it are found committed, or run
-    code: int
-    where: str
-    why: str
-    do: str
-    data: str = DATA
-    model: str = MODEL
-    measures: str = ""
-    spec: tuple[str, ...] = ()
-
-
-CASES = {
-    "prepare raises": Case(
-        "prepare-data",
-        10,
-        "data.py:6 in prepare",
-        "KeyError: 'slope'",
-        "Fix the recipe",
-        data=DATA.replace('out.info["slope"] = 2.0', 'raise KeyError("slope")'),
+# What fails while it runs: the file of the project, and what is edited there.
+EDITS = {
+    "prepare raises": ("data.py", 'out.info["slope"] = 2.0', 'raise KeyError("slope")'),
+    "a row raises": ("data.py", "random.Random(seed)", "random.Random(seed / 0)"),
+    "an empty split": ("data.py", "points(16, 1)", "points(0, 1)"),
+    "build_model raises": (
+        "recipe.py",
+        "    import torch\n\n",
+        '    import torch\n    raise RuntimeError("no weights")\n',
     ),
-    "a row raises": Case(
-        "prepare-data",
-        10,
-        "data.py:14 in points",
-        "ZeroDivisionError",
-        "Fix the recipe",
-        data=DATA.replace("draw = random.Random(seed)", "draw = random.Random(seed / 0)"),
-    ),
-    "an empty split": Case(
-        "prepare-data",
-        11,
-        "prepare = test",
-        "split 'test' is empty",
-        "Check the filters",
-        data=DATA.replace("points(16, 1)", "points(0, 1)"),
-    ),
-    "build_model raises": Case(
-        "train",
-        10,
-        "recipe.py:3 in build_model",
-        "RuntimeError: no weights",
-        "Fix the recipe",
-        model=MODEL.replace("    import torch\n", '    import torch\n    raise RuntimeError("no weights")\n', 1),
-    ),
-    "collate raises": Case(
-        "train",
-        10,
-        "recipe.py:25 in ",
-        "KeyError: 'pixels'",
-        "Fix the recipe",
-        model=MODEL + COLLATED % '"x": torch.tensor([row["pixels"] for row in rows])',
-    ),
-    "a batch that forward does not take": Case(
+    "collate raises": ("recipe.py", "return Line()\n", f"return Line()\n{COLLATED % PIXELS}"),
+    "a batch that forward does not take": ("recipe.py", "return Line()\n", f"return Line()\n{COLLATED % ZEROS}"),
+    "a model without a loss": ("recipe.py", WITH_LOSS, 'return {"logits": y}'),
+    "compute_metrics raises": ("measures.py", "p.predictions -", "p.prediction -"),
+    "an unknown split": ("pipeline.yaml", "splits: [test]", "splits: [test, tset]"),
+}
+# The stage that fails (those before it are found committed, or run), the exit code, and what has to be said.
+SAID = {
+    "prepare raises": ("prepare-data", 10, "data.py:6 in prepare", "KeyError: 'slope'", "Fix the recipe"),
+    "a row raises": ("prepare-data", 10, "data.py:14 in points", "ZeroDivisionError", "Fix the recipe"),
+    "an empty split": ("prepare-data", 11, "prepare = test", "split 'test' is empty", "Check the filters"),
+    "build_model raises": ("train", 10, "recipe.py:3 in build_model", "RuntimeError: no weights", "Fix the recipe"),
+    "collate raises": ("train", 10, " in collate", "KeyError: 'pixels'", "Fix the recipe"),
+    "a batch that forward does not take": (
         "train",
         2,
         "model",
-        "The batch has pixels, labels; the model's forward takes x, labels",
+        "The batch has pixels, labels; the model",
         "Let collate",
-        model=MODEL + COLLATED % '"pixels": torch.zeros(len(rows), 1), "labels": torch.zeros(len(rows), 1)',
     ),
-    "a model without a loss": Case(
-        "train",
-        2,
-        "model",
-        "returned no loss but only logits; it was given x, labels",
-        "Return the loss",
-        model=MODEL.replace(WITH_LOSS, 'return {"logits": y}'),
-    ),
-    "compute_metrics raises": Case(
-        "evaluate",
-        10,
-        "in compute_metrics",
-        "AttributeError.*'prediction'",
-        "Fix the recipe",
-        measures=MODEL.replace("p.predictions -", "p.prediction -"),
-        spec=("evaluate.recipe=measures.py",),
-    ),
-    "an unknown split": Case(  # refused before the training that comes before its use
-        "train", 2, "evaluate.splits = tset", "no such split", "'test'", spec=("evaluate.splits=[test, tset]",)
-    ),
+    "a model without a loss": ("train", 2, "model", "returned no loss but only logits; it was", "Return the loss"),
+    "compute_metrics raises": ("evaluate", 10, "in compute_metrics", "AttributeError.*'prediction'", "Fix the recipe"),
+    # Refused before the training that comes before its use.
+    "an unknown split": ("train", 2, "evaluate.splits = tset", "no such split", "'test'"),
 }
 TITLES = {2: "bad input", 10: "your code raised", 11: "bad data"}
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: Case, tmp_path: Path, cli: Cli) -> None:
-    before = committed(ground)
-    users = {str(tmp_path / name) for name in ("data.py", "recipe.py", "measures.py")}
-    spec = project(tmp_path, data=case.data, model=case.model, storage=ground)
-    (tmp_path / "measures.py").write_text(case.measures)
-    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    done = cli("run", spec, *IN_PROCESS, *case.spec, cwd=tmp_path, env=env)
-    rows = told(done, case.code, TITLES[case.code])
-    assert case.where in rows["where"]
-    assert re.search(case.why, rows["why"]), rows
-    assert case.do in rows["do"]
-    if case.code == 10:  # kept in a file: what --debug would have shown, cut to the user's own frames
-        assert {file for file, _, _ in frames(Path(rows["more"].split(" (")[0]).read_text())} <= users
+@pytest.mark.parametrize("case", SAID)
+def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: str, tmp_path: Path, cli: Cli) -> None:
+    before, (failing, code, where, why, do) = committed(ground), SAID[case]
+    spec = project(tmp_path, storage=ground)
+    (tmp_path / "measures.py").write_text(MODEL)
+    file, old, new = EDITS[case]
+    assert old in (tmp_path / file).read_text()
+    (tmp_path / file).write_text((tmp_path / file).read_text().replace(old, new, 1))
+    measures = ["evaluate.recipe=measures.py"] if file == "measures.py" else []
+    done = cli("run", spec, *IN_PROCESS, *measures, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state")})
+    rows = told(done, code, TITLES[code])
+    assert where in rows["where"]
+    assert re.search(why, rows["why"]), rows
+    assert do in rows["do"]
+    if code == 10:  # kept in a file: what --debug would have shown, cut to the user's own frames
+        kept = frames(Path(rows["more"].split(" (")[0]).read_text())
+        assert {Path(name) for name, _, _ in kept} == {tmp_path / file}
     assert committed(ground) == before, "what was committed stays, and nothing else looks complete"
     outcomes = dict(re.findall(r"^  (\S+) +(cached|ran|failed|skipped)\b", done.out, re.M))
     order = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
-    place = order.index(case.stage)
+    place = order.index(failing)
     assert all(outcomes[stage] == "cached" for stage in order[:place]), done.out
-    assert outcomes[case.stage] in ("failed", "skipped")
+    assert outcomes[failing] in ("failed", "skipped")
     assert all(outcomes[stage] == "skipped" for stage in order[place + 1 :]), done.out
 
 
@@ -287,7 +231,7 @@ def test_a_stage_alone_needs_what_comes_before_it(tmp_path: Path, cli: Cli, pref
 @pytest.mark.usefixtures("prefect_server")
 def test_a_traceback_is_shown_when_it_is_asked_for(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the run's files are kept
-    done = cli("run", project(tmp_path, data=CASES["prepare raises"].data), *IN_PROCESS, "--debug")
+    done = cli("run", project(tmp_path, data=DATA.replace(*EDITS["prepare raises"][1:])), *IN_PROCESS, "--debug")
     assert done.code == 10
     assert frames(done.err) == [(str(tmp_path / "data.py"), "6", "prepare")]
 
