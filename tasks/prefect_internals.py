@@ -1,6 +1,6 @@
 """Every name of Prefect that its documentation does not promise, in one file.
 
-`pyproject.toml` pins the versions of Prefect; tests/flows/test_prefect_internals.py fails when a version outside of
+`pyproject.toml` pins the versions of Prefect; tests/flows/test_engine.py fails when a version outside of
 that range is installed, or when one of these names changes its shape. Importing this module does not import Prefect.
 """
 
