@@ -183,7 +183,7 @@ SAID = {
     "a row raises": ("prepare-data", 10, "data.py:14 in points", "ZeroDivisionError", "Fix the recipe"),
     "an empty split": ("prepare-data", 11, "prepare = test", "split 'test' is empty", "Check the filters"),
     "build_model raises": ("train", 10, "recipe.py:3 in build_model", "RuntimeError: no weights", "Fix the recipe"),
-    "collate raises": ("train", 10, " in collate", "KeyError: 'pixels'", "Fix the recipe"),
+    "collate raises": ("train", 10, "recipe.py:21 in ", "KeyError: 'pixels'", "Fix the recipe"),
     "a batch that forward does not take": (
         "train",
         2,

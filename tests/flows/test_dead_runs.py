@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -24,7 +23,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State, StateType
-from prefect.states import Crashed, Pending, Running
+from prefect.states import AwaitingRetry, Pending, Running
 
 from flows import heartbeat, prefect_runs
 from flows.cli.signals import stoppable
@@ -232,66 +231,62 @@ def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch
         heartbeat.remove_sign(recorded, sign)
 
 
+CRASHED = State(type=StateType.CRASHED)
+
+
 @pytest.mark.usefixtures("prefect_server")
-class TestRetried:
-    """A run that is retried in Prefect's UI has the id, and for a moment the labels, of the process that ended."""
-
-    @pytest.mark.parametrize(
-        ("labels", "states", "signs", "state", "left"),
-        [
-            (HERE, (), {"before": GONE, "now": HERE}, "RUNNING", ["now.json"]),
-            # The sign of the process at work is not written yet.
-            (HERE, (), {"before": GONE}, "RUNNING", None),
-            # It waits for a worker.
-            (GONE, ("CRASHED", "SCHEDULED"), {"before": GONE}, "SCHEDULED", None),
-        ],
-        ids=["at work", "beginning", "waiting"],
-    )
-    def test_what_the_ended_process_left_ends_nothing(
-        self, tmp_path: Path, labels: Holder, states: tuple[str, ...], signs: Any, state: str, left: list[str] | None
-    ) -> None:
-        run_id = flow_run(labels, *(State(type=StateType(each)) for each in states))
-        alive = storage_with(tmp_path, run_id, **signs)
-        sweep(str(tmp_path), find_statuses(str(tmp_path)))
-        assert state_of(run_id) == state
-        assert left is None or [path.name for path in alive.iterdir()] == left
-
-    @pytest.mark.parametrize("is_begun", [False, True])
-    def test_while_it_starts_its_old_labels_say_nothing(
-        self, tmp_path: Path, is_begun: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        run_id = flow_run(GONE, Crashed(), Pending(), *([Running()] if is_begun else []))
-        alive = storage_with(tmp_path, run_id, before=GONE)
+@pytest.mark.parametrize(
+    ("labels", "went_through", "signs", "state", "left"),
+    [
+        (HERE, (), {"before": GONE, "now": HERE}, "RUNNING", ["now.json"]),
+        (HERE, (), {"before": GONE}, "RUNNING", None),  # the sign of the process at work is not written yet
+        (GONE, (CRASHED, AwaitingRetry()), {"before": GONE}, "SCHEDULED", None),
+        (GONE, (CRASHED, Pending()), {"before": GONE}, "PENDING", ["before.json"]),  # it may have to be marked later
+        (GONE, (CRASHED, Pending(), Running()), {"before": GONE}, "RUNNING", ["before.json"]),
+    ],
+    ids=["at work", "beginning", "waiting for a worker", "starting", "begun"],
+)
+def test_what_an_ended_process_left_does_not_end_its_run_that_is_retried(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    labels: Holder,
+    went_through: Any,
+    signs: Any,
+    state: str,
+    left: Any,
+) -> None:
+    run_id = flow_run(labels, *went_through)
+    alive = storage_with(tmp_path, run_id, **signs)
+    if labels is GONE:
         assert prefect_runs.sweep_dead_runs() == []
+    sweep(str(tmp_path), find_statuses(str(tmp_path)))
+    assert state_of(run_id) == state
+    assert left is None or [path.name for path in alive.iterdir()] == left
+    if (labels, state) == (GONE, "RUNNING"):  # once it should have written its labels
+        monkeypatch.setattr(prefect_runs, "_START_S", 0.0)
         sweep(str(tmp_path), find_statuses(str(tmp_path)))
-        assert state_of(run_id) == ("RUNNING" if is_begun else "PENDING")
-        assert list(alive.iterdir()), "it may have to be marked later"
-        if is_begun:
-            monkeypatch.setattr(prefect_runs, "_START_S", 0.0)
-            sweep(str(tmp_path), find_statuses(str(tmp_path)))
-            assert state_of(run_id) == "CRASHED"
-            assert not list(alive.iterdir())
+        assert state_of(run_id) == "CRASHED"
+        assert not list(alive.iterdir())
 
-    def test_its_labels_are_written_again_until_they_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        write, tries = SyncPrefectClient.update_flow_run_labels, []
 
-        def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, labels: Any) -> None:
-            tries.append(run_id)
-            if len(tries) == 1:
-                raise httpx.ReadTimeout("too slow")
-            write(client, run_id, labels)
+@pytest.mark.usefixtures("prefect_server")
+def test_labels_of_a_run_are_written_again_until_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, tries = SyncPrefectClient.update_flow_run_labels, list[uuid.UUID]()
 
-        monkeypatch.setattr(SyncPrefectClient, "update_flow_run_labels", fails_once)
+    def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, labels: Any) -> None:
+        tries.append(run_id)
+        if len(tries) == 1:
+            raise httpx.ReadTimeout("too slow")
+        write(client, run_id, labels)
 
-        @flow(name="pipeline")
-        def pipeline() -> None:
-            with prefect_runs.own_flow_run():
-                deadline = time.monotonic() + 20
-                while len(tries) < 2 and time.monotonic() < deadline:
-                    time.sleep(0.05)
+    monkeypatch.setattr(SyncPrefectClient, "update_flow_run_labels", fails_once)
 
-        pipeline()
-        assert len(tries) == 2
+    @flow(name="pipeline")
+    def pipeline() -> None:
+        with prefect_runs.own_flow_run():
+            wait_for("the second try", lambda: len(tries) == 2, 20)
+
+    pipeline()
 
 
 # -- a signal after the last stage ------------------------------------------------------------------------------------

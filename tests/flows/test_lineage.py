@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from flows.cli import inventory
-from flows.lineage_chain import Chain, find_chain
+from flows.lineage_chain import find_chain
 from flows.lineage_checks import LinkCheck, require_held, verify_chain
 from flows.past_runs import find_run
 from tasks.configs import TrackingConfig
@@ -68,34 +68,26 @@ def _flip(path: Path, at: bytes = b"") -> None:
 
 
 def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
-    store = folder / "store"
-    record = json.loads((_run(folder) / "run.json").read_text())
-    train = _only(store / "stages" / "train")
-    addresses: dict[str, str] = {
-        str(_run(folder)): "run",
-        str(_published(folder)): "publication",
-        str(store / "hub" / "toy"): "publication",
-        str(_run(folder) / "report.html"): "run",
-        str(train): "stage",
-        f"{train / 'model'}/": "stage",
-        str(train / "checkpoints"): "stage",
-        str(_only(store / "stages" / "predict")): "stage",
-        str(_only(store / "stages" / "predict") / "predictions" / "test"): "stage",
-        str(train / "checkpoints" / "checkpoint-4"): "checkpoint",
-    }
-    found: dict[str, Chain] = {each: find_chain(each) for each in addresses}
-    words = (record["mlflow_run_id"], _run(folder).name, _run(folder).name[:6], record["run_name"], "last")
-    found |= {word: find_chain(word, home=str(store)) for word in words}
-    for address, chain in found.items():
-        assert chain.kind == addresses.get(address, "run")
-        assert [link.stage for link in chain.lineage.stages] == STAGES, address
-        assert chain.run is not None and chain.run.id == _run(folder).name
-        assert chain.publication is not None and chain.publication.url == str(_published(folder))
+    store, recorded, published = folder / "store", _run(folder), _published(folder)
+    record = json.loads((recorded / "run.json").read_text())
+    train, predict = _only(store / "stages" / "train"), _only(store / "stages" / "predict")
+    addresses = dict.fromkeys((recorded, recorded / "report.html"), "run")
+    addresses |= dict.fromkeys((published, store / "hub" / "toy"), "publication")
+    addresses |= dict.fromkeys((train, train / "checkpoints", predict, predict / "predictions" / "test"), "stage")
+    addresses[train / "checkpoints" / "checkpoint-4"] = "checkpoint"
+    chains = [(kind, find_chain(str(address))) for address, kind in addresses.items()]
+    words = (record["mlflow_run_id"], recorded.name, recorded.name[:6], record["run_name"], "last")
+    chains += [("run", find_chain(word, home=str(store))) for word in words]
+    for kind, chain in [("stage", find_chain(f"{train / 'model'}/")), *chains]:
+        assert chain.kind == kind
+        assert [link.stage for link in chain.lineage.stages] == STAGES
+        assert chain.run is not None and chain.run.id == recorded.name
+        assert chain.publication is not None and chain.publication.url == str(published)
         assert [each.name for each in chain.lineage.checkpoints] == CHECKPOINTS
         assert chain.lineage.exported == "checkpoint-8"
         assert chain.lineage.mlflow_run_id == record["mlflow_run_id"]
         assert chain.lineage.publication is not None
-        assert chain.lineage.publication.revision == _published(folder).name
+        assert chain.lineage.publication.revision == published.name
 
 
 def test_an_address_that_a_run_prints_is_taken_by_every_command(folder: Path) -> None:
@@ -127,12 +119,11 @@ def test_the_published_lineage_holds_neither_times_nor_places(folder: Path) -> N
 
 def test_a_model_in_mlflow_leads_to_its_training(finished: Path) -> None:
     uri = f"sqlite:///{finished / 'store' / 'mlflow.db'}"
-    models = _models(uri)
-    assert {each.name for each in models} == {"toy", *CHECKPOINTS}
-    [checkpoint] = [each for each in models if each.name == "checkpoint-4"]
+    models = {each.name: each.model_id for each in _models(uri)}
+    assert set(models) == {"toy", *CHECKPOINTS}
     env = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
     # In a process of its own, because MLflow's download leaves threads.
-    done = trainflow("lineage", f"models:/{checkpoint.model_id}", "--json", env=env)
+    done = trainflow("lineage", f"models:/{models['checkpoint-4']}", "--json", env=env)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert (found["kind"], found["run"]) == ("model", _run(finished).name)
@@ -305,26 +296,22 @@ def test_an_older_publication_of_the_same_model_holds(folder: Path) -> None:
 
 
 def test_a_publication_on_the_hub_is_verified_by_its_bytes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    folder: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with HubServer() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
-        chain = find_chain("hf://org/toy", storage=str(folder / "store"))
-        assert chain.lineage.publication is not None and chain.run is not None
-        # From the run the hub is not asked; the command that asks it is named.
-        left = _checked(chain.run.id, home=str(folder / "store"))["publication"]
-        assert left.state == "not checked"
-        assert f"trainflow verify hf://org/toy@{chain.lineage.publication.revision}" in left.why
-        assert chain.lineage.publication.revision == hub.repos["org/toy"].commits[-1].sha
-        checks = _checked("hf://org/toy", storage=str(folder / "store"))
-        assert _states(checks, "broken") == []
-        assert checks["publication"].state == "held"
-        [weights] = (tmp_path / "cache").rglob("snapshots/*/model.safetensors")
-        _flip(weights.resolve())
-        assert _checked("hf://org/toy")["publication"].problems[0].startswith("model.safetensors: digest")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
+    chain = find_chain("hf://org/toy", storage=str(folder / "store"))
+    assert chain.lineage.publication is not None and chain.run is not None
+    assert chain.lineage.publication.revision == hub.repos["org/toy"].commits[-1].sha
+    # From the run the hub is not asked; the command that asks it is named.
+    left = _checked(chain.run.id, home=str(folder / "store"))["publication"]
+    assert left.state == "not checked"
+    assert f"trainflow verify hf://org/toy@{chain.lineage.publication.revision}" in left.why
+    checks = _checked("hf://org/toy", storage=str(folder / "store"))
+    assert (_states(checks, "broken"), checks["publication"].state) == ([], "held")
+    [weights] = (tmp_path / "cache").rglob("snapshots/*/model.safetensors")
+    _flip(weights.resolve())
+    assert _checked("hf://org/toy")["publication"].problems[0].startswith("model.safetensors: digest")
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

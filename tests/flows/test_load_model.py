@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import trainflow
 from flows.plan import Plan
@@ -49,8 +50,16 @@ def _only(folder: Path) -> Path:
     return found
 
 
+def _published(folder: Path) -> Path:
+    return _only(folder / "store" / "hub" / "toy" / "revisions")
+
+
+def _run(folder: Path) -> Path:
+    return _only(folder / "store" / "runs")
+
+
 def _predicted(folder: Path) -> list[float]:
-    parts = sorted(_only((folder / "store") / "stages" / "predict").rglob("*.parquet"))
+    parts = sorted(_only(folder / "store" / "stages" / "predict").rglob("*.parquet"))
     return [float(value[0]) for part in parts for value in pq.read_table(part)["prediction"].to_pylist()]
 
 
@@ -80,7 +89,7 @@ def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(fo
 def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: Path, tmp_path: Path) -> None:
     expected = _predicted(folder)
     published = tmp_path / "elsewhere"
-    revision = _only(_only((folder / "store") / "hub") / "revisions")
+    revision = _published(folder)
     shutil.copytree(revision, published)
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="not trusted") as refused:
@@ -98,7 +107,7 @@ def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: 
 @pytest.mark.parametrize("damaged", ["code/recipe.py", "model.safetensors"])
 def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path, damaged: str) -> None:
     published = tmp_path / "elsewhere"
-    shutil.copytree(_only(_only((folder / "store") / "hub") / "revisions"), published)
+    shutil.copytree(_published(folder), published)
     path = published / damaged
     (tmp_path / "executed").unlink(missing_ok=True)
     data = path.read_bytes()
@@ -133,7 +142,7 @@ def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder: Path) -> None:
-    loaded = load_model(str(_only((folder / "store") / "runs")))
+    loaded = load_model(str(_run(folder)))
     for rows, words in (
         ([], "no rows"),
         ([{"label": [1.0]}], "the nearest is 'labels'"),
@@ -147,10 +156,10 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
 
 
 def test_the_code_on_the_card_runs_as_it_stands(folder: Path) -> None:
-    card = ((folder / "store") / "hub" / "toy" / "README.md").read_text()
+    card = (folder / "store" / "hub" / "toy" / "README.md").read_text()
     program = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
     command = [sys.executable, "-c", f"{program}\nprint(list(model.predict([{{'x': [0.25]}}])))"]
-    where = _only((folder / "store") / "hub" / "toy" / "revisions")
+    where = _only(folder / "store" / "hub" / "toy" / "revisions")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "['prediction']\n"), done.stderr
@@ -163,29 +172,24 @@ def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: 
         "def prediction_columns(p, data):\n    return {'y': p[:, 0]}\n\n\ndef compute_metrics(p):",
     )
     assert ran(run(folder)) == {"predict", "push-to-hub"}
-    revisions = sorted((_only((folder / "store") / "hub") / "revisions").iterdir())
+    revisions = sorted((_only(folder / "store" / "hub") / "revisions").iterdir())
     assert len(revisions) == 2
     assert list(load_model(str(revisions[-1]), trust_code=True).predict(ROWS)) == ["y"]
 
 
-def test_a_model_on_the_hub_is_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_on_the_hub_is_downloaded(
+    folder: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     expected = _predicted(folder)
-    with HubServer() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
-        head = json.loads(hub.repos["org/toy"].commits[-1].files[FILE].data)
-        digest = read_description(json.dumps(head).encode(), FILE).code_digest
-        assert f'load_model("hf://org/toy", trust_code="{digest}")' in _text(hub, "README.md")
-        loaded = load_model("hf://org/toy", trust_code=digest)
-        assert [float(value[0]) for value in loaded.predict(_test_rows())["prediction"]] == expected
-        with pytest.raises(ConfigError, match=r"refuses the download \(404\)"):
-            load_model("hf://org/nothing", trust_code=True)
-
-
-def _text(hub: HubServer, path: str) -> str:
-    return hub.repos["org/toy"].commits[-1].files[path].data.decode()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert ran(run(folder, "publish.to=hf://org/toy")) == {"push-to-hub"}
+    files = hub.repos["org/toy"].commits[-1].files
+    digest = read_description(files[FILE].data, FILE).code_digest
+    assert f'load_model("hf://org/toy", trust_code="{digest}")' in files["README.md"].data.decode()
+    loaded = load_model("hf://org/toy", trust_code=digest)
+    assert [float(value[0]) for value in loaded.predict(_test_rows())["prediction"]] == expected
+    with pytest.raises(ConfigError, match=r"refuses the download \(404\)"):
+        load_model("hf://org/nothing", trust_code=True)
 
 
 def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(folder: Path, tmp_path: Path) -> None:
@@ -204,8 +208,8 @@ def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(folder: P
 
 
 def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tmp_path: Path) -> None:
-    revision = _only(_only((folder / "store") / "hub") / "revisions")
-    run = _only((folder / "store") / "runs")
+    revision = _published(folder)
+    run = _run(folder)
     for number, place in enumerate(("elsewhere", "runs/stolen")):
         published = tmp_path / str(number) / place
         shutil.copytree(revision, published)
@@ -220,7 +224,7 @@ def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tm
 
 
 def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path) -> None:
-    record = json.loads((_only(_only((folder / "store") / "hub") / "revisions") / FILE).read_text())
+    record = json.loads((_published(folder) / FILE).read_text())
 
     def digest(**changed: object) -> str:
         return read_description(json.dumps(record | changed).encode(), FILE).code_digest
@@ -236,17 +240,18 @@ def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path)
 
 
 def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path) -> None:
-    import torch
+    def draw() -> tuple[float, float]:
+        return torch.rand(1).item(), random.random()
 
     torch.manual_seed(3)
     random.seed(3)
-    expected = torch.rand(1).item(), random.random()
+    expected = draw()
     torch.manual_seed(3)
     random.seed(3)
-    loaded = load_model(str(_only((folder / "store") / "runs")))
+    loaded = load_model(str(_run(folder)))
     usual = loaded._args.per_device_eval_batch_size
     loaded.predict(ROWS, batch_size=1)
-    assert (torch.rand(1).item(), random.random()) == expected
+    assert draw() == expected
     assert loaded._args.per_device_eval_batch_size == usual
 
 
