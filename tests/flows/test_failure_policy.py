@@ -43,6 +43,13 @@ def attempts(storage: str, stage: str) -> list[dict[str, Any]]:
     return [{**json.loads(ledger.read_bytes(name)), **json.loads(end or b"{}")} for name, end in read]
 
 
+def committed(result: PipelineResult) -> dict[str, Any]:
+    """The manifest of the training."""
+    outcome = result.outcome("train")
+    assert outcome is not None and outcome.manifest is not None
+    return outcome.manifest
+
+
 def fresh(folder: Path) -> str:
     """An empty storage for the project in a folder."""
     _manifests._verified.clear()
@@ -115,10 +122,7 @@ def test_a_preempted_training_is_resumed_free_of_charge(folder: Path) -> None:
     assert first["error"]["class"] == "Preempted"
     assert first["decision"] == "preempted: tried again, free of charge"
     assert second["outcome"] == "committed"
-    trained = result.outcome("train")
-    assert trained is not None
-    assert trained.manifest is not None
-    assert trained.manifest["meta"]["resumed_from"] == first["error"]["step"] == 1
+    assert committed(result)["meta"]["resumed_from"] == first["error"]["step"] == 1
 
 
 # ------------------------------------------------------------------------------------------------------- out of memory
@@ -181,17 +185,10 @@ def test_an_outage_of_the_store_is_survived(
     assert ran(result) == {"prepare-data", "train"}
     assert told[-1].startswith("committed")
     assert len([each for each in told if each.startswith("started")]) > 1
-    assert digest(run(folder, *TRAINING)) == digest(result)
+    assert committed(run(folder, *TRAINING))["content_digest"] == committed(result)["content_digest"]
 
 
 # --------------------------------------------------------------------------------------------------------------- hangs
-
-
-def digest(result: PipelineResult) -> str:
-    outcome = result.outcome("train")
-    assert outcome is not None
-    assert outcome.manifest is not None
-    return str(outcome.manifest["content_digest"])
 
 
 # -- gates: what misses a requirement is measured and committed, and not published ------------------------------------

@@ -63,6 +63,15 @@ def delivery(handle: RunHandle) -> Delivery:
     return Delivery(Path(handle.spool_dir), handle.tracking_uri)
 
 
+def delivered(storage: Store, step: int, ending: str, token: str | None = None) -> RunHandle:
+    """A run that logged the loss of one step, ended, and was delivered."""
+    run = start(storage, token=token)
+    run.log_metrics({"loss": 1 / step}, step)
+    run.finish(ending)
+    assert delivery(run.handle).deliver()
+    return run.handle
+
+
 def statuses(handle: RunHandle) -> dict[str, str]:
     return {run.info.run_name: run.info.status for run in runs(handle.tracking_uri)}
 
@@ -150,42 +159,27 @@ def purge(uri: str, run_id: str) -> None:
 
 @pytest.mark.parametrize("is_purged", [False, True])
 def test_a_failed_run_that_was_deleted_gets_a_new_one_under_its_token(storage: Store, *, is_purged: bool) -> None:
-    first = start(storage)
-    first.log_metrics({"loss": 1.0}, 1)
-    first.finish("FAILED")
-    assert delivery(first.handle).deliver()
-    deleted = first.handle.run_id or ""
-    client(first.handle.tracking_uri).delete_run(deleted)
+    first = delivered(storage, 1, "FAILED")
+    client(first.tracking_uri).delete_run(first.run_id)
     if is_purged:
-        purge(first.handle.tracking_uri, deleted)
-
+        purge(first.tracking_uri, first.run_id or "")
     for ending in ("FAILED", "FINISHED"):
-        again = start(storage, token=first.handle.token)
-        again.log_metrics({"loss": 0.5}, 2)
-        again.finish(ending)
-        assert delivery(again.handle).deliver()
-    assert again.handle.run_id != deleted
-    assert statuses(again.handle) == {"digits": "FINISHED"}
-    assert points(again.handle.tracking_uri, again.handle.run_id or "", "loss") == [(2, 0.5)]
+        again = delivered(storage, 2, ending, first.token)
+    assert again.run_id != first.run_id
+    assert statuses(again) == {"digits": "FINISHED"}
+    assert points(again.tracking_uri, again.run_id or "", "loss") == [(2, 0.5)]
     assert find_waiting(storage) is None
 
 
 def test_an_experiment_that_was_deleted_is_restored_and_its_run_goes_on(
     storage: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = start(storage)
-    first.log_metrics({"loss": 1.0}, 1)
-    first.finish("FAILED")
-    assert delivery(first.handle).deliver()
-    client(first.handle.tracking_uri).delete_experiment(first.handle.experiment_id)
-
-    again = start(storage, token=first.handle.token)
-    again.log_metrics({"loss": 0.5}, 2)
-    again.finish("FINISHED")
-    assert delivery(again.handle).deliver()
-    [run] = runs(again.handle.tracking_uri)
-    assert (run.info.run_id, run.info.status) == (first.handle.run_id, "FINISHED")
-    assert points(again.handle.tracking_uri, run.info.run_id, "loss") == [(1, 1.0), (2, 0.5)]
+    first = delivered(storage, 1, "FAILED")
+    client(first.tracking_uri).delete_experiment(first.experiment_id)
+    again = delivered(storage, 2, "FINISHED", first.token)
+    [run] = runs(again.tracking_uri)
+    assert (run.info.run_id, run.info.status) == (first.run_id, "FINISHED")
+    assert points(again.tracking_uri, run.info.run_id, "loss") == [(1, 1.0), (2, 0.5)]
     assert "The MLflow experiment digits was deleted. It is restored with its runs" in caplog.text
 
 
@@ -213,19 +207,17 @@ def log(session: Session, steps: range) -> None:
     time.sleep(0.01)  # what another machine logs next is later
 
 
-@pytest.mark.parametrize("delivered", [0, 50])
-def test_points_that_arrive_after_those_of_the_machine_that_went_on_are_there_once(
-    tmp_path: Path, delivered: int
-) -> None:
+@pytest.mark.parametrize("sent", [0, 50])
+def test_points_that_arrive_after_those_of_the_machine_that_went_on_are_there_once(tmp_path: Path, sent: int) -> None:
     """The first machine is preempted at step 100 with a checkpoint at 90; the second one trains from there to 200."""
     uri = fresh_store(tmp_path)
     run_id = client(uri).create_run("0").info.run_id
     head = {"tracking_uri": uri, "run_id": run_id, "dedupe": True}
     first, second = (Session.create(tmp_path / name, head) for name in ("first", "second"))
-    log(first, range(1, delivered + 1))
-    if delivered:
+    log(first, range(1, sent + 1))
+    if sent:
         assert Delivery(first.path.parent, uri).deliver()
-    log(first, range(delivered + 1, 101))
+    log(first, range(sent + 1, 101))
     first.close()
     log(second, range(91, 201))
     second.close()
@@ -262,12 +254,8 @@ def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
 
 def _planted(storage: Store, head: dict[str, Any], *records: dict[str, Any]) -> Path:
     """A session that a stranger put into a storage which the user unpacked: it is the user's own file."""
-    made: dict[str, Any] = {
-        "tracking_uri": tracking_uri(TrackingConfig(), storage),
-        "token": "t",
-        "experiment": "planted",
-    }
-    made |= {"run_name": "planted", "start_ms": 1, "tags": {}, "artifact_location": "file:///elsewhere"}
+    made: dict[str, Any] = {"token": "t", "experiment": "planted", "run_name": "planted", "start_ms": 1, "tags": {}}
+    made |= {"tracking_uri": tracking_uri(TrackingConfig(), storage), "artifact_location": "file:///elsewhere"}
     session = Session.create(spool_dir(storage), {**made, **head})
     (session.path / "files").mkdir()
     for record in records:

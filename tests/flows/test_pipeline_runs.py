@@ -31,7 +31,7 @@ from tasks.stage import progress as _progress
 from tasks.stage import run_link
 from tasks.stage.manifest import StageManifest
 from tests.support.command import trainflow
-from tests.support.mlflow_store import client, fresh_store, runs
+from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.runs import (
     ALL,
     artifacts_of,
@@ -86,12 +86,6 @@ def mlflow_run(result: PipelineResult) -> Any:
     return MlflowClient(result.tracking_uri).get_run(result.mlflow_run_id)
 
 
-def curve_of(result: PipelineResult, name: str) -> list[tuple[int, float]]:
-    assert result.mlflow_run_id is not None
-    points = MlflowClient(result.tracking_uri).get_metric_history(result.mlflow_run_id, name)
-    return sorted((point.step, point.value) for point in points)
-
-
 def test_a_committed_training_says_that_no_tracker_gets_it(folder: Path) -> None:
     warned = Plan.of(spec_of(folder, "train.args.report_to=[mlflow, wandb]")).warnings["train"]
     assert [each.partition(",")[0] for each in warned] == ["Nothing is logged to wandb (train.args.report_to)"]
@@ -112,7 +106,7 @@ def test_one_mlflow_run_per_pipeline_run(folder: Path) -> None:
     assert mlflow_run(partly).data.tags["trainflow.origin_run"] == other.mlflow_run_id
     assert "test/error" in mlflow_run(partly).data.metrics  # of a cached stage
     again = tracked(folder, "train.args.learning_rate=1e-2", "predict.rows_per_file=5")
-    curves = [curve_of(each, "train/loss") for each in (other, partly, again)]
+    curves = [points(str(each.tracking_uri), each.mlflow_run_id or "", "train/loss") for each in (other, partly, again)]
     assert len(curves[0]) > 1
     assert curves[0] == curves[1] == curves[2], "of a cached training, once"
 
@@ -237,17 +231,12 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
 
 def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder: Path) -> None:
     check = "assert not self.training or len(x) <= 2 or exhausted()\n            y = self.linear"
+    exhausted = "def exhausted():\n    raise MemoryError('too many rows')\n\n\n"
     broken(folder, "y = self.linear", check)
-    broken(
-        folder,
-        "def compute_metrics",
-        "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef compute_metrics",
-    )
+    broken(folder, "def compute_metrics", f"{exhausted}def compute_metrics")
     # A size that is given is not the Trainer's to halve.
-    chosen = [
-        "train.args.per_device_train_batch_size=8",
-        *(f"{each}.enabled=false" for each in ("evaluate", "predict", "publish")),
-    ]
+    off = [f"{stage}.enabled=false" for stage in ("evaluate", "predict", "publish")]
+    chosen = ["train.args.per_device_train_batch_size=8", *off]
     result = tracked(folder, *chosen)
     result.raise_for_error()
     trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
@@ -386,9 +375,8 @@ def test_files_of_trackers_stay_and_are_not_part_of_the_result(folder: Path) -> 
     reports = ("train.args.report_to=[jsonl, tensorboard]", "train.args.logging_steps=1", "train.args.seed=5")
     result = run(folder, *reports)
     result.raise_for_error()
-    outcome = result.outcome("train")
-    assert outcome is not None and outcome.manifest is not None
-    stage = Path(outcome.manifest["url"])
+    [stage] = [path.parent for path in folder.glob("store/stages/train/*/checkpoints/metrics.jsonl")]
+    stage = stage.parent
     steps = [json.loads(line)["step"] for line in (stage / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
     assert steps[0] == 1 and steps == sorted(steps)
     assert any((stage / "checkpoints" / "runs").iterdir())
