@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.command import cli as cli
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _server(shared_server: None) -> None:
