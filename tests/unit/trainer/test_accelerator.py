@@ -100,15 +100,9 @@ def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Pa
     one.train()
     assert type(one.optimizer) is torch.optim.SGD and one.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
     one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_the_trainers_own_loaders_optimizer_and_schedule_are_not_wrapped(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, eval_dataset=ROWS, max_steps=1)
-    one.train()
-    loaders = [one.get_train_dataloader(), one.get_eval_dataloader(), one.get_test_dataloader(ROWS)]
+    loaders = [one.get_train_dataloader(), one.get_eval_dataloader(ROWS), one.get_test_dataloader(ROWS)]
     mine = [*loaders, one.optimizer, one.lr_scheduler]
-    prepared = one.accelerator.prepare(*mine)
-    assert all(each is other for each, other in zip(mine, prepared, strict=True))
+    assert all(each is other for each, other in zip(mine, one.accelerator.prepare(*mine), strict=True))
 
 
 def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) -> None:

@@ -348,22 +348,15 @@ def test_no_recorded_name_is_one_of_the_references_or_of_ours() -> None:
     assert len(FOUND["attributes"]) > 200 and len(FOUND["methods"]) > 100
 
 
-class Before(Trainer):
-    """Sets its attributes before the Trainer is built."""
+class BeforeAndAfter(Trainer):
+    """Sets its attributes before the Trainer is built, finds them afterwards, and sets them again."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        for name in ATTRIBUTES:
-            setattr(self, name, Unusable())
+        before = {name: Unusable() for name in ATTRIBUTES}
+        vars(self).update(before)
         super().__init__(*given, **more)
-
-
-class After(Trainer):
-    """Sets its attributes after the Trainer is built."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        for name in ATTRIBUTES:
-            setattr(self, name, Unusable())
+        assert all(getattr(self, name) is value for name, value in before.items())
+        vars(self).update({name: Unusable() for name in ATTRIBUTES})
 
 
 class OnTheClass(Trainer):
@@ -400,7 +393,7 @@ def _trained(folder: Path, cls: type[Trainer]) -> tuple[list[torch.Tensor], list
     one.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     one.save_model(str(folder / "model"))
     assert one.accelerator.prepare(one.model) is one.model
-    if cls in (Before, After):
+    if cls is BeforeAndAfter:
         assert all(isinstance(getattr(one, name), Unusable) for name in ATTRIBUTES)
     weights = [each.detach() for each in one.model.parameters()]
     return weights, [value for each in losses for name, value in each.items() if name.endswith("_loss")]
@@ -411,7 +404,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[torch.Tensor],
     return _trained(tmp_path_factory.mktemp("plain"), Trainer)
 
 
-@pytest.mark.parametrize("cls", [Before, After, OnTheClass, Defining, ReadOnly])
+@pytest.mark.parametrize("cls", [BeforeAndAfter, OnTheClass, Defining, ReadOnly])
 def test_a_subclass_with_names_of_its_own_trains_as_without(cls: type[Trainer], plain: Any, tmp_path: Path) -> None:
     weights, losses = _trained(tmp_path, cls)
     assert losses == plain[1]

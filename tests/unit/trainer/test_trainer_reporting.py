@@ -16,7 +16,7 @@ from tests.support.toys import classification_rows
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import JsonlCallback, MLflowCallback, PrinterCallback, ProgressCallback, TensorBoardCallback
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback, reporters
+from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback
 
 ROWS = classification_rows(12)
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "num_train_epochs": 1}
@@ -122,7 +122,7 @@ def test_a_tracker_of_another_package_is_served_by_its_own_callback_and_cannot_e
 
 
 # --------------------------------------------------------------------------------------------------- removing by class
-def test_callbacks_are_removed_and_popped_by_class(tmp_path: Path) -> None:
+def test_callbacks_are_removed_and_popped_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = trainer(tmp_path, ROWS, report_to=["jsonl", "mlflow"], disable_tqdm=False, **LOGGED)
     one.remove_callback(MLflowCallback)
     one.remove_callback(ProgressCallback)
@@ -133,6 +133,7 @@ def test_callbacks_are_removed_and_popped_by_class(tmp_path: Path) -> None:
     one.remove_callback(PrinterCallback)
     one.train()
     assert not list(tmp_path.glob("*.jsonl"))
+    assert capsys.readouterr().out == ""
 
 
 def test_ours_is_found_by_the_class_that_transformers_has_for_it(tmp_path: Path) -> None:
@@ -142,14 +143,3 @@ def test_ours_is_found_by_the_class_that_transformers_has_for_it(tmp_path: Path)
     one.remove_callback(transformers.ProgressCallback)
     assert isinstance(one.pop_callback(trackers.MLflowCallback), MLflowCallback)
     assert names(one) == ["DefaultFlowCallback"]
-
-
-def test_what_is_removed_shows_nothing_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = trainer(tmp_path, ROWS, **LOGGED)
-    one.remove_callback(PrinterCallback)
-    one.train()
-    assert capsys.readouterr().out == ""
-
-
-def test_all_is_what_is_installed() -> None:
-    assert [cls.reporter for cls in reporters(["all"])] == ["jsonl", "mlflow", "tensorboard"]
