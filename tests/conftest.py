@@ -27,7 +27,7 @@ from tests.support import browser, clients, memory_group, police, script_runs, s
 from tests.support.once import shared_folder
 
 pytest_plugins = (
-    "tests.support.hub",
+    "tests.support.hub_server",
     "tests.support.prefect_home",
     "tests.support.s3",
     "tests.support.stores",
@@ -52,15 +52,7 @@ _NIGHTLY = _listed("nightly.txt")
 
 # Settings of the developer's machine that would reach into a test.
 _FOREIGN = (
-    "AWS_",
-    "GOOGLE_",
-    "HF_",
-    "HUGGING",
-    "MLFLOW_",
-    "PREFECT_",
-    "FSSPEC_",
-    "WANDB_",
-    "TORCHELASTIC_",
+    *("AWS_", "GOOGLE_", "HF_", "HUGGING", "MLFLOW_", "PREFECT_", "FSSPEC_", "WANDB_", "TORCHELASTIC_"),
     "ACCELERATE_",
 )
 _FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CI"}
@@ -205,20 +197,18 @@ def _has_namespaces() -> bool:
     return unshare is not None and subprocess.run([unshare, "-rn", "true"], capture_output=True).returncode == 0
 
 
+def _is_importable(package: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(package) is not None
+
+
 _NEEDS: dict[str, Callable[[], bool]] = {
+    **{package: _is_importable(package) for package in ("deepspeed", "keras", "ray", "tensorflow", "wandb")},
     "clients": clients.are_installed,
     "browser": lambda: any(map(shutil.which, browser.BROWSERS)),
-    "compiler": lambda: all(map(shutil.which, ("g++", "ninja"))),
-    "dask": lambda: importlib.util.find_spec("prefect_dask") is not None,
-    "deepspeed": lambda: importlib.util.find_spec("deepspeed") is not None,
-    "keras": lambda: importlib.util.find_spec("keras") is not None,
-    "wandb": lambda: importlib.util.find_spec("wandb") is not None,
-    "tensorflow": lambda: importlib.util.find_spec("tensorflow") is not None,
-    "database": lambda: shutil.which("postgres") is not None or bool(os.environ.get("TRAINFLOW_TEST_DATABASE_URL")),
+    "dask": _is_importable("prefect_dask"),
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,
     "namespaces": _has_namespaces,
-    "ray": lambda: importlib.util.find_spec("ray") is not None,
     "registry": functools.cache(_has_registry),
     "slurm": slurm_cluster.is_installed,
     "xla": xla.is_installed,

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ import pytest
 
 from tasks.configs import TrackingConfig
 from tasks.tracking import TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir
+from tests.support.launched import wait_until
 from tests.support.mlflow_proxy import Proxy, mlflow_server
 from tests.support.mlflow_store import client, points, runs
 from trainer_lib.storage import Store
@@ -115,12 +116,6 @@ def finish(run: TrackedRun, status: str = "FINISHED") -> None:
     began = time.monotonic()
     run.finish(status, stages=5)
     assert time.monotonic() - began < PATIENCE_S
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

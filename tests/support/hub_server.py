@@ -19,12 +19,14 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 from trainer_lib.yaml_text import YamlProblem, parse_yaml
 
@@ -359,3 +361,20 @@ def _listed(path: str, blob: Blob) -> dict[str, Any]:
 
 def _raise(status: int, code: str, message: str) -> Any:
     raise _Error(status, code, message)
+
+
+@pytest.fixture
+def hub_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A server of its own for the test, with the environment pointing at it but without its token."""
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        # huggingface_hub pauses 1, 2, 4, 8, 8 s between its own tries of a request that failed.
+        monkeypatch.setattr("huggingface_hub.utils._http.time", ImpatientTime())
+        yield server
+
+
+@pytest.fixture
+def hub(hub_server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The server, with its token in the environment too."""
+    monkeypatch.setenv("HF_TOKEN", hub_server.token)
+    return hub_server

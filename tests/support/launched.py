@@ -130,7 +130,7 @@ def kept_files(error: TrainflowError) -> Iterator[Path]:
         RunDir(folder).remove()
 
 
-def wait_until(condition: Callable[[], bool], timeout: float) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     """Poll until `condition` holds; AssertionError when it does not within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
