@@ -7,8 +7,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ TYPERS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Refused:
-    """How a command was refused: its rows by name, and what it wrote on standard output."""
-
-    rows: dict[str, str]
-    out: str
-
-
 def _commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
@@ -46,29 +37,24 @@ def _commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 COMMANDS = dict(_commands(typer.main.get_command(application())))
 
 
-def _numbers(kind: str) -> list[tuple[tuple[str, ...], str, str]]:
-    """Command, option and allowed range of every option that takes a number of the kind."""
+def _numbers(kind: str) -> list[tuple[tuple[str, ...], str, Any, Any]]:
+    """Command, option and bounds of every option that takes a number of the kind."""
     found = []
     for path, command in COMMANDS.items():
         for option in command.params:
             # What `--help` shows of an option without a metavar of its own.
-            if option.param_type_name == "option" and _kind(option) == kind:
-                found += [(path, name, _bounds(option)) for name in option.opts]
+            annotation = getattr(option, "type_descriptor", None) and option.type_descriptor.annotation
+            if option.param_type_name == "option" and getattr(annotation, "__name__", "") == kind:
+                declared = option.type_descriptor.parameter_info
+                found += [(path, name, declared.min, declared.max) for name in option.opts]
     return found
 
 
-def _kind(option: Any) -> str:
-    return str(getattr(option.type_descriptor.annotation, "__name__", ""))
-
-
-def _bounds(option: Any) -> str:
-    declared = option.type_descriptor.parameter_info
-    return json.dumps([declared.min, declared.max])
-
-
 @pytest.fixture
-def refuse(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: str) -> Refused:
+def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, str]]:
+    """A command that is refused; returns its rows by name, and what it wrote on standard output."""
+
+    def run(*words: str) -> dict[str, str]:
         with pytest.raises(SystemExit) as ended:
             main(words)
         out, err = capsys.readouterr()
@@ -79,59 +65,50 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Any:
         rows = dict(re.findall(r"^  (where|why|do) +(\S.*)$", "\n".join(lines), re.M))
         assert set(rows) == {"where", "why", "do"}, err
         assert all(rows[name].endswith((".", "?")) for name in ("why", "do")), err
-        return Refused(rows, out)
+        return {**rows, "out": out}
 
     return run
 
 
 def test_there_are_options_that_take_numbers() -> None:
-    assert {" ".join(path) for path, _, _ in _numbers("int")} >= {"run", "gc", "runs", "logs", "ui", "serve", "deploy"}
-    assert {" ".join(path) for path, _, _ in _numbers("float")} >= {"join", "reproduce"}
+    assert {" ".join(path) for path, *_ in _numbers("int")} >= {"run", "gc", "runs", "logs", "ui", "serve", "deploy"}
+    assert {" ".join(path) for path, *_ in _numbers("float")} >= {"join", "reproduce"}
 
 
 @pytest.mark.parametrize("written", ["many", "1.5", ""])
-@pytest.mark.parametrize(("path", "option", "bounds"), _numbers("int"))
+@pytest.mark.parametrize(("path", "option", "low", "high"), _numbers("int"))
 def test_text_in_place_of_a_whole_number(
-    refuse: Any, path: tuple[str, ...], option: str, bounds: str, written: str
+    refuse: Any, path: tuple[str, ...], option: str, low: Any, high: Any, written: str
 ) -> None:
-    rows = refuse(*path, option, written).rows
-    assert rows["where"] == f"{option} = {written}"
-    assert rows["why"] == "This is not a whole number."
-    low, high = json.loads(bounds)
+    rows = refuse(*path, option, written)
+    assert (rows["where"], rows["why"]) == (f"{option} = {written}", "This is not a whole number.")
     words = [f"{which} {bound}" for which, bound in (("at least", low), ("at most", high)) if bound is not None]
     assert rows["do"] == f"Give a whole number{' of ' if words else ''}{' and '.join(words)}."
 
 
-@pytest.mark.parametrize(("path", "option", "bounds"), _numbers("float"))
-def test_text_in_place_of_a_number(refuse: Any, path: tuple[str, ...], option: str, bounds: str) -> None:
-    rows = refuse(*path, f"{option}=many").rows
-    assert rows["where"] == f"{option} = many"
-    assert rows["why"] == "This is not a number."
-    assert rows["do"].startswith("Give a number")
-
-
-@pytest.mark.parametrize(("path", "option", "bounds"), [*_numbers("int"), *_numbers("float")])
-def test_a_number_out_of_its_range(refuse: Any, path: tuple[str, ...], option: str, bounds: str) -> None:
-    low, high = json.loads(bounds)
-    if low is not None:
-        rows = refuse(*path, option, str(low - 1)).rows
-        assert rows["where"] == f"{option} = {low - 1}"
-        assert rows["why"] == f"The number must be at least {low:g}."
-        assert f"of at least {low:g}" in rows["do"]
-    if high is not None:
-        rows = refuse(*path, option, str(high + 1)).rows
-        assert rows["why"] == f"The number must be at most {high:g}."
+@pytest.mark.parametrize(("path", "option", "low", "high"), [*_numbers("int"), *_numbers("float")])
+def test_a_number_out_of_its_range_or_text_in_its_place(
+    refuse: Any, path: tuple[str, ...], option: str, low: Any, high: Any
+) -> None:
+    for bound, wrong, side in ((low, -1, "least"), (high, 1, "most")):
+        if bound is not None:
+            rows = refuse(*path, option, str(bound + wrong))
+            assert rows["where"] == f"{option} = {bound + wrong}"
+            assert rows["why"] == f"The number must be at {side} {bound:g}."
+            assert side == "most" or f"of at least {bound:g}" in rows["do"]
+    if (path, option, low, high) in _numbers("float"):
+        rows = refuse(*path, f"{option}=many")
+        assert (rows["where"], rows["why"]) == (f"{option} = many", "This is not a number.")
+        assert rows["do"].startswith("Give a number")
 
 
 @pytest.mark.parametrize("path", COMMANDS)
 def test_an_option_that_does_not_exist(refuse: Any, path: tuple[str, ...]) -> None:
-    rows = refuse(*path, "--debgu").rows
-    assert rows["where"] == "--debgu"
-    assert rows["why"] == f"trainflow {' '.join(path)} has no such option."
+    rows = refuse(*path, "--debgu")
+    assert (rows["where"], rows["why"]) == ("--debgu", f"trainflow {' '.join(path)} has no such option.")
     # Every command but `join` and `schema` has --debug.
-    close = 'Did you mean "--debug"?'
     has_it = any("--debug" in option.opts for option in COMMANDS[path].params)
-    assert rows["do"] == close if has_it else "Choose one of: --" in rows["do"]
+    assert rows["do"] == 'Did you mean "--debug"?' if has_it else "Choose one of: --" in rows["do"]
 
 
 @pytest.mark.parametrize(
@@ -158,50 +135,39 @@ def test_an_option_that_does_not_exist(refuse: Any, path: tuple[str, ...]) -> No
     ],
 )
 def test_words_that_do_not_fit(refuse: Any, words: tuple[str, ...], where: str, why: str, do: str) -> None:
-    rows = refuse(*words).rows
-    assert rows["where"] == where
-    assert rows["why"] == why
+    rows = refuse(*words)
+    assert (rows["where"], rows["why"]) == (where, why)
     assert do in rows["do"]
 
 
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
-        (("gc", "--keep", "many"), "--keep", "many"),
-        (("runs", "-n", "0"), "-n", "0"),
-        (("gc", "--kep", "3"), "--kep", None),
-        (("rnus",), "COMMAND", "rnus"),
-        (("logs",), "RUN", None),
-        (("serve", "--retry-crashed", "x"), "--retry-crashed", "x"),
+        ("gc --keep many", "--keep", "many"),
+        ("runs -n 0", "-n", "0"),
+        ("gc --kep 3", "--kep", None),
+        ("rnus", "COMMAND", "rnus"),
+        ("logs", "RUN", None),
+        ("serve x", "--json", None),  # it has no --json: that is what is refused, in JSON all the same
     ],
 )
-def test_json_has_one_object_of_the_refusal(refuse: Any, words: tuple[str, ...], field: str, value: str | None) -> None:
-    answer = json.loads(refuse(*words, "--json").out if words[0] != "serve" else refuse("serve", "--json", "x").out)
-    assert answer["ok"] is False
-    assert answer["exit_code"] == 2
-    assert answer["error"]["class"] == "ConfigError"
-    if words[0] != "serve":  # it has no --json: that is what is refused, in JSON all the same
-        assert (answer["error"]["field"], answer["error"]["value"]) == (field, value)
+def test_json_has_one_object_of_the_refusal(refuse: Any, words: str, field: str, value: str | None) -> None:
+    answer = json.loads(refuse(*words.split(), "--json")["out"])
+    assert (answer["ok"], answer["exit_code"], answer["error"]["class"]) == (False, 2, "ConfigError")
+    assert (answer["error"]["field"], answer["error"]["value"]) == (field, value)
 
 
-@pytest.mark.parametrize("words", [("--help",), ("gc", "-h"), ("checkpoints", "--help"), ("--version",)])
-def test_help_and_version_end_well(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", ["--help", "gc -h", "checkpoints --help", "--version", "", "checkpoints"])
+def test_help_and_version_end_well(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert not ended.value.code
+        main(words.split())
     out, err = capsys.readouterr()
-    assert "trainflow" in out
-    assert err == ""
-
-
-@pytest.mark.parametrize("words", [(), ("checkpoints",)])
-def test_without_a_command_the_help_is_shown(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert "Commands" in out + err
-    assert "✗" not in err
+    if "-" in words:
+        assert not ended.value.code
+        assert "trainflow" in out and err == ""
+    else:  # without a command the help is shown
+        assert ended.value.code == 2
+        assert "Commands" in out + err and "✗" not in err
 
 
 def test_a_shell_still_completes_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,28 +23,25 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules
+DAILY, WEEKLY = "0 3 * * *", "FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECOND=0"
+
+
 @pytest.mark.parametrize(
-    ("schedule", "dates"),
+    ("given", "dates"),
     [
         (
-            Schedule(cron="0 3 * * *", timezone="Europe/Berlin"),
+            {"cron": "0 3 * * *", "timezone": "Europe/Berlin"},
             "Mon 2026-11-23 03:00:00 CET, Tue 2026-11-24 03:00:00 CET",
         ),
-        (
-            Schedule(rrule="FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECOND=0"),
-            "Mon 2026-11-23 03:00:00 UTC, Thu 2026-11-26 03:00:00 UTC",
-        ),
-        (Schedule(interval_s=3600, anchor=NOON), "Sun 2026-11-22 12:00:00 UTC, Sun 2026-11-22 13:00:00 UTC"),
+        ({"rrule": WEEKLY}, "Mon 2026-11-23 03:00:00 UTC, Thu 2026-11-26 03:00:00 UTC"),
+        ({"interval_s": 3600, "anchor": NOON}, "Sun 2026-11-22 12:00:00 UTC, Sun 2026-11-22 13:00:00 UTC"),
     ],
 )
-def test_the_next_firings_are_known_before_the_server_is(schedule: Schedule, dates: str) -> None:
+def test_the_next_firings_are_known_before_the_server_is(given: dict[str, Any], dates: str) -> None:
+    schedule = Schedule(**given)
     assert show_firings(schedule.next_firings(2, after=NOON)) == f"Next: {dates}."
     assert schedule.prefect() is not None
-
-
-def test_no_schedule_fires_never() -> None:
-    assert Schedule().prefect() is None
-    assert Schedule().next_firings(3) == []
+    assert (Schedule().prefect(), Schedule().next_firings(3)) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -71,14 +68,12 @@ def test_schedules_that_cannot_work_are_refused(given: dict[str, Any], field: st
         assert "Europe/Berlin" in refused.value.remedy
 
 
-@pytest.mark.parametrize("text", ["often", "-5", "0", "0.5", "nan", ""])
-def test_intervals_that_are_not_durations_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        read_interval(text)
-    assert refused.value.field == "--interval"
-    assert read_interval("12h") == 43_200
-    assert read_interval("3600") == 3600
-    assert read_interval(None) is None
+def test_intervals_that_are_not_durations_are_refused() -> None:
+    for text in ("often", "-5", "0", "0.5", "nan", ""):
+        with pytest.raises(ConfigError) as refused:
+            read_interval(text)
+        assert refused.value.field == "--interval"
+    assert [read_interval(text) for text in ("12h", "3600", None)] == [43_200, 3600, None]
 
 
 # ----------------------------------------------------------------------------------------------------------------- log
@@ -99,11 +94,8 @@ def test_what_serve_and_its_runs_print_is_kept_without_secrets(
     shown = capsys.readouterr()
     assert shown.out.startswith("one\ntwo\n")
     assert shown.err == "wrong\n"
-
-
-def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("")
-    with pytest.raises(StorageError, match="log cannot be written"), logged(log_path(str(tmp_path), None, "toy")):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="log cannot be written"), logged(tmp_path / "file" / "serve-toy.log"):
         pass
 
 
@@ -130,9 +122,6 @@ def test_job_variables_that_cannot_work_are_refused(given: list[str], image: str
     with pytest.raises(ConfigError) as refused:
         read_variables(given, image, kind, TEMPLATE, {})
     assert words in f"{refused.value.message} {refused.value.remedy}"
-
-
-def test_a_type_of_pool_that_is_not_known_gets_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="kubernetes"):
         require_type("kubernets")
 
@@ -184,6 +173,9 @@ def test_new_data_starts_one_run_once_it_has_settled_also_over_restarts(tmp_path
     (tmp_path / "data" / "b").unlink()
     assert [again.look(), again.look()] == [False, True]
     assert len(set(runs.keys)) == 3
+    [name] = Store.open(str(tmp_path / "store")).child("watch").children()
+    note = json.loads((tmp_path / "store" / "watch" / name).read_text())
+    assert (note["deployment"], note["url"], note["started"]) == ("pipeline/toy", str(tmp_path / "data"), 3)
 
 
 def test_a_run_that_was_created_before_the_note_was_written_is_not_created_twice(
@@ -238,11 +230,3 @@ def test_a_url_that_cannot_be_listed_is_refused(tmp_path: Path, url: str) -> Non
         looking.require_listable()
     assert refused.value.field == "--watch"
     assert refused.value.remedy
-
-
-def test_the_note_lies_on_the_storage(tmp_path: Path, runs: Runs) -> None:
-    looking = watch(tmp_path)
-    looking.look()
-    [name] = Store.open(str(tmp_path / "store")).child("watch").children()
-    note = json.loads((tmp_path / "store" / "watch" / name).read_text())
-    assert (note["deployment"], note["url"], note["started"]) == ("pipeline/toy", str(tmp_path / "data"), 0)

@@ -27,22 +27,19 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FollowedStage:
     return FollowedStage(tmp_path, monkeypatch)
 
 
-def test_a_greater_metric_is_better_where_the_spec_says_so(project: FollowedStage) -> None:
+def test_a_greater_metric_is_better_where_the_spec_says_so_and_one_that_is_not_measured_is_refused(
+    project: FollowedStage,
+) -> None:
     project.save(1, 2)
-    follower = project.follower(metric_for_best_model="loss", greater_is_better=True)
-    follower.work()
+    project.follower(metric_for_best_model="loss", greater_is_better=True).work()
     assert project.kept == ["checkpoint-1"]
+    project.save(3)
+    with pytest.raises(ConfigError, match="gave only eval_loss") as error:
+        project.follower(metric_for_best_model="accuracy").work()
+    assert error.value.field == "train.args.metric_for_best_model"
 
 
-def test_the_worker_takes_the_weights_as_an_evaluation_in_training_does(project: FollowedStage) -> None:
-    project.save(1)
-    project.follower(bf16=True, bf16_full_eval=True, report_to="tensorboard").work()
-    [request] = project.asked
-    assert request.args["bf16"] is True
-    assert (request.args["bf16_full_eval"], request.args["report_to"], request.tracking) == (False, "none", False)
-
-
-def test_a_checkpoint_is_protected_while_it_is_evaluated(project: FollowedStage) -> None:
+def test_a_checkpoint_is_protected_while_it_is_evaluated_with_the_weights_of_training(project: FollowedStage) -> None:
     def look(request: EvaluateCheckpointRequest) -> CheckpointMetrics:
         assert len(list_readers(project.root.child("checkpoint-1"))) == 1
         assert not withdraw_if_unread(project.root.child("checkpoint-1"))
@@ -50,7 +47,10 @@ def test_a_checkpoint_is_protected_while_it_is_evaluated(project: FollowedStage)
 
     project.save(1)
     project.measure = look
-    assert project.follower().work() == 1
+    assert project.follower(bf16=True, bf16_full_eval=True, report_to="tensorboard").work() == 1
+    [request] = project.asked
+    assert request.args["bf16"] is True
+    assert (request.args["bf16_full_eval"], request.args["report_to"], request.tracking) == (False, "none", False)
 
 
 def test_what_the_training_removes_first_is_named_and_the_next_one_follows(project: FollowedStage) -> None:
@@ -140,13 +140,15 @@ def test_two_processes_share_the_work_and_one_waits_for_the_other_at_the_end(pro
 def test_a_mark_of_what_another_process_has_just_measured_is_left(project: FollowedStage) -> None:
     """Its evaluation is not among those that were read: it may be the better one."""
     project.save(1, 2)
-    known = [_evaluation(project, 1)]
+    lower = Standard("eval_loss", is_greater_better=False, is_chosen=False)
+    known = [
+        Evaluation(info.name, info.step, info.commit.content_digest, {"eval_loss": LOSSES[info.step]}, 0, 0.0)
+        for info in sorted(list_checkpoints(project.root), key=lambda info: info.step)
+    ]
     keep_checkpoint(project.root.child("checkpoint-2"), "by another process")
-    keep_best(project.root, Standard("eval_loss", is_greater_better=False, is_chosen=False), known)
+    keep_best(project.root, lower, known[:1])
     assert set(project.kept) == {"checkpoint-1", "checkpoint-2"}
-    keep_best(
-        project.root, Standard("eval_loss", is_greater_better=False, is_chosen=False), [*known, _evaluation(project, 2)]
-    )
+    keep_best(project.root, lower, known)
     assert project.kept == ["checkpoint-2"]
 
 
@@ -174,37 +176,20 @@ def test_what_cannot_be_followed_is_refused_first(config: dict[str, Any], field:
     assert error.value.remedy
 
 
-def test_a_metric_that_is_not_measured_is_refused_by_name(project: FollowedStage) -> None:
-    project.save(1)
-    with pytest.raises(ConfigError, match="gave only eval_loss") as error:
-        project.follower(metric_for_best_model="accuracy").work()
-    assert error.value.field == "train.args.metric_for_best_model"
-
-
-@pytest.mark.parametrize("damage", [b'{"format": 1}', b"[" * 100_000, b"a digit"])
-def test_a_damaged_record_is_named(project: FollowedStage, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", [b'{"format": 1}', b"[" * 100_000, b"a digit", b"no seal"])
+def test_a_damaged_record_is_named_and_one_of_an_earlier_version_counts(project: FollowedStage, damage: bytes) -> None:
     project.save(1)
     project.follower().work()
-    [file] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
-    written = project.stage.read_bytes(f"follow/{file}")
+    [name] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
+    written = project.stage.read_bytes(f"follow/{name}")
     loss = repr(LOSSES[1]).encode()
     assert loss in written
-    project.stage.write_bytes(f"follow/{file}", written.replace(loss, b"0.125") if damage == b"a digit" else damage)
+    if damage == b"no seal":
+        unsealed = {key: value for key, value in json.loads(written).items() if key != "seal"}
+        project.stage.write_bytes(f"follow/{name}", json.dumps(unsealed).encode())
+        assert [each.step for each in Evaluations(project.stage).read()] == [1]
+        return
+    project.stage.write_bytes(f"follow/{name}", written.replace(loss, b"0.125") if damage == b"a digit" else damage)
     with pytest.raises(DamagedError, match="record of an evaluation") as error:
         project.follower().begin()
-    assert str(error.value.field).endswith(file)
-
-
-def test_an_evaluation_of_an_earlier_version_has_no_seal_and_counts(project: FollowedStage) -> None:
-    project.save(1)
-    project.follower().work()
-    [file] = [file.path for file in project.stage.child("follow").list() if file.path.endswith(".json")]
-    record = json.loads(project.stage.read_bytes(f"follow/{file}"))
-    assert record.pop("seal")
-    project.stage.write_bytes(f"follow/{file}", json.dumps(record).encode())
-    assert [each.step for each in Evaluations(project.stage).read()] == [1]
-
-
-def _evaluation(project: FollowedStage, step: int) -> Evaluation:
-    [info] = [info for info in list_checkpoints(project.root) if info.step == step]
-    return Evaluation(info.name, step, info.commit.content_digest, {"eval_loss": LOSSES[step]}, 0, 0.0)
+    assert str(error.value.field).endswith(name)

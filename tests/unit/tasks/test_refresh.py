@@ -145,12 +145,8 @@ def test_a_run_decides_once_and_one_that_goes_on_decides_as_it_did(tmp_path: Pat
     again = clock.context(tmp_path)
     again.resolver.as_of = clock.now - timedelta(days=5)
     assert make(again, "never").key == first.key
-
-
-def test_a_damaged_result_is_made_again_in_its_place(tmp_path: Path, clock: Clock) -> None:
-    first = make(clock.context(tmp_path))
-    first.store().write_bytes("COMMIT.json", b"{}")
-    assert make(clock.context(tmp_path)).key == first.key
+    first.store().write_bytes("COMMIT.json", b"{}")  # a damaged result is made again in its place
+    assert make(again).key == first.key
 
 
 def test_two_commands_at_once_refresh_once(tmp_path: Path, clock: Clock) -> None:
@@ -206,40 +202,40 @@ def test_the_plan_names_the_age_and_data_that_come_out_the_same_change_nothing_b
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    ("text", "seconds", "written"),
     [
-        ("1d", 86_400),
-        ("12h", 43_200),
-        ("1d 6h", 108_000),
-        ("90s", 90),
-        ("30m", 1800),
-        ("30 min", 1800),
-        ("2w", 1_209_600),
-        ("1.5h", 5400),
-        ("45", 45),
-        (3600, 3600),
-        ("P1D", 86_400),
-        ("01:30:00", 5400),
+        ("1d", 86_400, "1 d"),
+        ("12h", 43_200, "12 h"),
+        ("1d 6h", 108_000, "1 d 6 h"),
+        ("90s", 90, "1 min 30 s"),
+        ("30m", 1800, "30 min"),
+        ("30 min", 1800, "30 min"),
+        ("2w", 1_209_600, "14 d"),
+        ("1.5h", 5400, "1 h 30 min"),
+        ("45", 45, "45 s"),
+        (3600, 3600, "1 h"),
+        ("P1D", 86_400, "1 d"),
+        ("01:30:00", 5400, "1 h 30 min"),
+        (0.5, 0.5, "0.5 s"),
+        (90_061, 90_061, "1 d 1 h 1 min 1 s"),
     ],
 )
-def test_durations_are_read_as_people_write_them(text: Any, seconds: float) -> None:
+def test_durations_are_read_and_written_as_people_do(text: Any, seconds: float, written: str) -> None:
     spec = parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": text}})
     assert spec.refresh["prepare"].total_seconds() == seconds
     assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))).refresh == spec.refresh
+    assert describe(timedelta(seconds=seconds)) == written
+
+
+NO_DURATIONS = ["1 fortnight", "soon", "", True, [1], None, ".nan"]
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ("1 fortnight", "This is not a duration."),
-        ("soon", "This is not a duration."),
-        ("", "This is not a duration."),
-        (True, "This is not a duration."),
-        ([1], "This is not a duration."),
-        (None, "This is not a duration."),
+        *((value, "This is not a duration.") for value in NO_DURATIONS),
         ("-1d", "The duration must be above zero."),
         (0, "The duration must be above zero."),
-        (".nan", "This is not a duration."),
         (float("nan"), "The duration must be finite."),
         ("1e400", "The duration must be finite."),
         ("1000000d", "The duration must be below a hundred years."),
@@ -248,37 +244,18 @@ def test_durations_are_read_as_people_write_them(text: Any, seconds: float) -> N
 def test_what_is_not_a_duration_is_refused_in_words(value: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": value}})
-    assert refused.value.message == problem
-    assert refused.value.field == "refresh.prepare"
+    assert (refused.value.message, refused.value.field) == (problem, "refresh.prepare")
     assert "1d" in str(refused.value.remedy)
 
 
-@pytest.mark.parametrize(
-    ("refresh", "remedy"),
-    [
-        ("{prepar: 1d}", "prepare"),
-        ("{prepare: 1d, prepare-data: 2d}", "Keep refresh.prepare."),
-    ],
-)
-def test_an_age_of_no_stage_is_refused(tmp_path: Path, refresh: str, remedy: str) -> None:
-    toy.project(tmp_path, spec=f"{toy.SPEC}\nrefresh: {refresh}\n")
-    with pytest.raises(ConfigError) as refused:
-        load_spec(tmp_path / "pipeline.yaml")
-    assert remedy in str(refused.value.remedy)
-
-
-def test_the_full_name_of_a_stage_counts_too(tmp_path: Path) -> None:
-    toy.project(tmp_path, spec=f"{toy.SPEC}\nrefresh: {{prepare-data: 12h, train: 1w}}\n")
-    ages = load_spec(tmp_path / "pipeline.yaml").max_ages()
-    assert {name: str(age) for name, age in ages.items()} == {
-        "prepare-data": "12 h (refresh.prepare)",
-        "train": "7 d (refresh.train)",
-    }
-    assert explain(load_spec(tmp_path / "pipeline.yaml"))[0].reason == "never run before"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(86_400, "1 d"), (5400, "1 h 30 min"), (0.5, "0.5 s"), (90_061, "1 d 1 h 1 min 1 s")]
-)
-def test_durations_are_written_as_people_read_them(seconds: float, text: str) -> None:
-    assert describe(timedelta(seconds=seconds)) == text
+def test_ages_are_those_of_stages_by_either_name(tmp_path: Path) -> None:
+    path = toy.project(tmp_path)
+    for refresh, remedy in (("{prepar: 1d}", "prepare"), ("{prepare: 1d, prepare-data: 2d}", "Keep refresh.prepare.")):
+        path.write_text(f"{toy.SPEC}\nrefresh: {refresh}\n")
+        with pytest.raises(ConfigError) as refused:
+            load_spec(path)
+        assert remedy in str(refused.value.remedy)
+    path.write_text(f"{toy.SPEC}\nrefresh: {{prepare-data: 12h, train: 1w}}\n")
+    ages = {name: str(age) for name, age in load_spec(path).max_ages().items()}
+    assert ages == {"prepare-data": "12 h (refresh.prepare)", "train": "7 d (refresh.train)"}
+    assert explain(load_spec(path))[0].reason == "never run before"
