@@ -90,26 +90,22 @@ def running(folder: Path, **config: Any) -> Ray:
 
 
 LOST = "The machine 10.0.0.2 was lost: its agent does not answer."
-CONTINUES = "The same command continues."
+CONTINUES, LEFT = "The same command continues.", "on the machines that are left."
+LOW = "Task was killed due to the node running low on memory."
+FULL = "Ray ended an agent for lack of memory: "
+LESS = "Ask for more (engine_options.memory), or lower per_device_train_batch_size."
+UNSCHEDULABLE = "The actor is not schedulable: its group was removed."
+TASK = "ray::Agent.read() (pid=1)\n  Traceback …"
+NO_ENVIRONMENT = made(RuntimeEnvSetupError, "Failed to set up runtime environment.\nNo module named pip")
 
 
 @pytest.mark.parametrize(
     ("error", "expected", "message", "remedy"),
     [
+        (made(OutOfMemoryOfRay, f"{LOW}\nMemory: 99 %"), OutOfMemoryError, f"{FULL}{LOW} Memory: 99 %", LESS),
+        (made(ActorDiedError, f"{DIED}The actor died of memory pressure (OOM)."), OutOfMemoryError, FULL, LESS),
         (
-            made(OutOfMemoryOfRay, "Task was killed due to the node running low on memory.\nMemory on the node: 99 %"),
-            OutOfMemoryError,
-            "Ray ended an agent for lack of memory: Task was killed due to the node running low on memory. Memory on",
-            "Ask for more (engine_options.memory), or lower per_device_train_batch_size.",
-        ),
-        (
-            made(ActorDiedError, f"{DIED}The actor died of memory pressure (OOM)."),
-            OutOfMemoryError,
-            "Ray ended an agent for lack of memory: The actor died",
-            "Ask for more (engine_options.memory), or lower per_device_train_batch_size.",
-        ),
-        (
-            made(RuntimeEnvSetupError, "Failed to set up runtime environment.\nNo module named pip"),
+            NO_ENVIRONMENT,
             ConfigError,
             "environment: Failed to set up runtime environment. No module named pip.",
             "Correct the runtime environment of the cluster's job.",
@@ -121,20 +117,10 @@ CONTINUES = "The same command continues."
             CONTINUES,
         ),
         (made(ActorDiedError, f"{DIED}Its node has died."), InfrastructureError, LOST, "continues from the last save"),
+        (made(NodeDiedError, "Node node-1 is dead."), InfrastructureError, "The machine of an agent was lost", LEFT),
+        (made(ActorUnschedulableError, UNSCHEDULABLE), InfrastructureError, f"Ray failed: {UNSCHEDULABLE}", CONTINUES),
         (
-            made(NodeDiedError, "Node node-1 is dead."),
-            InfrastructureError,
-            "The machine of an agent was lost",
-            "on the machines that are left.",
-        ),
-        (
-            made(ActorUnschedulableError, "The actor is not schedulable: its group was removed."),
-            InfrastructureError,
-            "Ray failed: The actor is not schedulable: its group was removed.",
-            CONTINUES,
-        ),
-        (
-            made(RayTaskError, "ray::Agent.read() (pid=1)\n  Traceback …", cause=OSError("No space left on device")),
+            made(RayTaskError, TASK, cause=OSError("No space left on device")),
             InfrastructureError,
             "Ray failed: No space left on device.",
             CONTINUES,
@@ -156,17 +142,14 @@ def test_what_an_error_of_ray_means(
 @pytest.mark.parametrize("initialised", [True, False])
 def test_a_machine_without_trainflow_is_not_a_lost_one(tmp_path: Path, two: FakeRay, initialised: bool) -> None:
     """Ray starts a stand-in for a class that a machine cannot import; it raises this in its first call, or in all."""
-    text = (
-        "The actor with name Agent failed to import on the worker.\nModuleNotFoundError: No module named 'trainer_lib'"
-    )
+    reason = "ModuleNotFoundError: No module named 'trainer_lib'"
+    text = f"The actor with name Agent failed to import on the worker.\n{reason}"
     cls: type[RayError] = ActorDiedError if initialised else RayTaskError
     two.machines[1].answers["describe"] = made(cls, text, **({"actor_init_failed": True} if initialised else {}))
     failure = failure_of(placed(tmp_path))
     assert isinstance(failure, ConfigError)
     assert (failure.field, failure.value) == ("train.launch.engine", "ray")
-    assert failure.message.endswith(
-        "cannot load trainflow's agent: ModuleNotFoundError: No module named 'trainer_lib'."
-    )
+    assert failure.message.endswith(f"cannot load trainflow's agent: {reason}.")
     assert failure.remedy == "Install the same trainflow, with its extra ray, on every machine of the cluster."
 
 
@@ -187,19 +170,21 @@ def test_a_silent_agent_is_lost_with_its_machine_or_after_a_while(
     assert failure_of(engine).message == LOST
 
 
-@pytest.mark.parametrize("method", ["describe", "start"])
-def test_an_agent_that_does_not_start(tmp_path: Path, two: FakeRay, method: str) -> None:
-    unavailable = made(ActorUnavailableError, "RPC error: Socket closed")
-    two.machines[1].answers[method] = unavailable if method == "describe" else NEVER
+@pytest.mark.parametrize(
+    ("method", "answer", "where"),
+    [
+        ("describe", made(ActorUnavailableError, "RPC error: Socket closed"), "of an agent"),
+        ("start", NEVER, "10.0.0.2"),
+        ("start", made(ActorDiedError, DIED), "10.0.0.2"),
+    ],
+)
+def test_an_agent_that_does_not_start_is_lost_by_name(
+    tmp_path: Path, two: FakeRay, method: str, answer: Any, where: str
+) -> None:
+    two.machines[1].answers[method] = answer
     failure = failure_of(placed(tmp_path))
     assert isinstance(failure, InfrastructureError)
-    where = "of an agent" if method == "describe" else "10.0.0.2"
     assert failure.message == f"The machine {where} was lost: its agent does not answer."
-
-
-def test_an_agent_that_dies_while_it_starts_is_named(tmp_path: Path, two: FakeRay) -> None:
-    two.machines[1].answers["start"] = made(ActorDiedError, DIED)
-    assert failure_of(placed(tmp_path)).message == LOST
 
 
 def test_a_drained_machine_is_left_with_a_save(tmp_path: Path, two: FakeRay) -> None:
@@ -219,17 +204,17 @@ def test_the_last_lines_come_with_the_exit_code(tmp_path: Path, two: FakeRay) ->
     assert engine.poll() == (["one", "two"], Ended(1, "one\ntwo"))
 
 
+STARTED = "The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.9\n"
+OURS = "This process on node 10.0.0.9 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
         (ConnectionError("Could not find any running Ray instance."), "Could not find any running Ray instance."),
         (
-            RuntimeError(
-                "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.9\n"
-                "This process on node 10.0.0.9 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
-            ),
-            "Version mismatch: The cluster was started with: Ray: 2.50.0 Python: 3.11.9 This process on node 10.0.0.9 "
-            "was started with: Ray: 2.60.0 Python: 3.11.7.",
+            RuntimeError(f"Version mismatch: {STARTED}{OURS}"),
+            f"Version mismatch: {' '.join(STARTED.split())} {' '.join(OURS.split())}.",
         ),
         (made(RayError, "The token is missing.\nEnsure that"), "The token is missing. Ensure that."),
         (ValueError("The namespace is wrong."), "The namespace is wrong."),
@@ -244,32 +229,22 @@ def test_a_cluster_that_cannot_be_used(tmp_path: Path, two: FakeRay, error: Exce
     assert "a cluster that has Ray 2.60.0 and Python" in str(caught.value.remedy)
 
 
-def test_no_cluster_at_the_address(tmp_path: Path, two: FakeRay) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(ConfigError, match="Connection refused") as caught:
-        placed(tmp_path, address=f"127.0.0.1:{port}")
-    assert (caught.value.field, caught.value.value) == ("train.launch.address", f"127.0.0.1:{port}")
-    assert two.usage_statistics == ""  # Ray was not asked
-
-
 @contextlib.contextmanager
 def _listener(answer: bytes | None) -> Iterator[str]:
     """A server that accepts one connection; with an answer it gives that, and closes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(100)
-                connection.sendall(answer or b"")
+            if answer is not None:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
-        if answer is not None:
-            thread.start()
+        thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
-        if answer is not None:
-            thread.join()
+        thread.join()
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
@@ -281,25 +256,23 @@ def test_what_listens_but_is_no_ray_cluster_is_refused_soon(
     with _listener(answer) as address, refused as caught:
         placed(tmp_path, address=address)
     assert caught.value.field == "train.launch.address"
-
-
-def test_a_server_that_begins_as_http2_does_is_joined(tmp_path: Path, two: FakeRay) -> None:
-    settings = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100])
-    with _listener(settings) as address:
+    with pytest.raises(ConfigError, match="Connection refused") as gone:
+        placed(tmp_path, address=address)
+    assert (gone.value.field, gone.value.value) == ("train.launch.address", address)
+    assert two.usage_statistics == ""  # Ray was not asked
+    # A server that begins as HTTP/2 does is joined.
+    with _listener(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 100])) as address:
         placed(tmp_path, address=address)
     assert two.address == address
 
 
-def test_more_than_the_cluster_has(tmp_path: Path, two: FakeRay) -> None:
+def test_more_than_the_cluster_has_and_machines_that_others_use(tmp_path: Path, two: FakeRay) -> None:
     failure = failure_of(placed(tmp_path, nodes=3, processes=2, engine_options={"memory": 1e9}))
     assert isinstance(failure, ConfigError)
     offer = "the cluster offers CPU 4, memory 0 on 2 machine(s), of which 0 have CPU 2, memory 1e+09; 3 with that"
     assert failure.message == f"The machines could not be placed within 0 s: {offer} were asked for."
     assert (failure.field, failure.value) == ("train.launch.nodes", "3")
     assert failure.remedy == "Ask for less (nodes, processes, engine_options), or add machines to the cluster."
-
-
-def test_machines_that_others_use(tmp_path: Path, two: FakeRay) -> None:
     two.group_answer = NEVER
     failure = failure_of(placed(tmp_path))
     assert isinstance(failure, ConfigError)
@@ -320,6 +293,11 @@ def test_a_range_of_machines_takes_those_that_are_free(
 
 
 def test_a_storage_that_a_machine_does_not_see(tmp_path: Path, two: FakeRay) -> None:
+    running(tmp_path, output="s3://bucket/runs/train").end(now=True)
+    # A store is not looked for in the machines' folders.
+    assert two.machines[1].called("describe") == [{"path": None}]
+    two.killed = 0
+    two.machines[1].calls.clear()
     two.machines[1].answers["describe"] = {"host": "10.0.0.2", "node": "node-1", "seen": False}
     engine = placed(tmp_path)
     failure = failure_of(engine)
@@ -332,11 +310,6 @@ def test_a_storage_that_a_machine_does_not_see(tmp_path: Path, two: FakeRay) -> 
     engine.end(now=True)
     assert list((tmp_path / "out" / "attempts").iterdir()) == []
     assert (two.killed, two.is_initialized()) == (2, False)
-
-
-def test_a_store_is_not_looked_for_in_the_machines_folders(tmp_path: Path, two: FakeRay) -> None:
-    running(tmp_path, output="s3://bucket/runs/train")
-    assert two.machines[1].called("describe") == [{"path": None}]
 
 
 def test_usage_statistics_are_off_and_the_token_is_on_before_ray_starts(
