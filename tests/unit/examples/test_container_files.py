@@ -28,15 +28,15 @@ POOL = json.loads((FOLDER / "kubernetes-pool.json").read_text())
 STARTED = {
     "name": "toy",
     "namespace": "default",
-    "labels": {"app": "trainflow"},
-    "env": [{"name": "A", "value": "1"}],
-    "command": ["prefect", "flow-run", "execute"],
     "service_account_name": "default",
     "image": "registry.example/toy:1",
     "cpu_request": "1",
     "cpu_limit": "4",
     "memory_request": "1Gi",
     "memory_limit": "8Gi",
+    "labels": {"app": "trainflow"},
+    "env": [{"name": "A", "value": "1"}],
+    "command": ["prefect", "flow-run", "execute"],
     "finished_job_ttl": 60,
 }
 
@@ -59,20 +59,16 @@ def validate(document: Any) -> None:
     kubernetes_validate.validate(document, "1.30", strict=True)
 
 
-def test_the_job_of_the_pool_is_one_of_kubernetes() -> None:
+def test_the_job_of_the_pool_and_the_example_of_two_pods_are_of_kubernetes() -> None:
     placeholders = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(POOL["job_configuration"])))
     assert placeholders == set(POOL["variables"]["properties"])
     job = rendered(POOL["job_configuration"]["job_manifest"])
     pod = job["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 120
     assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
-    validate(job)
-
-
-def test_the_example_of_two_pods_is_one_of_kubernetes() -> None:
-    documents = list(YAML(typ="safe").load_all((FOLDER / "kubernetes.yaml").read_text()))
+    documents = _read("kubernetes.yaml")
     assert [document["kind"] for document in documents] == ["Service", "Job"]
-    for document in documents:
+    for document in (job, *documents):
         validate(document)
 
 
@@ -143,14 +139,8 @@ def test_the_files_of_kubeflow_have_the_fields_of_its_api(name: str, kinds: list
 
 
 # Of RayJobSpec and RayClusterSpec (KubeRay 1.5), for which there is no package of schemas.
-RAY_JOB = {
-    "submissionMode",
-    "entrypoint",
-    "backoffLimit",
-    "submitterConfig",
-    "shutdownAfterJobFinishes",
-    "rayClusterSpec",
-}
+RAY_JOB = {"submissionMode", "entrypoint", "backoffLimit", "submitterConfig"}
+RAY_JOB |= {"shutdownAfterJobFinishes", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 RAY_HEAD = {"rayStartParams", "template"}
 RAY_WORKERS = {*RAY_HEAD, "groupName", "replicas", "minReplicas", "maxReplicas"}
@@ -210,16 +200,8 @@ def test_the_dockerfile_copies_what_the_package_needs_and_installs_it() -> None:
     text = (FOLDER / "Dockerfile").read_text()
     steps = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line and not line.startswith("#")]
     copied = {word for line in steps if line.startswith("COPY ") and "--" not in line for word in line.split()[1:-1]}
-    assert {
-        "pyproject.toml",
-        "constraints.txt",
-        "README.md",
-        "LICENSE",
-        "trainflow",
-        "flows",
-        "tasks",
-        "trainer_lib",
-    } <= copied
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= copied
+    assert {"trainflow", "flows", "tasks", "trainer_lib"} <= copied
     assert all((ROOT / name).exists() for name in copied)
     [install] = [line.removeprefix("RUN ") for line in steps if line.startswith("RUN pip")]
     assert shlex.split(install)[-2:] == ["constraints.txt", ".[torch,s3]"]

@@ -77,9 +77,14 @@ def _calls(folder: Path) -> list[str]:
     return (folder / "log.txt").read_text().split()
 
 
+def _data(folder: Path, result: PrepareResult) -> dict[str, Any]:
+    data: dict[str, Any] = to_record(PreparedData(str(folder / "out"), result.splits, result.info, result.files))
+    return data
+
+
 def test_rows_are_in_the_order_of_the_sources_whatever_their_number(tmp_path: Path) -> None:
     result = _prepare(tmp_path, [5, 2, 1, 8])
-    data = to_record(PreparedData(str(tmp_path / "out"), result.splits, result.info, result.files))
+    data = _data(tmp_path, result)
     train, test = ArrowSplit(data, "train"), ArrowSplit(data, "test")
     assert [int(train[row]["x"][0]) for row in range(len(train))] == [5] * 4 + [2] + [8] * 7
     assert [len(train[row]["x"]) for row in range(len(train))] == [2, 3, 4, 5, 2, 2, 3, 4, 5, 6, 7, 8]
@@ -88,20 +93,11 @@ def test_rows_are_in_the_order_of_the_sources_whatever_their_number(tmp_path: Pa
     assert np.all(np.diff(ids) > 0)
     assert ids[4] == 1 << 32
     assert (result.splits["train"].lengths, result.info) == ((3, 1, 1, 3, 3, 1), {"sources": 4})
-    statistics = json.loads((tmp_path / "out" / "statistics.json").read_text())
-    assert statistics["train"]["label"] == {
-        "rows": 12,
-        "min": 0,
-        "max": 2,
-        "sum": 12,
-        "counts": {"0": 3, "1": 6, "2": 3},
-    }
-    assert statistics["train"]["x"] == {"rows": 12, "shortest": 2, "longest": 8, "elements": 51}
-    assert {entry.path for entry in result.files} >= {
-        "assets/note.txt",
-        "statistics.json",
-        "data/test/000002-00000.arrow",
-    }
+    statistics = json.loads((tmp_path / "out" / "statistics.json").read_text())["train"]
+    assert statistics["label"] == {"rows": 12, "min": 0, "max": 2, "sum": 12, "counts": {"0": 3, "1": 6, "2": 3}}
+    assert statistics["x"] == {"rows": 12, "shortest": 2, "longest": 8, "elements": 51}
+    written = {"assets/note.txt", "statistics.json", "data/test/000002-00000.arrow"}
+    assert {entry.path for entry in result.files} >= written
 
 
 def test_a_run_that_continues_calls_nothing_for_finished_sources(tmp_path: Path) -> None:
@@ -141,15 +137,9 @@ def test_sources_that_do_not_fit_each_other_are_named(
 
 
 def test_ids_of_the_recipe_are_kept(tmp_path: Path) -> None:
-    result = _prepare(tmp_path, [2, 3], ids=10)
-    data = to_record(PreparedData(str(tmp_path / "out"), result.splits, result.info, result.files))
-    assert ArrowSplit(data, "train").row_ids(0, 3).tolist() == [21, 31, 32]
-    result = _prepare(tmp_path / "texts", [2, 3], text_ids=True)
-    data = to_record(PreparedData(str(tmp_path / "texts" / "out"), result.splits, result.info, result.files))
-    assert ArrowSplit(data, "train").row_ids(0, 3).tolist() == ["001", "001", "002"]
-
-
-def test_both_ways_to_prepare_are_refused(tmp_path: Path) -> None:
+    for name, options, ids in (("a", {"ids": 10}, [21, 31, 32]), ("b", {"text_ids": True}, ["001", "001", "002"])):
+        result = _prepare(tmp_path / name, [2, 3], **options)
+        assert ArrowSplit(_data(tmp_path / name, result), "train").row_ids(0, 3).tolist() == ids
     with pytest.raises(ConfigError, match=r"both prepare\(\) and prepare_shard\(\)"):
         _prepare(tmp_path, [1], recipe=f"{RECIPE}\n\ndef prepare(options, out): ...\n")
 
@@ -166,19 +156,14 @@ def test_statistics_are_the_same_however_they_are_merged() -> None:
     assert "counts" not in many["x"]
 
 
-def test_more_sources_than_a_commit_can_list_are_refused_before_one_is_read(
+def test_more_sources_or_files_than_a_commit_can_list_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 2)
     with pytest.raises(DataError, match="up to 2 sources") as caught:
         _prepare(tmp_path, [5, 2, 8])
     assert (caught.value.field, caught.value.value) == ("list_sources", "3")
-    assert not (tmp_path / "log.txt").exists()
-
-
-def test_more_files_than_a_commit_can_list_are_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert not (tmp_path / "log.txt").exists(), "no source was read"
     monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 7)
     assert len(_prepare(tmp_path, [2, 3]).files) == 6  # of two splits of two sources, note.txt and statistics.json
     with pytest.raises(DataError, match="up to 7 files, and its sources made 8") as caught:
@@ -197,40 +182,30 @@ def test_a_split_that_no_source_fills_is_refused(tmp_path: Path) -> None:
     assert _calls(tmp_path) == ["5", "2"]
 
 
-def test_a_split_that_one_source_fills_is_fine(tmp_path: Path) -> None:
-    result = _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
-    assert {name: split.rows for name, split in result.splits.items()} == {"train": 9, "test": 1}
-    assert result.splits["test"].shards == ("data/test/000001-00000.arrow",)
-
-
-def test_records_without_their_empty_splits_are_read(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
-    _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
-    for path in (tmp_path / "out" / "records" / "parts").glob("*/*.json"):
-        record = json.loads(path.read_text())
-        splits = {name: split for name, split in record["splits"].items() if split["rows"]}
-        path.write_text(json.dumps({"settings": record["settings"], "splits": splits}))
-    result = _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
-    assert _calls(tmp_path) == ["5", "2", "3"]
-    assert {name: split.rows for name, split in result.splits.items()} == {"train": 9, "test": 1}
+def test_a_split_that_one_source_fills_is_fine_also_by_records_of_earlier_versions(tmp_path: Path) -> None:
+    for _ in range(2):
+        result = _prepare(tmp_path, [5, 2, 3], untested=[5, 3])
+        assert _calls(tmp_path) == ["5", "2", "3"]
+        assert {name: split.rows for name, split in result.splits.items()} == {"train": 9, "test": 1}
+        assert result.splits["test"].shards == ("data/test/000001-00000.arrow",)
+        for path in (tmp_path / "out" / "records" / "parts").glob("*/*.json"):  # without the empty splits
+            record = json.loads(path.read_text())
+            splits = {name: split for name, split in record["splits"].items() if split["rows"]}
+            path.write_text(json.dumps({"settings": record["settings"], "splits": splits}))
 
 
 @pytest.mark.parametrize(
     ("options", "words", "remedy"),
     [
-        (
-            {"floats": [3]},
-            r"split 'train' differ in column 'label': int64 in 2, float64 in 3\.",
-            r"Give every source the",
-        ),
+        ({"floats": [3]}, "'label': int64 in 2, float64 in 3", "Give every source the"),
         (
             {"labels": {"3": "lable"}},
-            r"split 'train' differ in column 'label': int64 in 2, no such column in 3\.",
+            "'label': int64 in 2, no such column in 3",
             r'Did you mean "label" by the column "lable" of 3\? Give every source',
         ),
         (
             {"labels": {"2": "lable"}},
-            r"split 'train' differ in column 'lable': int64 in 2, no such column in 3\.",
+            "'lable': int64 in 2, no such column in 3",
             r'Did you mean "lable" by the column "label" of 3\? Give every source',
         ),
     ],
@@ -238,7 +213,7 @@ def test_records_without_their_empty_splits_are_read(tmp_path: Path) -> None:
 def test_a_source_with_other_columns_ends_the_preparation_at_once(
     options: dict[str, Any], words: str, remedy: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=rf"split 'train' differ in column {words}\.") as caught:
         _prepare(tmp_path, [2, 3, 4, 5], **options)
     assert (caught.value.field, caught.value.value) == ("prepare_shard", "3")
     assert re.match(remedy, str(caught.value.remedy))
@@ -272,46 +247,51 @@ def test_a_worker_compares_its_columns_with_those_of_others(tmp_path: Path) -> N
 OPENING_RECIPE = """
 import errno
 import subprocess
+import fsspec
+import pyarrow.parquet
 
 
 def list_sources(options, out):
     return options["sources"]
 
 
+def opened(source):
+    yield {"x": 1}
+    open(source)
+
+
+def key(source):
+    raise FileNotFoundError("The specified key does not exist.")
+
+
+def numbered(source):
+    error = OSError("gone")
+    error.errno = errno.ENOENT
+    raise error
+
+
+def wrapped(source):
+    try:
+        open(source)
+    except OSError as error:
+        raise RuntimeError("cannot read") from error
+
+
+WAYS = {
+    "lazy": opened,
+    "fsspec": lambda source: fsspec.open(source["file"]).open(),
+    "arrow": lambda source: pyarrow.parquet.read_table(source),
+    "number": lambda source: open(f"rows-{source:03d}.jsonl"),
+    "key": key,
+    "errno": numbered,
+    "wrapped": wrapped,
+    "vocabulary": lambda source: open("vocabulary.txt"),
+    "program": lambda source: subprocess.run(["no-such-program", source]),
+}
+
+
 def prepare_shard(source, options):
-    def rows():
-        yield {"x": 1}
-        with open(source):
-            pass
-
-    how = options["how"]
-    if how == "lazy":
-        return {"train": rows()}
-    if how == "fsspec":
-        import fsspec
-
-        fsspec.open(source["file"]).open()
-    elif how == "arrow":
-        import pyarrow.parquet
-
-        pyarrow.parquet.read_table(source)
-    elif how == "number":
-        open(f"rows-{source:03d}.jsonl")
-    elif how == "key":
-        raise FileNotFoundError("The specified key does not exist.")
-    elif how == "errno":
-        error = OSError("gone")
-        error.errno = errno.ENOENT
-        raise error
-    elif how == "wrapped":
-        try:
-            open(source)
-        except OSError as error:
-            raise RuntimeError("cannot read") from error
-    elif how == "vocabulary":
-        open("vocabulary.txt")
-    elif how == "program":
-        subprocess.run(["no-such-program", source])
+    return {"train": WAYS[options["how"]](source)}
 
 
 def build_model(options, data): ...
@@ -328,9 +308,17 @@ def build_model(options, data): ...
         ("key", "s3://bucket/a.jsonl"),
         ("errno", "a.jsonl"),
         ("wrapped", "rows/a.jsonl"),
+        # Another file that is absent is an error of the recipe.
+        ("vocabulary", "rows/a.jsonl"),
+        ("program", "rows/a.jsonl"),
     ],
 )
 def test_a_source_that_has_vanished_is_named(how: str, source: Any, tmp_path: Path) -> None:
+    if how in ("vocabulary", "program"):
+        with pytest.raises(CodeError, match=r"FileNotFoundError: .*\(source rows/a.jsonl\)") as other:
+            _prepare(tmp_path, [source], recipe=OPENING_RECIPE, how=how)
+        assert str(other.value.remedy).startswith("Fix the recipe")
+        return
     shown = source if isinstance(source, str) else json.dumps(source)
     with pytest.raises(DataError, match=r"The source does not exist \(") as caught:
         _prepare(tmp_path, [source], recipe=OPENING_RECIPE, how=how)
@@ -338,13 +326,6 @@ def test_a_source_that_has_vanished_is_named(how: str, source: Any, tmp_path: Pa
     assert (error.field, error.value, error.retryable) == ("prepare_shard", shown, False)
     assert error.remedy == "Restore it, or leave it out of the list of sources, and run the command again."
     assert "recipe.py" in str(error.details)
-
-
-@pytest.mark.parametrize("how", ["vocabulary", "program"])
-def test_another_file_that_is_absent_is_an_error_of_the_recipe(how: str, tmp_path: Path) -> None:
-    with pytest.raises(CodeError, match=r"FileNotFoundError: .*\(source rows/a.jsonl\)") as caught:
-        _prepare(tmp_path, ["rows/a.jsonl"], recipe=OPENING_RECIPE, how=how)
-    assert str(caught.value.remedy).startswith("Fix the recipe")
 
 
 def test_files_of_an_earlier_command_are_read_once_before_the_commit(
