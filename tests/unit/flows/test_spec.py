@@ -326,7 +326,7 @@ def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: P
     evaluate, predict = spec.evaluate_config(), spec.predict_config()
     assert (evaluate.args["bf16"], evaluate.launch) == (True, spec.train.launch)
     assert predict.args["bf16"] is False
-    assert predict.launch is not None and predict.launch.kind == "in_process"  # type: ignore[union-attr]
+    assert predict.launch is not None and predict.launch.kind == "in_process"
 
 
 def test_a_spec_that_prefect_would_refuse_travels_as_a_file_with_its_digest(spec_file: Path) -> None:

@@ -398,7 +398,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
         with pytest.raises(MissingExtraError, match=words):
             check_installed(package)
         with pytest.raises(MissingExtraError, match=words):
-            resolve_config(LaunchConfig(kind=package))  # type: ignore[arg-type]
+            resolve_config(LaunchConfig(kind=package))
     check_installed("torchrun")
     with pytest.raises(MissingExtraError, match=r'engine = ray.*pip install "trainflow\[ray\]"'):
         resolve_config(LaunchConfig(engine="ray", processes=1))
