@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -75,29 +75,26 @@ def test_another_version_or_other_migrations_get_no_copy(
 ) -> None:
     keep(KIND, made)
     older = KIND.template()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "99.0")
-    assert KIND.template() != older
-    assert not place(KIND, tmp_path / "new.db")
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as newer:
+        newer.setattr("importlib.metadata.version", lambda name: "99.0")
+        assert KIND.template() != older
+        assert not place(KIND, tmp_path / "new.db")
     assert not place(Kind("mlflow", "store/db_migrations", KIND.filled), tmp_path / "new.db")
+    # Prefect's tables are known by its migrations.
+    assert membership._DATABASES.template().name.startswith("prefect-3.")
 
 
-def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-def _others_may_write(path: Path) -> None:
-    path.chmod(0o666)
-
-
-def _without_tables(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("harm", [_truncated, _others_may_write, _without_tables])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:5000]),
+        lambda path: path.chmod(0o666),
+        lambda path: path.write_bytes(b""),
+    ],
+    ids=["truncated", "others may write", "without tables"],
+)
 def test_tables_that_are_damaged_or_not_ours_alone_are_not_used(
-    tmp_path: Path, made: Path, harm: Callable[[Path], None]
+    tmp_path: Path, made: Path, harm: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(KIND, made)
     harm(KIND.template())
@@ -105,35 +102,23 @@ def test_tables_that_are_damaged_or_not_ours_alone_are_not_used(
     assert not (tmp_path / "new.db").exists()
     keep(KIND, made)
     assert place(KIND, tmp_path / "new.db")
-
-
-def test_a_cache_that_cannot_be_used_costs_nothing(tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    # A cache that cannot be used costs nothing.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new.db"))
     keep(KIND, made)
-    assert not place(KIND, tmp_path / "new.db")
+    assert not place(KIND, tmp_path / "other.db")
 
 
 def test_threads_that_keep_and_place_at_once_get_whole_databases(tmp_path: Path, made: Path) -> None:
-    placed: list[bool] = []
-
-    def both(number: int) -> None:
+    def both(number: int) -> bool:
         keep(KIND, made)
-        placed.append(place(KIND, tmp_path / f"own-{number}.db"))
+        is_placed = place(KIND, tmp_path / f"own-{number}.db")
         place(KIND, tmp_path / "shared.db")
+        return is_placed
 
-    threads = [threading.Thread(target=both, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert placed == [True] * 6
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(both, range(6))) == [True] * 6
     for database in [*tmp_path.glob("own-*.db"), tmp_path / "shared.db"]:
         assert _run(database, "SELECT * FROM kinds") == [("slack",)]
-
-
-def test_prefects_tables_are_known_by_its_migrations() -> None:
-    assert membership._DATABASES.template().name.startswith("prefect-3.")
 
 
 def _make(database: Path) -> None:

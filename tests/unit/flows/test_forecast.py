@@ -23,7 +23,6 @@ from flows.run_stages import expect_launches
 from flows.spec.spec import PipelineSpec, load_spec
 from tasks.stage import rehearsal
 from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.manifest import StageManifest
 from tests.support.hub_server import HubServer
 from tests.support.recorded import commit_facts, record_run
 from tests.support.toy import project
@@ -46,27 +45,24 @@ def path(tmp_path: Path) -> Path:
     return project(tmp_path / "project")
 
 
-def length(path: Path, processes: int = 1, **args: Any) -> Length:
-    spec = load_spec(path, ("train.eval_split=test", *(f"train.args.{name}={value}" for name, value in args.items())))
-    return Length.of(spec.resolver.arguments(spec.train.args), FACTS, spec.train, processes)
-
-
 @pytest.mark.parametrize(
-    ("args", "steps", "samples", "evaluations", "saves"),
+    ("args", "expected"),
     [
-        ({"max_steps": 20}, 20, 160, 0, 5),
-        ({"max_steps": -1, "num_train_epochs": 2}, 16, 128, 0, 4),
-        ({"max_steps": -1, "num_train_epochs": 2, "global_batch_size": 60}, 4, 128, 0, 1),
-        ({"max_steps": -1, "global_batch_size": 60, "dataloader_drop_last": True}, 3, 180, 0, 1),
-        ({"max_steps": 20, "eval_strategy": "epoch", "save_strategy": "no"}, 20, 160, 3, 0),
-        ({"max_steps": 20, "eval_strategy": "steps", "eval_steps": 0.5, "eval_on_start": True}, 20, 160, 3, 5),
+        ({"max_steps": 20}, (20, 160, 0, 5)),
+        ({"max_steps": -1, "num_train_epochs": 2}, (16, 128, 0, 4)),
+        ({"max_steps": -1, "num_train_epochs": 2, "global_batch_size": 60}, (4, 128, 0, 1)),
+        ({"max_steps": -1, "global_batch_size": 60, "dataloader_drop_last": True}, (3, 180, 0, 1)),
+        ({"max_steps": 20, "eval_strategy": "epoch", "save_strategy": "no"}, (20, 160, 3, 0)),
+        ({"max_steps": 20, "eval_strategy": "steps", "eval_steps": 0.5, "eval_on_start": True}, (20, 160, 3, 5)),
     ],
 )
 def test_the_length_follows_from_rows_and_arguments(
-    path: Path, args: dict[str, Any], steps: int, samples: int, evaluations: int, saves: int
+    path: Path, args: dict[str, Any], expected: tuple[int, int, int, int]
 ) -> None:
-    found = length(path, **args)
-    assert (found.steps, found.samples, found.evaluations, found.saves) == (steps, samples, evaluations, saves)
+    words = (f"train.args.{name}={value}" for name, value in args.items())
+    spec = load_spec(path, ("train.eval_split=test", *words))
+    found = Length.of(spec.resolver.arguments(spec.train.args), FACTS, spec.train, 1)
+    assert (found.steps, found.samples, found.evaluations, found.saves) == expected
     assert found.evaluated_rows == 16
 
 
@@ -100,9 +96,7 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     assert found.room is not None
     assert found.room.needed_bytes == 2 * 5000 + 2 * 40
     assert found.planned()["checkpoint_bytes"] == 5000
-
-
-def test_without_a_probe_memory_is_worked_out_and_the_time_is_not_known(path: Path) -> None:
+    # Without one memory is worked out, and the time is not known.
     found = planned(prepared(load_spec(path)), Found(ESTIMATE))
     assert found.own is not None
     assert found.peak_bytes == 1000 + (found.own.total or 0)
@@ -147,16 +141,16 @@ def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[O
     return find_obstacles(plan, planned(plan, found or Found(ESTIMATE)))
 
 
-def test_a_split_that_does_not_exist_is_found(path: Path) -> None:
+def test_a_split_that_does_not_exist_is_found_and_what_the_recipe_raises(path: Path) -> None:
     [found] = obstacles(path, "predict.split=tset")
     assert (found.field, found.is_fatal) == ("predict.split", True)
-    assert found.remedy is not None
-    assert "Did you mean 'test'?" in found.remedy
-
-
-def test_a_training_split_that_does_not_exist_ends_the_forecast(path: Path) -> None:
-    found = obstacles(path, "train.train_split=trian", found=Found(error=CodeError("unreached")))
-    assert [each.field for each in found] == ["train.train_split"]
+    assert "Did you mean 'test'?" in str(found.remedy)
+    # A training split ends the forecast.
+    ended = obstacles(path, "train.train_split=trian", found=Found(error=CodeError("unreached")))
+    assert [each.field for each in ended] == ["train.train_split"]
+    error = CodeError("KeyError: 'width'", field="build_model", remedy="Mend it.")
+    [raised] = obstacles(path, found=Found(error=error))
+    assert (raised.what, raised.remedy, raised.is_fatal) == ("KeyError: 'width'", "Mend it.", True)
 
 
 def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +159,6 @@ def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.Monke
     [found] = obstacles(path, found=Found(ESTIMATE, PROBE))
     assert found.field == "storage"
     assert "2 checkpoints of 5 kB, and the model), and 1 kB are free" in found.what
-
-
-def test_what_the_recipe_raises_in_a_worker_is_among_what_cannot_work(path: Path) -> None:
-    error = CodeError("KeyError: 'width'", field="build_model", remedy="Mend it.")
-    [found] = obstacles(path, found=Found(error=error))
-    assert (found.what, found.remedy, found.is_fatal) == ("KeyError: 'width'", "Mend it.", True)
 
 
 @pytest.fixture
@@ -232,21 +220,12 @@ def test_plan_and_outcome_are_kept_side_by_side(tmp_path: Path) -> None:
     assert read_plan_record(folder) == {}
     write_half(folder, "planned", {"stages": {"train": {"seconds": 10.0, "peak_bytes": 200, "steps": 5}}})
     assert compare(read_plan_record(folder)) == []
-    write_half(
-        folder, "actual", {"stages": {"train": {"seconds": 11.0, "peak_bytes": None, "steps": 5}, "predict": {}}}
-    )
-    rows = {each.quantity: each for each in compare(read_plan_record(folder))}
-    assert set(rows) == {"seconds", "steps"}
-    assert rows["seconds"].difference == pytest.approx(0.1)
-    assert rows["steps"].difference == 0
+    came = {"train": {"seconds": 11.0, "peak_bytes": None, "steps": 5}, "predict": {}}
+    write_half(folder, "actual", {"stages": came})
+    rows = {each.quantity: each.difference for each in compare(read_plan_record(folder))}
+    assert rows == {"seconds": pytest.approx(0.1), "steps": 0}
     folder.write_bytes("plan.json", b"{torn")
     assert read_plan_record(folder) == {}
-
-
-def test_a_manifest_is_the_same_for_a_plan_that_was_prepared_by_hand(path: Path) -> None:
-    reason = prepared(load_spec(path)).reasons["prepare-data"]
-    assert isinstance(reason.manifest, StageManifest)
-    assert reason.hit
 
 
 # -- which earlier training says how long a planned one takes ---------------------------------------------------------

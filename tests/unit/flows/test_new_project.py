@@ -46,14 +46,10 @@ def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recip
     assert "{{" not in "".join(file.read_text() for file in files if file.is_file())
 
 
-def test_every_named_recipe_can_begin_a_project() -> None:
+def test_every_named_recipe_can_begin_a_project_and_the_examples_have_its_data() -> None:
     assert set(starting._FACTS) == set(FILES) == set(ABOUT)
-
-
-def test_the_examples_have_the_data_of_a_new_project() -> None:
-    assert (ROOT / "examples" / "tabular" / "wine.csv").read_text() == wine()
-    assert (ROOT / "examples" / "tabular" / "diabetes.csv").read_text() == diabetes()
-    assert (ROOT / "examples" / "forecasting" / "elnino.csv").read_text() == elnino()
+    data = {"tabular/wine": wine(), "tabular/diabetes": diabetes(), "forecasting/elnino": elnino()}
+    assert {name: (ROOT / "examples" / f"{name}.csv").read_text() for name in data} == data
 
 
 def test_a_folder_that_is_not_empty_and_bad_names_are_refused(tmp_path: Path) -> None:
@@ -77,40 +73,26 @@ def test_the_schema_takes_every_example(path: Path, validator: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "place"),
+    ("edit", "places"),
     [
-        ({"trian": {}}, ""),
-        ({"train": {"args": {"learning_rat": 1}}}, "train.args"),
-        ({"train": {"args": {"learning_rate": "fast"}}}, "train.args"),
-        ({"train": {"args": {"output_dir": "x"}}}, "train.args"),
-        ({"train": {"args": {"save_strategy": "sometimes"}}}, "train.args"),
-        ({"train": {"launch": "torchrum"}}, "train.launch"),
-        ({"evaluate": {"splits": []}}, "evaluate.splits"),
-        ({"limit": 0}, "limit"),
+        ({}, []),
+        ({"trian": {}}, [""]),
+        ({"train": {"args": {"learning_rat": 1}}}, ["train.args"]),
+        ({"train": {"args": {"learning_rate": "fast"}}}, ["train.args"]),
+        ({"train": {"args": {"output_dir": "x"}}}, ["train.args"]),
+        ({"train": {"args": {"save_strategy": "sometimes"}}}, ["train.args"]),
+        ({"train": {"launch": "torchrum"}}, ["train.launch"]),
+        ({"evaluate": {"splits": []}}, ["evaluate.splits"]),
+        ({"limit": 0}, ["limit"]),
+        # What validators read besides the type.
+        ({"refresh": {"prepare": "1d", "train": 60}}, []),
+        ({"evaluate": {"require": {"test_error": {"max": 1}}}}, []),
+        ({"train": {"launch": "torchrun", "preemption": {"command": "look --now"}}}, []),
     ],
 )
-def test_the_schema_refuses_what_the_spec_refuses(edit: dict[str, Any], place: str, validator: Any) -> None:
-    toy = parse_yaml(SPEC)
-    assert list(validator.iter_errors(toy)) == []
-    errors = list(validator.iter_errors({**toy, **edit}))
-    assert [".".join(map(str, error.absolute_path)) for error in errors] == [place]
-
-
-def test_the_schema_knows_what_validators_read_besides_the_type(validator: Any) -> None:
-    more = {
-        "refresh": {"prepare": "1d", "train": 60},
-        "evaluate": {"require": {"test_error": {"max": 1}}},
-        "train": {"launch": "torchrun", "preemption": {"command": "look --now"}},
-    }
-    assert list(validator.iter_errors({**parse_yaml(SPEC), **more})) == []
-
-
-def test_every_argument_has_a_description_and_no_secret_is_offered() -> None:
-    found = argument_schemas()
-    assert len(found) > 100
-    assert [name for name, schema in found.items() if not schema["description"]] == []
-    assert not {"hub_token", "output_dir"} & set(found)
-    assert found["warmup_steps"]["description"].count("steps")
+def test_the_schema_refuses_what_the_spec_refuses(edit: dict[str, Any], places: list[str], validator: Any) -> None:
+    errors = list(validator.iter_errors({**parse_yaml(SPEC), **edit}))
+    assert [".".join(map(str, error.absolute_path)) for error in errors] == places
 
 
 def test_the_shell_completes_keys_arguments_and_values() -> None:
@@ -125,6 +107,12 @@ def test_the_shell_completes_keys_arguments_and_values() -> None:
     assert set(words("train.args.save_strategy=")) >= {"train.args.save_strategy=no", "train.args.save_strategy=steps"}
     assert words("publish.enabled=t") == ["publish.enabled=true"]
     assert complete_recipe("tabular-c") == ["tabular-classification"]
+    # Every argument has a description, and no secret is offered.
+    found = argument_schemas()
+    assert len(found) > 100
+    assert [name for name, schema in found.items() if not schema["description"]] == []
+    assert not {"hub_token", "output_dir"} & set(found)
+    assert found["warmup_steps"]["description"].count("steps")
 
 
 def test_the_command_completes_by_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

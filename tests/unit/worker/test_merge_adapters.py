@@ -76,19 +76,13 @@ def test_merged_weights_give_what_the_adapters_give(make: Any) -> None:
     assert torch.allclose(logits(merged), expected, rtol=1e-4, atol=1e-4)
 
 
-def _trained(folder: Path) -> tuple[Any, str]:
-    model = adapted(llama())
-    model.save_pretrained(folder / "model")
-    return model, str(folder / "model")
-
-
-def _request(folder: Path, model_url: str, recipe: str = RECIPE, **fields: Any) -> MergeRequest:
+def _request(folder: Path, recipe: str = RECIPE, **fields: Any) -> MergeRequest:
     (folder / "recipe.py").write_text(recipe)
     return MergeRequest(
         output=str(folder / "out"),
         recipe=RecipeFile(str(folder / "recipe.py"), str(folder)),
         data=PreparedData("", {}, {}, ()),
-        model_url=model_url,
+        model_url=str(folder / "model"),
         args={"use_cpu": True},
         **fields,
     )
@@ -97,50 +91,42 @@ def _request(folder: Path, model_url: str, recipe: str = RECIPE, **fields: Any) 
 def test_what_the_worker_writes_loads_by_from_pretrained_alone(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    model, url = _trained(tmp_path)
-    result = tiny.run(_request(tmp_path, url), kind="in_process")
+    model = adapted(llama())
+    model.save_pretrained(tmp_path / "model")
+    result = tiny.run(_request(tmp_path), kind="in_process")
     assert {"model.safetensors", "config.json"} <= {entry.path for entry in result.files}
     assert not any("adapter" in entry.path for entry in result.files)
     for entry in result.files:
         assert Store.open(tmp_path / "out").digest(entry.path) == entry.sha256
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.allclose(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_beside_merged_weights_are_found(tmp_path: Path) -> None:
-    model, _ = _trained(tmp_path / "published" / "once")
-    Path(tmp_path / "published" / "once" / "model").rename(tmp_path / "published" / "adapter")
+    # Adapters beside merged weights are found.
+    (tmp_path / "published").mkdir()
+    (tmp_path / "model").rename(tmp_path / "published" / "adapter")
     other = adapted(llama(), seed=9)
     load_weights(other, str(tmp_path / "published"))
     assert torch.equal(logits(other), logits(model))
 
 
 def test_a_model_without_adapters_and_adapters_of_another_are_refused(tmp_path: Path) -> None:
-    _, url = _trained(tmp_path)
+    adapted(llama()).save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match="LlamaForCausalLM, which has no adapters") as caught:
-        tiny.run(_request(tmp_path, url, model={"whole": True}), kind="in_process")
+        tiny.run(_request(tmp_path, model={"whole": True}), kind="in_process")
     assert caught.value.field == "publish.merge_adapters"
     with pytest.raises(DamagedError, match="adapter"):
-        tiny.run(_request(tmp_path, url, RECIPE.replace("r=2", "r=16")), kind="in_process")
-
-
-def test_adapters_that_are_not_part_of_the_weights_are_refused() -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ConfigError, match="PROMPT_TUNING are not part of the weights") as caught:
-        require_mergeable(model)
-    assert "published alone" in (caught.value.remedy or "")
+        tiny.run(_request(tmp_path, RECIPE.replace("r=2", "r=16")), kind="in_process")
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-def test_adapters_of_a_shared_weight_are_refused() -> None:
+def test_adapters_that_cannot_be_merged_are_refused() -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
     model = adapted(llama(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
     with pytest.raises(ConfigError, match="embed_tokens, a weight that another layer shares"):
         require_mergeable(model)
-
-
-def test_weights_that_would_not_be_finite_are_refused() -> None:
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ConfigError, match=r"PROMPT_TUNING are not part of the weights.*published alone"):
+        require_mergeable(model)
     model = adapted(llama())
     with torch.no_grad():
         next(weight for name, weight in model.named_parameters() if "lora_B" in name).fill_(float("nan"))
@@ -153,11 +139,5 @@ def test_a_model_of_transformers_passes_and_others_only_where_nothing_is_require
     require_flavor(torch.nn.Linear(1, 1), None)
     with pytest.raises(ConfigError, match=r"returned a Linear, which is not a model of transformers"):
         require_flavor(torch.nn.Linear(1, 1), "transformers")
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
-def test_an_adapter_is_refused_in_words() -> None:
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(bert(), peft.LoraConfig(target_modules=["query"]))
     with pytest.raises(ConfigError, match="which is an adapter"):
-        require_flavor(adapted, "transformers")
+        require_flavor(adapted(bert(), target_modules=["query"], task_type="SEQ_CLS"), "transformers")
