@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,11 @@ gpu_ids: all
 machine_rank: 1 #change rank as per the node
 main_process_ip: 192.168.20.1
 main_process_port: 9898
-main_training_function: main
 mixed_precision: fp16
 num_machines: 2
 num_processes: 4
 rdzv_backend: static
-same_network: true
 tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
 use_cpu: false
 """
 FSDP = """
@@ -78,22 +75,22 @@ num_processes: 2
 """
 
 
-def written(folder: Path, text: str) -> str:
-    file = folder / "accelerate.yaml"
-    file.write_text(text)
-    return str(file)
+@pytest.fixture
+def written(tmp_path: Path, two_cores: None) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "accelerate.yaml").write_text(text)
+        return str(tmp_path / "accelerate.yaml")
+
+    return write
 
 
-def test_accelerates_file_for_several_machines(two_cores: None, tmp_path: Path) -> None:
-    path = written(tmp_path, NODES)
+def test_accelerates_files_are_read(written: Callable[[str], str]) -> None:
+    path = written(NODES)
     config = resolve_config(LaunchConfig(kind="accelerate", config_file=path))
     assert (config.kind, config.nodes, config.node_rank, config.processes) == ("torchrun", 2, 1, 2)
     assert config.rendezvous == "192.168.20.1:9898"
     assert accelerate.merge_arguments({}, path) == {"fp16": True}
-
-
-def test_accelerates_files_for_fsdp_and_deepspeed(two_cores: None, tmp_path: Path) -> None:
-    path = written(tmp_path, FSDP)
+    path = written(FSDP)
     config = resolve_config(LaunchConfig(kind="accelerate", config_file=path))
     assert (config.kind, config.processes) == ("accelerate", 2)
     merged = accelerate.merge_arguments({"seed": 1}, path)
@@ -104,16 +101,11 @@ def test_accelerates_files_for_fsdp_and_deepspeed(two_cores: None, tmp_path: Pat
         "state_dict_type": "full_state_dict",
         "transformer_layer_cls_to_wrap": ["BertLayer"],
     }
-    merged = accelerate.merge_arguments({}, written(tmp_path, ZERO))
+    merged = accelerate.merge_arguments({}, written(ZERO))
     assert (merged["bf16"], merged["max_grad_norm"]) == (True, 0.7)
-    assert merged["deepspeed"]["zero_optimization"] == {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "cpu"},
-    }
-    assert accelerate.merge_arguments({}, written(tmp_path, ZERO_FILE)) == {
-        "deepspeed": "/configs/ds_zero3_config.json"
-    }
+    offloaded = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert merged["deepspeed"]["zero_optimization"] == {"stage": 2, **offloaded}
+    assert accelerate.merge_arguments({}, written(ZERO_FILE)) == {"deepspeed": "/configs/ds_zero3_config.json"}
 
 
 @pytest.mark.parametrize(
@@ -126,21 +118,17 @@ def test_accelerates_files_for_fsdp_and_deepspeed(two_cores: None, tmp_path: Pat
         ("compute_environment: AMAZON_SAGEMAKER", {}, "config_file", None),
         ("num_machines: 2\nnum_processes: 3", {}, "config_file", None),
         ("- a list", {}, "config_file", None),
+        ("", {"config_file": "none.yaml"}, "config_file", "none.yaml"),
     ],
 )
 def test_a_contradiction_with_accelerates_file_is_refused(
-    two_cores: None, tmp_path: Path, text: str, given: dict[str, Any], field: str, value: str | None
+    written: Callable[[str], str], text: str, given: dict[str, Any], field: str, value: str | None
 ) -> None:
-    path = written(tmp_path, text)
+    path = written(text)
     with pytest.raises(ConfigError) as caught:
         resolve_config(LaunchConfig(**{"kind": "accelerate", "config_file": path, **given}))
     assert (caught.value.field, caught.value.value) == (f"train.launch.{field}", value or path)
     assert caught.value.remedy is not None
-
-
-def test_a_file_that_is_not_there_is_refused(two_cores: None) -> None:
-    with pytest.raises(ConfigError, match=r"train\.launch\.config_file = none\.yaml"):
-        resolve_config(LaunchConfig(kind="accelerate", config_file="none.yaml"))
 
 
 def test_one_process_is_this_one(two_cores: None) -> None:

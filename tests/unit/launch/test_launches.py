@@ -89,11 +89,15 @@ def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
     with Owner(store) as owner, Reporter(folder_of(owner), 0) as reporter:
         first = reporter._sign
         wait_until(lambda: not reporter.is_ended() and reporter._sign != first, 10)
+        with monkeypatch.context() as away:  # a store that is out of reach for a while ends nothing
+            away.setattr(Store, "read_if_exists", fail)
+            assert not reporter.is_ended()
+        assert not reporter.is_ended()
         owner.stop()
         assert reporter.is_ended()
     with Owner(store) as owner, Reporter(folder_of(owner), 0) as reporter:
         owner._heartbeat.stop()
-        wait_until(lambda: has_report(owner), 10)  # nobody writes any more
+        wait_until(lambda: has_report(owner), 10)  # no process writes any more
         folder_of(owner).delete_tree()
         assert reporter.is_ended()
     monkeypatch.setattr(reported, "BEAT_S", 1000.0)
@@ -102,33 +106,27 @@ def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
         wait_until(reporter.is_ended, 10)
 
 
-def test_a_store_that_is_out_of_reach_for_a_while_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reported, "LOOK_S", 0.0)
-    with Owner(Store.open(tmp_path)) as owner, Reporter(folder_of(owner), 0) as reporter:
-
-        def fail(*_: object, **__: object) -> bytes:
-            raise StorageError("away")
-
-        with monkeypatch.context() as away:
-            away.setattr(Store, "read_if_exists", fail)
-            assert not reporter.is_ended()
-        assert not reporter.is_ended()
+def fail(*_: object, **__: object) -> bytes:
+    raise StorageError("away")
 
 
-def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"trainflow-{os.getuid()}").mkdir(mode=0o777)
-    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o777)
+    return tmp_path
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(temporary: Path) -> None:
+    folder = temporary / f"trainflow-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
     with pytest.raises(ConfigError, match="not private"):
         RunDir.create({}, 1.0, lambda: False)
-    (tmp_path / f"trainflow-{os.getuid()}").chmod(0o700)
+    folder.chmod(0o700)
     assert stat.S_IMODE(RunDir.create({}, 1.0, lambda: False).path.stat().st_mode) == 0o700
 
 
-def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_work(temporary: Path) -> None:
     first = RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
     first.record_process("worker-0", os.getpid())
     with pytest.raises(InfrastructureError, match="already at work"):
@@ -137,7 +135,7 @@ def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_wor
     assert first.path.exists()
     first.remove()
     other.remove()
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_process_whose_program_is_still_being_loaded_is_found(
@@ -158,11 +156,11 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
     def run_here(request: Any, run_dir: RunDir, on_event: Any) -> str | None:
         nonlocal inside
         inside += 1
-        seen.append((inside, request, os.environ.get(VARIABLE)))
-        if request == "outer":
-            launch("inner")
-        time.sleep(0.02)
-        seen.append((inside, request, os.environ.get(VARIABLE)))
+        for _ in range(2):
+            seen.append((inside, request, os.environ.get(VARIABLE)))
+            if request == "outer" and _ == 0:
+                launch("inner")
+            time.sleep(0.02)
         inside -= 1
         return os.environ.get(VARIABLE)
 
@@ -181,13 +179,12 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
     assert all(request == value for _, request, value in seen)
     assert VARIABLE not in os.environ
 
-
-def test_a_launch_that_fails_lets_the_next_one_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def gone(*_: Any) -> None:
         raise KeyError("gone")
 
-    monkeypatch.setattr(session, "run_here", fail)
+    # A launch that fails lets the next one begin.
+    monkeypatch.setattr(session, "run_here", gone)
     for _ in range(2):
         with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
-            pool.submit(in_process.run_request, None, RunDir(tmp_path), {VARIABLE: "x"}, print).result(10)  # type: ignore[arg-type]
+            pool.submit(launch, "x").result(10)
     assert VARIABLE not in os.environ

@@ -187,12 +187,6 @@ def test_what_changes_the_model_changes_the_train_key(recipe: str, changes: dict
     assert (train_digest(recipe, **changes) != train_digest(recipe)) == counts
 
 
-def test_the_evaluated_split_counts_where_it_chooses_the_model(recipe: str) -> None:
-    args = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}
-    one, other = (train_digest(recipe, args=args, eval_split=split) for split in ("a", "b"))
-    assert one != other
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -205,6 +199,8 @@ def test_the_evaluated_split_counts_where_it_chooses_the_model(recipe: str) -> N
 )
 def test_settings_of_evaluation_count_where_the_recipe_lets_evaluations_change_training(recipe: str, code: str) -> None:
     file = Path(recipe)
+    chosen = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500}
+    assert len({train_digest(recipe, args=chosen, eval_split=split) for split in ("a", "b")}) == 2
     file.write_text(f"{file.read_text()}\n\n{code}")
     splits = {train_digest(recipe, eval_split=split) for split in ("a", "b")}
     steps = {train_digest(recipe, args={"eval_strategy": "steps", "eval_steps": each}) for each in (5, 50)}
@@ -315,30 +311,28 @@ def test_a_file_counts_by_its_bytes(tmp_path: Path) -> None:
         assert digest(path) != before
 
 
-def test_a_folder_counts_by_names_and_bytes(tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a").write_text("x")
-    (folder / "sub" / "b").write_text("y")
-    before = digest(folder)
-    (folder / "sub" / "b").rename(folder / "sub" / "c")
-    renamed = digest(folder)
-    (folder / "new").write_text("")
-    assert len({before, renamed, digest(folder)}) == 3
+def test_a_folder_counts_by_names_and_bytes_and_a_pattern_by_the_files_that_match(tmp_path: Path) -> None:
+    folder, pattern = tmp_path / "days", tmp_path / "days" / "**" / "*.csv"
+    (folder / "one").mkdir(parents=True)
+    (folder / "one" / "a.csv").write_text("x")
+    (folder / "notes.txt").write_text("1")
 
+    def both() -> tuple[str, str]:
+        return digest(folder), digest(pattern)
 
-def test_a_pattern_counts_by_the_files_that_match(tmp_path: Path) -> None:
-    (tmp_path / "days" / "one").mkdir(parents=True)
-    (tmp_path / "days" / "one" / "a.csv").write_text("x")
-    (tmp_path / "days" / "notes.txt").write_text("1")
-    pattern = tmp_path / "days" / "**" / "*.csv"
-    before = digest(pattern)
-    (tmp_path / "days" / "notes.txt").write_text("2")
-    assert digest(pattern) == before
-    (tmp_path / "days" / "b.csv").write_text("y")
-    added = digest(pattern)
-    (tmp_path / "days" / "one" / "a.csv").write_text("z")
-    assert len({before, added, digest(pattern)}) == 3
+    found = [both()]
+    for name, text in (("notes.txt", "2"), ("b.csv", "y"), ("one/a.csv", "z")):
+        (folder / name).write_text(text)
+        found.append(both())
+    (folder / "one" / "a.csv").rename(folder / "one" / "c.csv")
+    found.append(both())
+    assert len({each for each, _ in found}) == 5
+    assert found[0][1] == found[1][1], "notes are no tables"
+    assert len({matching for _, matching in found}) == 4
+    # Labels hold no absolute path.
+    path = folder / "b.csv"
+    labels = [fingerprints([str(path)], root=root)[0]["source"] for root in (tmp_path, tmp_path / "elsewhere")]
+    assert labels == ["days/b.csv", "b.csv"]
 
 
 def test_a_store_without_tags_counts_by_its_bytes() -> None:
@@ -352,14 +346,6 @@ def test_a_store_without_tags_counts_by_its_bytes() -> None:
     store.write_bytes("a.csv", b"ONE")
     assert digest("memory://sources/folder/a.csv") != file
     store.delete_tree()
-
-
-def test_labels_hold_no_absolute_path(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.csv").write_text("x")
-    inside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path)
-    outside = fingerprints([str(tmp_path / "data" / "a.csv")], root=tmp_path / "elsewhere")
-    assert (inside[0]["source"], outside[0]["source"]) == ("data/a.csv", "a.csv")
 
 
 def test_digests_are_remembered_until_the_file_changes(tmp_path: Path) -> None:
