@@ -47,6 +47,9 @@ _FLUSH_S = 10.0
 _AWAY_S = 60
 # Seconds that one request to the embedded server may take before Prefect's client repeats it.
 _REQUEST_S = 20.0
+# How often a request to another server is repeated, unless the user says it: for 14 seconds, not for Prefect's minute.
+# The end of a run waits for two requests, and the next command repairs what the server did not learn.
+_RETRIES = 3
 
 
 def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
@@ -122,7 +125,7 @@ def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> I
     with warnings.catch_warnings(), _without_collections():
         # Prefect creates its home only below an existing folder. We create the folders above it, or raise the reason.
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
-        from prefect.settings import get_current_settings
+        from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings
 
         from flows.server.answers import reachable, require_answer
         from flows.server.membership import Membership
@@ -133,7 +136,9 @@ def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> I
             with _without_collections():
                 meanwhile()
         require_answer(settings.api.url)
-        with _imports_set_aside(), _flushed(), reachable(settings.api.url):
+        retries = settings.client.max_retries if "max_retries" in settings.client.model_fields_set else _RETRIES
+        fewer = settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries})
+        with _imports_set_aside(), fewer, _flushed(), reachable(settings.api.url):
             yield settings.api.url
         return
     membership = Membership(settings, early)

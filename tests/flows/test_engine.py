@@ -40,7 +40,7 @@ from prefect.settings import (
 )
 
 from flows.server.api import prefect_api, quiet_environment
-from tasks.prefect_internals import send_little
+from tasks.prefect_internals import patient_events, send_little, send_queued, settings_for_every_thread
 from tests.support import repository
 from tests.support.prefect_server import wait_for
 from tests.support.repository import relative, sources, tree
@@ -325,6 +325,19 @@ def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
     assert prefect.specifier.contains(metadata.version("prefect"))
 
 
+def test_events_for_a_server_that_stays_away_do_not_hold_a_process_at_its_end() -> None:
+    from prefect.events import emit_event
+    from prefect.events.worker import EventsWorker
+    from prefect.settings import PREFECT_API_URL
+
+    with settings_for_every_thread({PREFECT_API_URL: "http://127.0.0.1:9/api"}), patient_events(600):
+        emit_event("a.test", {"prefect.resource.id": "a.test"})
+        services: Any = EventsWorker
+        worker: Any = next(each for each in services._instances.values() if isinstance(each, EventsWorker))
+        send_queued(0.2)
+        wait_for("the end of the queue", worker._done_event.is_set, 20)
+
+
 def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     import prefect.context
 
@@ -336,7 +349,7 @@ def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
     assert "reconnection_attempts" in inspect.signature(PrefectEventsClient).parameters
     for name in ("_force_checkpoint", "_reconnect"):
         assert not inspect.signature(getattr(PrefectEventsClient, name)).parameters.keys() - {"self"}
-    assert PrefectEventsClient()._unconfirmed_events == []
+    assert PrefectEventsClient("http://127.0.0.1:9/api")._unconfirmed_events == []
     assert isinstance(inspect.getattr_static(EventsWorker, "_instances"), dict)
     assert emit_events_to_cloud() is False
     assert issubclass(APILogHandler, logging.Handler)
