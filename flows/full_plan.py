@@ -116,10 +116,10 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
     try:
         found.estimate = estimate_training(config, plan.context, data)
         measured = None if plan.reasons["train"].hit else plan.stages.get("evaluate")
-        champion = plan.spec.register.compared_by
-        if measured is not None and needs_rehearsal(measured.config, plan.context, champion):
+        named = plan.spec.counted_on
+        if measured is not None and needs_rehearsal(measured.config, plan.context, named):
             silent: Any = lambda event: None  # noqa: E731 - the run says it
-            rehearse_evaluation(measured.config, config, plan.context, data, champion=champion, on_event=silent)
+            rehearse_evaluation(measured.config, config, plan.context, data, named=named, on_event=silent)
         if probe:
             found.probe = probe_training(config, plan.context, data, on_line=lambda line: None)
     except TrainflowError as error:

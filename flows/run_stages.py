@@ -202,15 +202,15 @@ class _StageRun:
         """
         plan, measured = self._plan, self._plan.stages.get("evaluate")
         data = self._manifests.get("prepare-data")
-        champion = plan.spec.register.compared_by
-        if measured is None or data is None or not needs_rehearsal(measured.config, self._context, champion):
+        named = plan.spec.counted_on
+        if measured is None or data is None or not needs_rehearsal(measured.config, self._context, named):
             return
         is_forced = "train" in self._context.force
         if not is_forced and look_up(self._context.storage, plan.key_of("train", self._manifests))[0] is not None:
             return
         train = plan.stages["train"].config
         try:
-            rehearse_evaluation(measured.config, train, self._context, data, champion=champion, on_event=_pass_warning)
+            rehearse_evaluation(measured.config, train, self._context, data, named=named, on_event=_pass_warning)
         except ConfigError:
             self._skip_rest("evaluate could not measure what the spec asks for")
             raise

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from tasks.configs import Settings
 
-SWEEP, TRIAL = "trainflow.sweep", "trainflow.trial"
-"""Tags of the runs of a sweep: its name, and the number of the trial."""
+SWEEP, TRIAL, OBJECTIVE = "trainflow.sweep", "trainflow.trial", "trainflow.objective"
+"""Tags of the runs of a sweep: its name, the number of the trial, and the metrics that it is for."""
 Scalar = bool | int | float | str | None
 
 

@@ -256,7 +256,7 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     rows_per_range: int = 10_000
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)
-    """Setting -> the metric, ``<split>_<name>``, that it counts on; only a rehearsal asks."""
+    """Setting -> the metric, ``<split>_<name>`` or training's ``eval_<name>``, that it needs; for a rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True)

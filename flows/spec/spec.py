@@ -39,7 +39,7 @@ from tasks.notify_settings import NotifySettings
 from tasks.recipe_path import RecipePath
 from tasks.stage.closure import find_root
 from tasks.stage.resolver import Resolver
-from tasks.sweep_settings import SweepSettings
+from tasks.sweep_settings import OBJECTIVE, SweepSettings
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.json_text import parse_json
 from trainer_lib.path_options import absolute_path, is_path, map_paths
@@ -164,6 +164,21 @@ class PipelineSpec(Settings):
 
     _resolver: Resolver | None = PrivateAttr(default=None)
     _recorded: Mapping[str, Any] | None = PrivateAttr(default=None)
+
+    @property
+    def counted_on(self) -> dict[str, str]:
+        """Setting -> the metric of evaluate, or of train's evaluations (`eval_<name>`), that it needs."""
+        found = {f"evaluate.require.{name}": name for name in self.evaluate.require}
+        if self.register.compared_by:
+            found["register.metric"] = self.register.compared_by
+        wanted = self.tracking.tags.get(OBJECTIVE, "").split()
+        found |= {f"sweep.objective.{name}": name for name in wanted}
+        chosen = self.train.args.get("metric_for_best_model")
+        if isinstance(chosen, str) and chosen.removeprefix("eval_") != "loss":
+            found["train.args.metric_for_best_model"] = f"eval_{chosen.removeprefix('eval_')}"
+        # The sweep checks these names, or another recipe than evaluate's gives them.
+        aside = ("train_", "eval_") if self.train.recipe or self.evaluate.recipe else ("train_",)
+        return {setting: name for setting, name in found.items() if not name.startswith(aside)}
 
     @property
     def resolver(self) -> Resolver:

@@ -39,7 +39,7 @@ from tasks import tracking
 from tasks.stage.facts import TrainFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.progress import Event, subscribe
-from tasks.sweep_settings import SWEEP, TRIAL
+from tasks.sweep_settings import OBJECTIVE, SWEEP, TRIAL
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -101,7 +101,8 @@ class Slot:
         if self._may_begin is not None:
             self._may_begin.acquire()
         began = time.monotonic()
-        tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), **self._parent_tag()}
+        tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), OBJECTIVE: " ".join(self._settings.objective)}
+        tags |= self._parent_tag()
         watch = _Watch(self, claim, self._metric)
         try:
             spec = trial_spec(self._spec, claim.values, tags)

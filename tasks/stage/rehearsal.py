@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,7 @@ from trainer_lib.storage import Store
 
 PROBED_STEPS = 13
 _FOLDER = "probe"
-_REHEARSED = {"register.metric", *(f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples"))}
-_GATE = "evaluate.require."
+_REHEARSED = {f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples")}
 _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole training mean nothing here
     "max_steps": PROBED_STEPS,
     "warmup_steps": 0,
@@ -75,9 +74,9 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
         return launch(request, _alone(own), env={}, on_line=_ignore, on_event=_ignore)
 
 
-def needs_rehearsal(config: EvaluateConfig, context: StageContext, champion: str | None = None) -> bool:
+def needs_rehearsal(config: EvaluateConfig, context: StageContext, named: Mapping[str, str]) -> bool:
     """Whether an evaluation may refuse something that neither the spec nor the data's columns show."""
-    if config.metrics or config.slices or config.require or champion:
+    if config.metrics or config.slices or named:
         return True
     code = code_of(config, context)
     # A name that is not defined as a function may be an object, which is given batch by batch.
@@ -91,13 +90,13 @@ def rehearse_evaluation(
     context: StageContext,
     data: StageManifest[PrepareFacts],
     *,
-    champion: str | None = None,
+    named: Mapping[str, str],
     on_event: Callable[[dict[str, Any]], None],
 ) -> None:
     """Have one worker try what evaluate is asked to measure, on a few rows and the model as it begins.
 
     Args:
-        champion: the metric by which versions of a registered model are compared; None: there are none.
+        named: setting -> the metric that it needs.
         on_event: takes a warning where it could not be tried.
 
     Raises:
@@ -116,7 +115,7 @@ def rehearse_evaluation(
         metrics=read_metrics(config.metrics),
         slices=tuple(config.slices),
         step="rehearse",
-        named={f"{_GATE}{name}": name for name in config.require} | ({"register.metric": champion} if champion else {}),
+        named=dict(named),
     )
     try:
         with in_words_of_spec("evaluate"):
@@ -124,7 +123,7 @@ def rehearse_evaluation(
     except (Interrupted, Preempted):
         raise
     except TrainflowError as error:
-        if isinstance(error, ConfigError) and (error.field in _REHEARSED or (error.field or "").startswith(_GATE)):
+        if isinstance(error, ConfigError) and error.field in {*_REHEARSED, *named}:
             raise
         message = f"The metrics could not be tried before the training ({error.message})."
         on_event({"event": "warning", "message": message})

@@ -191,6 +191,11 @@ class Recipe:
         with self.guarded():
             return function()
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether the recipe has callbacks, which may add metrics."""
+        return self._find("callbacks") is not None
+
     def callbacks(self, options: Mapping[str, Any]) -> list[Any]:
         """The recipe's callbacks; an empty list without any."""
         with self.guarded():

@@ -151,11 +151,12 @@ def _require_names(work: Work[EvaluateRequest], names: set[str] | None) -> None:
         return
     if request.confidence is not None:
         names = names | {f"{name}_{end}" for name in names for end in ("low", "high")}
-    known = sorted(f"{split}_{name}" for split in request.splits for name in names)
     for setting, metric in request.named.items():
-        # Known after the training alone: a slice's values, and what after_evaluate measures.
+        prefixes = ("eval",) if metric.startswith("eval_") and "eval" not in request.splits else request.splits
+        known = sorted(f"{prefix}_{name}" for prefix in prefixes for name in names)
+        # Known after the training alone: a slice's values, what after_evaluate measures, and what callbacks add.
         is_late = "/" in metric if request.slices else work.recipe.after_evaluate and metric.startswith("overall_")
-        if metric not in known and not is_late:
+        if metric not in known and not is_late and not (prefixes == ("eval",) and work.recipe.has_callbacks):
             what = f"The evaluation has no metric {metric}."
             options = [name for name in known if not name.endswith(("runtime", "_per_second"))]
             raise ConfigError(what, field=setting, value=metric, remedy=suggestion(metric, options))

@@ -40,6 +40,9 @@ def test_a_trial_differs_in_its_values_and_shares_the_rest(path: Path) -> None:
     assert one.train.args["learning_rate"] == 0.5
     assert one.tracking.tags["trainflow.trial"] == "3"
     assert (one.sweep, one.publish.enabled, one.predict.enabled, one.evaluate.require) == (None, False, False, {})
+    assert trial_spec(spec, {}, {"trainflow.objective": "test_error train_loss"}).counted_on == {
+        "sweep.objective.test_error": "test_error"
+    }
     keys = [Plan.of(each).early_keys for each in (one, trial_spec(spec, {}, {}), spec)]
     assert keys[0]["prepare-data"] == keys[1]["prepare-data"]
     assert keys[0]["train"] != keys[1]["train"]

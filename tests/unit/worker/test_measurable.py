@@ -95,12 +95,17 @@ def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have
         with pytest.raises(ConfigError, match=r"has no metric .*test_accuracy") as caught:
             rehearse(tmp_path, prepared_data, named={"evaluate.require.x": "test_loss", "register.metric": name})
         assert (caught.value.field, caught.value.value) == ("register.metric", name)
+    with pytest.raises(ConfigError, match=r"has no metric eval_accurasy.*eval_accuracy") as caught:
+        rehearse(tmp_path, prepared_data, named={"train.args.metric_for_best_model": "eval_accurasy"})
+    assert caught.value.field == "train.args.metric_for_best_model"
     counted = "\n\ndef compute_metrics(p):\n    return {'accuracy': float((p.predictions == p.label_ids).mean())}\n"
     changing = tiny.RECIPE.replace("return {", 'return {f"of_{len(p.label_ids)}": 1.0, ')
     for recipe, name, more in (
         (tiny.RECIPE, "test_accuracy_low", {"confidence": 0.9, "resamples": 100}),
         (tiny.RECIPE, "test_accuracy/label/0", {"slices": ("label",)}),
         (tiny.RECIPE, "overall_weights", {}),
+        (tiny.RECIPE, "eval_accuracy", {}),
+        (f"{tiny.RECIPE}\n\ndef callbacks(options):\n    return []\n", "eval_what_they_add", {}),
         (tiny.RECIPE + GUESSES + counted, "test_accuracy", {}),  # outputs that no metric by name could measure
         (changing, "test_of_1000", {}),
         (BY_BATCH, "test_accuracy", {"args": {"use_cpu": True, "batch_eval_metrics": True}}),
