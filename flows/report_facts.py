@@ -24,6 +24,7 @@ from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.errors import TrainflowError
 from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
+from trainer_lib.suggestions import counted
 from trainer_lib.verb_results import STATISTICS
 
 _HARDEST = 10  # rows of the report; MLflow has more
@@ -170,7 +171,7 @@ def _describe_columns(prepared: StageManifest) -> Rows:
 def _describe_column(found: Mapping[str, Any]) -> str:
     """The statistics of a column (`trainer_lib.data.statistics`) in words."""
     rows = int(found["rows"])
-    texts = [f"{rows:,} rows"]
+    texts = [counted(rows, "row")]
     if "longest" in found:
         mean = number_text(found["elements"] / rows)
         texts.append(f"length {found['shortest']:,} to {found['longest']:,}, on average {mean}")

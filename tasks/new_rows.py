@@ -41,7 +41,7 @@ from trainer_lib.model_folder.locate import FoundModel, find_model, require_trus
 from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.requests import ScoreRequest
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import suggestion
+from trainer_lib.suggestions import counted, suggestion
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
@@ -296,7 +296,7 @@ def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
         first = first or notes.get("first_error", "")
     if errors > job.asked.max_errors:
         raise DataError(
-            f"{errors:,} rows cannot be predicted, and {job.asked.max_errors:,} may be bad. The first: {first}",
+            f"{counted(errors, 'row')} cannot be predicted, {job.asked.max_errors:,} may be bad. The first: {first}",
             field="--max-errors",
             value=job.asked.max_errors,
             remedy="Mend the rows, or raise the limit: what is finished is kept.",

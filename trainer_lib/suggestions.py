@@ -1,4 +1,4 @@
-"""The name that was probably meant; one function for every "Did you mean …?" of the product."""
+"""Words of messages: the name that was probably meant, for every "Did you mean …?", and numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     found = [each for each in names if each.casefold() == name.casefold() and each != name]
     found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, as in 1 row and 2,000 rows."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:

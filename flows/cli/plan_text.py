@@ -9,6 +9,7 @@ from rich.text import Text
 
 from flows.sizes import describe_bytes
 from tasks.stage.progress import duration
+from trainer_lib.suggestions import counted
 
 if TYPE_CHECKING:
     from flows.forecast import Forecast, Length
@@ -54,13 +55,13 @@ def _length(found: Forecast) -> Iterator[Text]:
     if length is None:
         return
     tokens = "" if found.tokens is None else f", {found.tokens:,} tokens"
-    yield _row("training", f"{length.steps:,} steps, {length.samples:,} samples{tokens}")
+    yield _row("training", f"{counted(length.steps, 'step')}, {length.samples:,} samples{tokens}")
     yield _row("", length.step)
     yield _row("", f"{length.epochs:g} passes over the data, {_often(length)}")
 
 
 def _often(length: Length) -> str:
-    evaluated = f"{length.evaluations:,} evaluations of {length.evaluated_rows:,} rows"
+    evaluated = f"{counted(length.evaluations, 'evaluation')} of {counted(length.evaluated_rows, 'row')}"
     return f"{evaluated if length.evaluations else 'no evaluation'}, {length.saves:,} saves"
 
 

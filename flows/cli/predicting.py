@@ -19,6 +19,7 @@ from flows.spec.spec_here import storage_here
 from trainer_lib.errors import ConfigError
 from trainer_lib.foreign_text import to_cell
 from trainer_lib.secrets import mask
+from trainer_lib.suggestions import counted
 
 if TYPE_CHECKING:
     from tasks.new_rows import NewRows, NewRowsFacts
@@ -170,9 +171,10 @@ def _show(manifest: StageManifest[NewRowsFacts], *, was_done: bool, as_json: boo
         numbers = {"rows": facts.rows, "errors": facts.errors, "id_column": facts.id_column, "was_done": was_done}
         print_json({"ok": True, "exit_code": 0, **numbers, "url": place, "files": files})
         return
-    word = "were predicted before" if was_done else "predicted"
+    rows, was = counted(facts.rows, "row"), "was" if facts.rows == 1 else "were"
+    what = f"{rows} {was} predicted before" if was_done else f"{rows} predicted"
     ids = f"column '{facts.id_column}'" if facts.id_column else "numbered from 0"
-    lines = [Text(f"{facts.rows:,} rows {word}", "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
+    lines = [Text(what, "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
     if facts.errors:
         lines.insert(1, Text(f"  bad    {facts.errors:,} of them: the column 'error' says why", "yellow"))
     terminal.show(lines)

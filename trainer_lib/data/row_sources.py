@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
-from trainer_lib.suggestions import nearest
+from trainer_lib.suggestions import counted, nearest
 
 FIELD = "NEW_DATA"
 FORMATS = {
@@ -124,7 +124,7 @@ def describe_hidden(addresses: Sequence[str]) -> list[str]:
         with contextlib.suppress(TrainflowError):  # the recipe names a source that cannot be read
             listed = list_matches(address, hidden=True)[1] if is_pattern(address) else Store.open(address).list()
             hidden += [info.path for info in listed if is_hidden(info.path)]
-    files = "1 hidden file is" if len(hidden) == 1 else f"{len(hidden):,} hidden files are"
+    files = f"{counted(len(hidden), 'hidden file')} {'is' if len(hidden) == 1 else 'are'}"
     return [f"{files} left out, such as {min(hidden)}."] if hidden else []
 
 

@@ -24,6 +24,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.suggestions import counted
 from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.evaluate_ranges import RangeEvaluation, find_range_metrics
@@ -97,7 +98,7 @@ def _of_all_rows(
     for name, split in splits.items():
         events.begin_split(before=before, rows=len(split), total=total)
         before += len(split)
-        work.events.emit("progress", message=f"evaluating {name}: {len(split):,} rows")
+        work.events.emit("progress", message=f"evaluating {name}: {counted(len(split), 'row')}")
         # A batch at a time leaves nothing to remember.
         by_batch = trainer.args.batch_eval_metrics or is_metric_object(function)
         remembered = None if function is None or by_batch else Remembered(function)

@@ -10,6 +10,7 @@ from trainer_lib.recipes import PrepareOutput
 from trainer_lib.records import from_record
 from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.suggestions import counted
 from trainer_lib.worker import prepare_parts
 from trainer_lib.worker.session import Work
 
@@ -33,7 +34,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     for name, rows in work.recipe.prepare(request.recipe_options(), out).items():
 
         def report(count: int, split: str = name) -> None:
-            work.events.emit("progress", step=count, message=f"{split}: {count:,} rows")
+            work.events.emit("progress", step=count, message=f"{split}: {counted(count, 'row')}")
 
         writer = SplitWriter(
             store,

@@ -28,6 +28,7 @@ from trainer_lib.recipe_failures import vanished_source
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.suggestions import counted
 from trainer_lib.verb_results import STATISTICS
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
@@ -146,7 +147,7 @@ class _Report:
         self._now = count
         if self._is_due():
             rows = self._before + count
-            message = f"source {self._part + 1:,} of {self._total:,}, {rows:,} rows"
+            message = f"source {self._part + 1:,} of {self._total:,}, {counted(rows, 'row')}"
             self._events.emit("progress", step=self._part + 1, max_steps=self._total, rows=rows, message=message)
 
 
