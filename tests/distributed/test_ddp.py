@@ -138,11 +138,13 @@ def unwrapping(folder: str) -> None:
     import peft
 
     training = trainer(folder, None)
-    unwrap, model = training.accelerator.unwrap_model, torch.compile(training.model, backend="eager")
+    unwrap = training.accelerator.unwrap_model
+    model: Any = torch.compile(training.model, backend="eager")
     assert unwrap(model) is unwrap(nn.DataParallel(model)) is training.model
     assert unwrap(model, keep_torch_compile=True) is model
     adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    assert unwrap(torch.compile(adapted, backend="eager")) is unwrap(adapted) is adapted
+    compiled: Any = torch.compile(adapted, backend="eager")
+    assert unwrap(compiled) is unwrap(adapted) is adapted
 
 
 def test_unwrap_model_goes_through_the_wrapper_of_the_compiler(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from trainer_lib.storage import Store
 
 
 def fill_disk(rank: int, step: int) -> None:
-    """From now on, this process's part of a step's checkpoint finds no space on that rank; it ends with the test."""
+    """From now on, this process's part of a step's checkpoint finds no space on that rank."""
     write = writer._write_rank
 
     def full(store: Store, snapshot: Snapshot, number: int) -> Any:
@@ -42,7 +42,7 @@ def fill_disk(rank: int, step: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(store, snapshot, number)
 
-    writer._write_rank = full
+    pytest.MonkeyPatch().setattr(writer, "_write_rank", full)  # this process ends with the test
 
 
 def save_and_load(url: str, fail_on: int | None) -> dict[str, Any]:

@@ -314,7 +314,7 @@ class Wordy(Classifier):
         return {**outputs, "words": [f"{float(row[0]):.3f}" for row in x]}
 
 
-def _measured(folder: str) -> tuple[float, int, list[Any]]:
+def _measured(folder: str) -> tuple[float, float, list[Any]]:
     from torchmetrics.classification import MulticlassAccuracy  # seconds: not for every child of this file
 
     def mistaken(p: Any, compute_result: bool) -> dict[str, float]:
