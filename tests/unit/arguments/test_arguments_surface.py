@@ -266,15 +266,15 @@ def test_only_the_global_batch_counts() -> None:
 
 def test_split_batches_keeps_the_global_batch_for_any_number_of_processes(tmp_path: Path) -> None:
     for processes in (1, 2, 4):
-        given: dict[str, Any] = {"per_device_train_batch_size": 8, "accelerator_config": {"split_batches": True}}
-        assert total_batch_size(TrainingArguments("out", **given), data_parallel_size=processes) == 8
+        settings: dict[str, Any] = {"per_device_train_batch_size": 8, "accelerator_config": {"split_batches": True}}
+        assert total_batch_size(TrainingArguments("out", **settings), data_parallel_size=processes) == 8
         # The same training, cut up in another way.
-        assert _fields(processes, **given) == _fields(per_device_train_batch_size=8)
+        assert _fields(processes, **settings) == _fields(per_device_train_batch_size=8)
     config = tmp_path / "accelerator.yaml"
     config.write_text("split_batches: true\n")
-    given = {"gradient_accumulation_steps": 2, "accelerator_config": str(config)}
-    assert total_batch_size(TrainingArguments("out", **given), data_parallel_size=4) == 16
-    assert _fields(4, **given) == _fields(global_batch_size=16)
+    settings = {"gradient_accumulation_steps": 2, "accelerator_config": str(config)}
+    assert total_batch_size(TrainingArguments("out", **settings), data_parallel_size=4) == 16
+    assert _fields(4, **settings) == _fields(global_batch_size=16)
 
 
 def test_evaluation_counts_when_it_can_choose_the_weights() -> None:

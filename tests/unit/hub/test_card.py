@@ -275,7 +275,7 @@ def test_a_section_is_inserted_behind_the_heading_and_not_into_the_head() -> Non
 
 
 def test_a_folder_shows_its_newest_card_and_where_its_revision_is() -> None:
-    root, own = Store.open("memory://test-card/digits"), Store.open("memory://test-card/own")
+    root, theirs = Store.open("memory://test-card/digits"), Store.open("memory://test-card/theirs")
     hub = FolderHub(root.url)
 
     def publish(card: Card) -> str:
@@ -297,8 +297,8 @@ def test_a_folder_shows_its_newest_card_and_where_its_revision_is() -> None:
         inside = root.read_bytes(f"revisions/{second}/README.md").decode()
         assert "# My digits" in inside and "trainflow:revision" not in inside
         # A page without our sections stays beside revisions.
-        own.write_bytes("README.md", b"# Mine\n")
-        FolderHub(own.url).publish(Content({}, {"README.md": b"# Digits\n"}), message="m")
-        assert own.read_bytes("README.md").decode().startswith("# Mine\n\n<!-- trainflow:revision -->")
+        theirs.write_bytes("README.md", b"# Mine\n")
+        FolderHub(theirs.url).publish(Content({}, {"README.md": b"# Digits\n"}), message="m")
+        assert theirs.read_bytes("README.md").decode().startswith("# Mine\n\n<!-- trainflow:revision -->")
     finally:
         Store.open("memory://test-card").delete_tree()

@@ -290,14 +290,14 @@ def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(te
             return self.eval_dataset.repeat().batch(4), 3, 12
 
     def make(folder: Path, *callbacks: Any) -> Any:
-        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
-        return trainer(folder, dataset(22), model=classifier(0.5), callbacks=callbacks, **given)
+        settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
+        return trainer(folder, dataset(22), model=classifier(0.5), callbacks=callbacks, **settings)
 
     writer = tensorflow.summary.create_file_writer(str(tmp_path / "log"))
-    given = {"train_sampling_strategy": "sequential"}
-    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), tb_writer=writer, **given)
+    settings = {"train_sampling_strategy": "sequential"}
+    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), tb_writer=writer, **settings)
     endless = trainer(tmp_path / "endless", dataset(24), cls=Mine, eval_dataset=dataset(12), max_steps=12)
-    other = trainer(tmp_path / "other", pairs(24), eval_dataset=pairs(12), **given)
+    other = trainer(tmp_path / "other", pairs(24), eval_dataset=pairs(12), **settings)
     for each in (one, endless, other):
         each.train()
         assert losses(each) == losses(one)

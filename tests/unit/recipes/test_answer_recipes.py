@@ -184,8 +184,8 @@ def test_a_model_that_begins_at_random_beats_the_usual_answers_and_takes_new_row
     questions: Prepared, tmp_path: Path
 ) -> None:
     recipe, splits, data = questions
-    given: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 3e-3}
-    trainer = trained(questions, tmp_path, {"config": TINY}, 60, **given)
+    settings: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    trainer = trained(questions, tmp_path, {"config": TINY}, 60, **settings)
     measured = trainer.evaluate(eval_dataset=splits["test"])
     # The usual answers, by hand.
     usual, most = find_usual_answers((row["question"], row["labels"][0]) for row in splits["train"])

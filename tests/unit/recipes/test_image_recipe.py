@@ -29,8 +29,8 @@ TINY = {"model_type": "vit", **VIT}
 
 
 def prepared(folder: Path, sources: list[Path], /, **options: Any) -> Prepared:
-    given = {"size": 8, "colours": "grey", **options}
-    return prepare_sources("image-classification", list(map(str, sources)), given, folder)
+    settings = {"size": 8, "colours": "grey", **options}
+    return prepare_sources("image-classification", list(map(str, sources)), settings, folder)
 
 
 def written(folder: Path, count: int = 150) -> Path:
@@ -49,8 +49,8 @@ def new_trainer(made: Prepared, folder: Path, steps: int, **more: Any) -> Any:
     recipe, splits, data = made
     torch.manual_seed(0)
     model = {"channels": [16, 32], "dropout": 0.0, "augment": {"shift": 0.05, "rotate": 5.0}}
-    given = {"per_device_train_batch_size": 32, "learning_rate": 5e-3, **more}
-    return trainer_of(recipe, data, recipe.build_model(model, data), folder / "run", splits["train"], steps, **given)
+    settings = {"per_device_train_batch_size": 32, "learning_rate": 5e-3, **more}
+    return trainer_of(recipe, data, recipe.build_model(model, data), folder / "run", splits["train"], steps, **settings)
 
 
 # -- what it makes of real images -------------------------------------------------------------------------------------
@@ -124,20 +124,20 @@ def test_a_model_of_transformers_brings_its_own_size_and_its_head_must_fit(tmp_p
         ' "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
     )
     options = {"colours": "rgb", "size": None, "folder": tmp_path / "vit", "split": {"test": 0.3}}
-    made = _, splits, own = prepared(tmp_path, [folder], **options)
+    made = _, splits, of_folder = prepared(tmp_path, [folder], **options)
     batch = collate_of(made)(splits["train"][:2])
     assert batch["pixel_values"].shape == (2, 3, 8, 8)
     assert batch["pixel_values"].min() == -1
-    loaded: Any = recipe.build_model({"folder": tmp_path / "vit", "augment": {"flip": True}}, own)
+    loaded: Any = recipe.build_model({"folder": tmp_path / "vit", "augment": {"flip": True}}, of_folder)
     assert loaded(**batch).logits.shape == (2, 10)
-    own.info["classes"] = own.info["classes"][:3]
-    for given, words in (
+    of_folder.info["classes"] = of_folder.info["classes"][:3]
+    for wrong, words in (
         ({"folder": tmp_path / "vit"}, "knows 10 classes, and the data has 3"),
         ({"channels": [12]}, "multiple of 8"),
         ({"config": {"hidden_size": 8}}, "needs the type"),
     ):
         with pytest.raises(ConfigError, match=words):
-            recipe.build_model(given, own)
+            recipe.build_model(wrong, of_folder)
 
 
 # -- folders, tables and splits; what is refused ----------------------------------------------------------------------

@@ -370,8 +370,13 @@ def test_a_run_that_goes_on_ends_like_one_that_was_not_stopped(pairs: Prepared, 
 
     def make(folder: Path, *callbacks: Any) -> Any:
         torch.manual_seed(0)
-        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2, **TWICE}
-        trainer = trainer_of(recipe, data, recipe.build_model({}, data), folder, splits["train"], 8, **given)
+        settings: dict[str, Any] = {
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "gradient_accumulation_steps": 2,
+            **TWICE,
+        }
+        trainer = trainer_of(recipe, data, recipe.build_model({}, data), folder, splits["train"], 8, **settings)
         for callback in callbacks:
             trainer.add_callback(callback)
         return trainer

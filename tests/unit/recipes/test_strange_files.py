@@ -442,7 +442,8 @@ def test_the_memory_of_prepare_does_not_grow_with_the_table(tmp_path: Path, name
 
     def read(*args: Any, **options: Any) -> Table:
         table = read_table(*args, **options)
-        for values in (table.places, *table.columns.values()):
+        spooled: Any = (table.places, *table.columns.values())
+        for values in spooled:
             values._store()  # the last chunk of a column is as large as thousands of its numbers
         tracemalloc.reset_peak()  # a file's buffers are larger than what stays of these rows
         return table

@@ -56,8 +56,8 @@ def test_a_trained_model_beats_the_best_constant_on_rows_that_it_has_not_seen(
     tmp_path: Path, name: str, source: Path, label: str, margin: str, least: float
 ) -> None:
     made = recipe, splits, data = prepared(name, tmp_path, [source], label=label, split={"test": 0.3})
-    given: dict[str, Any] = {"num_train_epochs": 12, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
-    trainer = trained(made, tmp_path / "run", {"hidden": [32], "dropout": 0.0}, -1, **given)
+    settings: dict[str, Any] = {"num_train_epochs": 12, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
+    trainer = trained(made, tmp_path / "run", {"hidden": [32], "dropout": 0.0}, -1, **settings)
     assert trainer.evaluate(eval_dataset=splits["test"])[f"eval_{margin}"] > least
     columns = recipe.prediction_columns(trainer.predict(splits["test"]).predictions, data)
     assert len(columns["prediction"]) == len(splits["test"])

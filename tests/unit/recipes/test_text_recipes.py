@@ -167,8 +167,8 @@ def test_activations_are_computed_again_and_no_weight_changes(texts: Prepared, t
     for saving in (False, True):
         torch.manual_seed(0)
         model = recipe.build_model({"config": {**TINY, **NO_DROPOUT, "num_hidden_layers": 2}}, data)
-        given: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_checkpointing": saving}
-        trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 3, base=Counting, **given)
+        settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_checkpointing": saving}
+        trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 3, base=Counting, **settings)
         trainer.model.bert.encoder.layer[0].output.dense.register_forward_hook(trainer.count)
         trainer.train()
         calls.append(trainer.calls)
@@ -357,9 +357,9 @@ def test_the_overlap_is_that_of_tokens_whatever_the_batches(names: Prepared, tmp
 def test_accumulated_batches_have_the_mean_of_their_losses(names: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = names
     model, collate = recipe.build_model({"config": {**TINY, **NO_DROPOUT}}, data), collate_of(names)
-    given: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    given |= {"learning_rate": 0.0, "logging_steps": 1}
-    trainer = trainer_of(recipe, data, model, tmp_path, splits["train"][:16], 1, **given)
+    settings: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    settings |= {"learning_rate": 0.0, "logging_steps": 1}
+    trainer = trainer_of(recipe, data, model, tmp_path, splits["train"][:16], 1, **settings)
     trainer.train()
     logged = next(each["loss"] for each in trainer.state.log_history if "loss" in each)
     order = [trainer.train_dataset[row] for row in range(16)]

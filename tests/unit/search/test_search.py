@@ -87,8 +87,8 @@ def test_the_references_defaults_can_be_given_by_name(tmp_path: Path) -> None:
     notes = Notes()
     trainer = search_trainer(tmp_path, max_steps=-1, eval_strategy="no", callbacks=[notes])
     named = (default_hp_space_optuna, default_compute_objective)
-    for given in ((), named):
-        best = trainer.hyperparameter_search(*given, n_trials=1, backend=HPSearchBackend.OPTUNA)
+    for arguments in ((), named):
+        best = trainer.hyperparameter_search(*arguments, n_trials=1, backend=HPSearchBackend.OPTUNA)
         assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
     for began in notes.began:
         assert 1e-6 <= began["learning_rate"] <= 1e-4
@@ -171,8 +171,8 @@ def test_the_model_may_depend_on_the_trial_which_may_be_given_to_train_directly(
             self.extra = torch.nn.Linear(6, width)
 
     def init(trial: Any) -> torch.nn.Module:
-        given = isinstance(trial, dict)
-        width = 1 if trial is None else trial["width"] if given else trial.suggest_int("width", 2, 5)
+        is_mapping = isinstance(trial, dict)
+        width = 1 if trial is None else trial["width"] if is_mapping else trial.suggest_int("width", 2, 5)
         widths.append(width)
         return Wide(width)
 
