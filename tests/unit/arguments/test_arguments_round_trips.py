@@ -140,9 +140,8 @@ def test_an_object_with_to_dict_is_written_as_its_dictionary() -> None:
         def to_dict(self) -> dict[str, Any]:
             return {"num_beams": 4}
 
-    assert Seq2SeqTrainingArguments("out", generation_config=Generation()).to_dict()["generation_config"] == {
-        "num_beams": 4
-    }
+    args = Seq2SeqTrainingArguments("out", generation_config=Generation())
+    assert args.to_dict()["generation_config"] == {"num_beams": 4}
     converted = coerce(Generation(), dict[str, Any] | None, field="accelerator_config")
     assert converted == {"num_beams": 4}
 

@@ -121,16 +121,15 @@ def test_auto_leaves_it_to_the_arguments() -> None:
 
 def test_sizes_follow_from_the_models_width() -> None:
     sizes = dict.fromkeys(keys.ZERO_AUTO, "auto")
-    config = engine(
-        arguments({"zero_optimization": {"stage": 3, **sizes}}), SimpleNamespace(config=SimpleNamespace(hidden_size=32))
-    )
+    args = arguments({"zero_optimization": {"stage": 3, **sizes}})
+    config = engine(args, SimpleNamespace(config=SimpleNamespace(hidden_size=32)))
     expected = {
         "reduce_bucket_size": 1024,
         "stage3_prefetch_bucket_size": 921,
         "stage3_param_persistence_threshold": 320,
     }
     assert {name: config["zero_optimization"][name] for name in sizes} == expected
-    without = engine(arguments({"zero_optimization": {"stage": 3, **sizes}}))
+    without = engine(args)
     assert not without["zero_optimization"].keys() & sizes.keys(), "DeepSpeed's own defaults"
 
 

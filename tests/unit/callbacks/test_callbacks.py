@@ -67,11 +67,8 @@ def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
 
 
 def test_switches_are_cleared_when_their_time_has_come() -> None:
-    handler, state, control = (
-        _handler(DefaultFlowCallback),
-        TrainerState(),
-        TrainerControl(True, True, True, True, True),
-    )
+    handler, state = _handler(DefaultFlowCallback), TrainerState()
+    control = TrainerControl(True, True, True, True, True)
     handler.on_train_begin(ARGS, state, control)
     assert not control.should_training_stop
     handler.on_epoch_begin(ARGS, state, control)

@@ -86,9 +86,7 @@ def test_branches_have_their_own_newest(tmp_path: Path, target: str) -> None:
 def test_two_publishers_at_once_make_two_whole_revisions(tmp_path: Path, target: str) -> None:
     contents = [digits_content(tmp_path / name, name.encode()) for name in ("a", "b")]
     done: list[Published] = []
-    threads = [
-        threading.Thread(target=lambda one=one: done.append(publish(target, one, message="me"))) for one in contents
-    ]
+    threads = [threading.Thread(target=lambda it=it: done.append(publish(target, it, message="m"))) for it in contents]
     for thread in threads:
         thread.start()
     for thread in threads:

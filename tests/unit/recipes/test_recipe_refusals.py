@@ -70,6 +70,7 @@ NAMED = "\n".join(f"{line},{'name' if row == 0 else f'n{row}'}" for row, line in
 SEA: dict[str, Any] = {"time": "month", "target": "temperature", "context": 36, "horizon": 6, "season": 12}
 MARCH = next(line for line in elnino().splitlines() if line.startswith("1960-03-01"))
 WORD = table().replace("3,blue,yes,0", "unknown,blue,yes,0", 1)
+HALF = counted().replace("\n12,", "\n12.5,")
 TWELVE, GAP_IN_TIME = counted(steps=12), counted().replace("\n12,12,ada,5", "")
 BY_TIME, BY_COLUMN = ({"split": {"by": by, "column": column}} for by, column in (("time", "house"), ("column", "fold")))
 HOLES = counted().replace("\n12,12,ada,5", "").replace("\n13,13,", "\n13,,")
@@ -77,7 +78,10 @@ LATE = counted(*(f"{step},{step},bea,1" for step in range(20, 30)))
 NAMES, PAIRS = "name,parts\n" + "a,b\n" * 9, "entity,character\n" + "".join(f"a{row},b{row}\n" for row in range(9))
 TEXTS = "text\n" + "a text\n" * 9
 SAME = " the same words again and again" * 50
-FOLDS = [{"words": ["a", "b"], "tags": ["X", "Y"], "fold": "train"}, {"words": ["a"], "tags": ["Z"], "fold": "test"}]
+FOLDS = jsonl(
+    {"words": ["a", "b"], "tags": ["X", "Y"], "fold": "train"},
+    {"words": ["a"], "tags": ["Z"], "fold": "test"},
+)
 
 #: Recipe -> the file's content, options beside the usual ones, and what the error says, in parts.
 REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
@@ -105,11 +109,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "tabular-regression": [(TABLE, {}, "holds texts, such as 'no'")],
     "time-series-forecasting": [
         (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
-        (
-            counted().replace("\n12,", "\n12.5,"),
-            {},
-            "row 12 (line 14): the time 12.5 is not on the grid … at 0 … a step of 1",
-        ),
+        (HALF, {}, "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1"),
         (elnino().replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
         (elnino().replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
         (elnino(), {**SEA, "step": "moon"}, "not a step of time"),
@@ -119,11 +119,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (GAP_IN_TIME, {}, "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all"),
         (counted().replace("\n0,0,", "\n0,,"), {"missing": "previous"}, "the first value is missing"),
         (counted(), {"context": 40}, "has 30 steps, and a window needs 42"),
-        (
-            TWELVE,
-            {"split": {"validation": 0.1, "test": 0.2}},
-            "'validation' has 1 steps, and no window of 2 targets fits",
-        ),
+        (TWELVE, {"split": {"validation": 0.1, "test": 0.2}}, "'validation' has 1 steps, and no window of 2 targets"),
         (TWELVE, {"split": {"validation": 0.3, "test": 0.3}}, "behind 4 known ones"),
         (counted(), {"split": {"by": "random"}}, "= random"),
         (counted(), {"split": {"validation": 0.5, "test": 0.5}}, "Nothing is left"),
@@ -149,11 +145,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (tagged((None, ["X"])), {}, "there is no value"),
         (tagged(("a b", ["X"])), {}, "column 'words': a text is not a list"),
         (tagged((["a", ""], ["X", "Y"])), {}, "row 9 (line 10), column 'words': number 1 of the list is empty"),
-        (
-            jsonl(*FOLDS),
-            BY_COLUMN,
-            "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train",
-        ),
+        (FOLDS, BY_COLUMN, "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train"),
         (jsonl(*[{"words": ["a"], "tags": ["X"]}] * 9), {}, "there is nothing to learn"),
         (tagged(), STRATIFIED, "no class to cut by"),
         (tagged(), {"words": "word"}, 'Did you mean "words"?'),
@@ -202,11 +194,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (preferred(chosen=" "), {}, "data.jsonl, row 12 … column 'chosen': there is no value"),
         (preferred(prompt=""), {}, "column 'prompt': there is no value"),
         (preferred(rejected=None), {}, "column 'rejected': there is no value"),
-        (
-            preferred(rejected=" 12 is said "),
-            {},
-            "data.jsonl, row 12 … 'chosen' and 'rejected': the two answers are alike",
-        ),
+        (preferred(rejected=" 12 is said "), {}, "jsonl, row 12 … 'chosen' and 'rejected': the two answers are alike"),
         (preferred(chosen=[{"role": "assistant"}]), {}, "column 'chosen': a list is not a text"),
         (preferred(prompt="a long prompt " * 200), {}, "options.max_length … row 12 … column 'prompt': the prompt has"),
         (preferred(chosen=SAME + " a", rejected=SAME + " b"), {}, "are the same for both answers"),

@@ -397,9 +397,7 @@ def test_texts_of_installed_packages_are_sources_and_bad_ones_are_refused_with_t
 
 
 def test_splits_of_documents_are_files_or_cut_at_random_by_group_and_by_time(tmp_path: Path) -> None:
-    rows = write_lines(
-        tmp_path, *({"text": f"t{number}", "book": number // 5, "day": str(20 - number)} for number in range(20))
-    )
+    rows = write_lines(tmp_path, *({"text": f"t{n}", "book": n // 5, "day": str(20 - n)} for n in range(20)))
     shares = {"validation": 0.1, "test": 0.2}
     drawn = texts_of(shares, rows)
     assert {name: len(each) for name, each in drawn.items()} == {"train": 14, "validation": 2, "test": 4}

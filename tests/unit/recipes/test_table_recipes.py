@@ -114,9 +114,8 @@ def test_files_and_a_column_give_the_splits(tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 30, "test": 10}
     assert splits["test"][0]["row_id"] == 30
     marked = [f"{line},{'train' if row % 5 else 'test'}" for row, line in enumerate(lines)]
-    _, splits, _ = TABLE.prepare(
-        tmp_path, "\n".join([f"{head},fold", *marked]), split={"by": "column", "column": "fold"}
-    )
+    folds = "\n".join([f"{head},fold", *marked])
+    _, splits, _ = TABLE.prepare(tmp_path, folds, split={"by": "column", "column": "fold"})
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 32, "test": 8}
 
 

@@ -223,9 +223,7 @@ def test_early_stopping_starts_anew_with_every_trial(tmp_path: Path) -> None:
 def test_a_search_in_a_storage_goes_on_and_counts_on(tmp_path: Path) -> None:
     given: dict[str, Any] = {"storage": f"sqlite:///{tmp_path}/s.db", "study_name": "mine"}
     first = search_trainer(tmp_path / "out").hyperparameter_search(rate, n_trials=2, **given)
-    with pytest.raises(
-        ConfigError, match=r"study_name = mine: A study of this name is in the storage already.*load_if_exists"
-    ):
+    with pytest.raises(ConfigError, match=r"study_name = mine: A study of this name is in the storage.*load_if_exists"):
         search_trainer(tmp_path / "out").hyperparameter_search(rate, n_trials=1, **given)
     notes = Notes()
     trainer = search_trainer(tmp_path / "out", callbacks=[notes])
