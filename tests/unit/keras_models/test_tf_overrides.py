@@ -242,6 +242,10 @@ def test_the_best_model_is_loaded_and_callbacks_and_metrics_see_the_keras_model(
 
 # -- arguments, and what is refused -----------------------------------------------------------------------------------
 def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    own: Any = type("Own", (keras_model(),), {"train_step": lambda self, data: None})
+    unmade = keras().Sequential([keras().layers.Dense(3)])  # it has no loss either
+    used = keras().optimizers.Adam(0.1)
+    trainer(tmp_path, pairs(8), optimizers=(used, None)).train()
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ConfigError, "trains Keras models", {"model": torch.nn.Linear(2, 2)}),
         (ConfigError, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
@@ -253,6 +257,12 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         (ConfigError, "another schedule", {"optimizers": (keras().optimizers.Adam(decay(3)), decay(4))}),
         (ConfigError, "must be a Keras schedule", {"optimizers": (keras().optimizers.Adam(0.1), lambda step: 0.1)}),
         (ConfigError, "use_ema", {"optimizers": (keras().optimizers.Adam(0.1, use_ema=True), None)}),
+        (ConfigError, "built for the variables of another model", {"optimizers": (used, None)}),
+        (ConfigError, r"overrides train_step.*Override training_step", {"model": own()}),
+        (ConfigError, "no sample to build it with", {"model": unmade, "data": None}),
+        (ConfigError, "has no loss", {"model": unmade}),
+        (ConfigError, "no labels", {"data": [(row,) for row, _ in pairs(8)]}),
+        (DataError, "3 parts", {"data": [(row, label, 1.0) for row, label in pairs(8)]}),
         (DataError, "not a set of pairs", {"data": arrays(8)}),
     ]
     for error, text, given in cases:
@@ -283,35 +293,6 @@ def test_sets_of_batches_are_refused(tmp_path: Path) -> None:
             return Batches()
 
     trainer(tmp_path, None, cls=Mine).train()
-
-
-def test_a_training_step_of_the_model_is_refused(tmp_path: Path) -> None:
-    model = keras_model()
-
-    class Own(model):  # type: ignore[misc, valid-type]
-        def train_step(self, data: Any) -> Any: ...
-
-    with pytest.raises(ConfigError, match=r"overrides train_step.*Override training_step"):
-        trainer(tmp_path, pairs(4), model=Own())
-
-
-def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    optimizer = keras().optimizers.Adam(0.1)
-    trainer(tmp_path, pairs(8), optimizers=(optimizer, None)).train()
-    with pytest.raises(ConfigError, match="built for the variables of another model"):
-        trainer(tmp_path, pairs(8), optimizers=(optimizer, None))
-
-
-def test_a_model_without_a_loss_and_a_batch_without_labels_are_named(tmp_path: Path) -> None:
-    model = keras().Sequential([keras().layers.Dense(3)])
-    with pytest.raises(ConfigError, match="has no loss"):
-        trainer(tmp_path / "a", pairs(8), model=model).train()
-    with pytest.raises(ConfigError, match="no labels"):
-        trainer(tmp_path / "b", [(row,) for row, _ in pairs(8)]).train()
-    with pytest.raises(DataError, match="3 parts"):
-        trainer(tmp_path / "c", [(row, label, 1.0) for row, label in pairs(8)]).train()
-    with pytest.raises(ConfigError, match="no sample to build it with"):
-        trainer(tmp_path / "d", None, model=keras().Sequential([keras().layers.Dense(3)]))
 
 
 @pytest.mark.parametrize("name", ["tpu_name", "tpu_zone", "gcp_project"])

@@ -86,55 +86,35 @@ def test_accumulated_micro_batches_train_as_one_batch(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
-
-
-class Tagger:
-    """Made inside: keras is imported by then."""
-
-    def __new__(cls) -> Any:
-        module, model = keras(), keras_model()
-
-        class Own(model):  # type: ignore[misc, valid-type]
-            """Computes its loss, one value per labelled token, as the models of transformers for TensorFlow did."""
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = module.layers.Embedding(11, 4)
-                self.head = module.layers.Dense(11)
-
-            def call(self, inputs: Any, labels: Any = None, training: bool = False) -> Any:
-                logits = self.head(module.ops.tanh(self.table(inputs["input_ids"])))
-                if labels is None:
-                    return (logits,)
-                each = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten().long(), reduction="none"
-                )
-                return each[labels.flatten() != -100], logits
-
-        return Own()
-
-
-def token_pairs(count: int) -> list[Any]:
-    draw = np.random.default_rng(0)
-    rows = []
-    for number in range(count):
-        tokens = draw.integers(0, 11, size=7)
-        labels = np.where(np.arange(7) <= number % 7, tokens, -100)
-        rows.append(({"input_ids": tokens}, labels))
-    return rows
-
-
 def test_a_model_that_takes_labels_computes_its_loss_over_all_target_items(tmp_path: Path) -> None:
     """Unequal numbers of targets: accumulated or not, the step has the mean over all of them."""
+    module, model = keras(), keras_model()
+
+    class Tagger(model):  # type: ignore[misc, valid-type]
+        """Computes its loss, one value per labelled token, as the models of transformers for TensorFlow did."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = module.layers.Embedding(11, 4), module.layers.Dense(11)
+
+        def call(self, inputs: Any, labels: Any = None, training: bool = False) -> Any:
+            logits = self.head(module.ops.tanh(self.table(inputs["input_ids"])))
+            if labels is None:
+                return (logits,)
+            true = labels.flatten().long()
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), true, reduction="none")[true != -100], logits
+
+    drawn = np.random.default_rng(0).integers(0, 11, (12, 7))
+    rows = [({"input_ids": row}, np.where(np.arange(7) <= number % 7, row, -100)) for number, row in enumerate(drawn)]
     runs = []
     for size in (4, 1):
         torch.manual_seed(0)
-        given: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        batches: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         keras().utils.set_random_seed(0)
-        one = trainer(tmp_path / str(size), token_pairs(12), model=Tagger(), eval_dataset=token_pairs(5), **given)
-        one.train()
-        runs.append(losses(one))
-        assert math.isfinite(one.evaluate()["eval_loss"])
+        tagging = trainer(tmp_path / str(size), rows, model=Tagger(), eval_dataset=rows[:5], **batches)
+        tagging.train()
+        runs.append(losses(tagging))
+        assert math.isfinite(tagging.evaluate()["eval_loss"])
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
 
 
@@ -195,9 +175,8 @@ def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: P
     class Own(model):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self.head = module.layers.Dense(
-                3, kernel_initializer="ones", kernel_regularizer=module.regularizers.L2(0.1)
-            )
+            decay = module.regularizers.L2(0.1)
+            self.head = module.layers.Dense(3, kernel_initializer="ones", kernel_regularizer=decay)
 
         def call(self, x: Any, labels: Any = None) -> Any:
             logits = self.head(x)
