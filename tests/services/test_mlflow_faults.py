@@ -226,22 +226,6 @@ def test_a_request_that_arrives_after_it_was_repeated_doubles_nothing(
     assert points(scene.database, run_id, "test_error") == [(3, 0.25), (3, 0.5)]
 
 
-def test_an_outage_in_the_middle_of_a_run_leaves_no_double_and_no_gap(scene: Scene) -> None:
-    run = scene.start("outage")
-    tracker = worker(run)
-    log(tracker, range(1, 31))
-    wait_until(lambda: run.handle.run_id is not None)
-    scene.proxy.behave("refuse")
-    log(tracker, range(31, 61))
-    time.sleep(0.3)
-    scene.proxy.behave("ok")
-    tracker.close()
-    scene.log_whole(run, range(51, 91))  # the training was resumed at step 50
-    finish(run)
-    scene.deliver()
-    scene.check_whole("outage")
-
-
 def test_two_processes_deliver_one_spool_once(scene: Scene) -> None:
     root = Path(scene.run_while_away("two").handle.spool_dir)
     shippers = [shipper.Shipper(Delivery(root)) for _ in range(2)]

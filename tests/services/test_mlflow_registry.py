@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,52 +88,46 @@ def test_the_first_version_is_champion_a_better_one_replaces_it_and_another_does
 
 def test_the_tags_of_a_version_stay_short_and_a_champion_whose_resamples_are_gone_is_kept(client: Any) -> None:
     _register(client, "d1", score())
-    tags = client.get_model_version("line", "1").tags
-    assert max(len(value) for value in tags.values()) < 500
-    run_id = client.get_model_version("line", "1").run_id
-    [artifact] = client.list_artifacts(run_id, "registry")
-    folder = Path(client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    first = client.get_model_version("line", "1")
+    assert max(len(value) for value in first.tags.values()) < 500
+    [artifact] = client.list_artifacts(first.run_id, "registry")
+    folder = Path(client.get_run(first.run_id).info.artifact_uri.removeprefix("file://"))
     (folder / artifact.path).unlink()
     _, verdict = _register(client, "d2", score(0.02))
     assert not verdict.promoted
     assert "resamples are not known" in verdict.reason
-
-
-def test_a_version_of_an_older_trainflow_has_its_resamples_in_a_tag(client: Any) -> None:
-    _register(client, "d1", score())
+    # A version of an older trainflow has them in a tag.
     whole = json.dumps({**asdict(score()), "resampled": list(score().resampled)})
     client.set_model_version_tag("line", "1", registry.SCORE_TAG, whole)
-    assert _register(client, "d2", score(0.02))[1].promoted
+    assert _register(client, "d3", score(0.02))[1].promoted
 
 
-def test_a_difference_within_the_noise_moves_nothing(client: Any) -> None:
-    _register(client, "d1", score())
-    mixed = Score(
-        metric="test_accuracy",
-        value=0.812,
-        rows="a" * 64,
-        is_greater_better=True,
-        resampled=tuple(value + (0.01 if n % 10 else -0.02) for n, value in enumerate(VALUES)),
-    )
-    _, verdict = _register(client, "d2", mixed)
-    assert not verdict.promoted
-    assert "not clearly better" in verdict.reason
+MIXED = tuple(value + (0.01 if n % 10 else -0.02) for n, value in enumerate(VALUES))
 
 
-@pytest.mark.parametrize("other", [score(0.1, rows="b" * 64), score(0.1, metric="test_loss")])
-def test_a_version_that_was_measured_otherwise_is_not_promoted(client: Any, other: Score) -> None:
-    _register(client, "d1", score())
+@pytest.mark.parametrize(
+    ("first", "other", "reason"),
+    [
+        (score(), replace(score(0.002), resampled=MIXED), "not clearly better"),
+        (score(), score(0.1, rows="b" * 64), "cannot be compared"),
+        (score(), score(0.1, metric="test_loss"), "cannot be compared"),
+        (None, None, "set register.metric"),
+    ],
+    ids=["within the noise", "other rows", "another metric", "no metric"],
+)
+def test_a_version_that_is_not_clearly_better_or_was_measured_otherwise_is_not_promoted(
+    client: Any, first: Score | None, other: Score | None, reason: str
+) -> None:
+    assert _register(client, "d1", first)[1].promoted
     version, verdict = _register(client, "d2", other)
     assert not verdict.promoted
-    with pytest.raises(ConfigError, match="cannot be compared") as refused:
-        registry.promote(client, "line", version)
-    assert "same rows" in str(refused.value.remedy)
+    if reason == "cannot be compared":
+        with pytest.raises(ConfigError, match=reason) as refused:
+            registry.promote(client, "line", version)
+        assert "same rows" in str(refused.value.remedy)
+    else:
+        assert reason in verdict.reason
     assert registry.find_alias(client, "line", "champion") == "1"
-
-
-def test_without_a_metric_only_the_first_version_is_champion(client: Any) -> None:
-    assert _register(client, "d1", None)[1].promoted
-    assert "set register.metric" in _register(client, "d2", None)[1].reason
 
 
 def test_twenty_deaths_leave_one_version_and_one_champion(client: Any) -> None:

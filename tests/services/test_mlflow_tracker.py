@@ -76,26 +76,31 @@ def _left(out: Path) -> list[str]:
 # -- a run of our own -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_has_its_curve_parameters_name_and_end(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_its_curve_parameters_name_and_end(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "digits")
     monkeypatch.setenv("MLFLOW_TAGS", json.dumps({"release.candidate": "RC1", "size": 3}))
-    tracker = MLflowTracker(str(tmp_path / "out"))
-    tracker.start(run_name="first", params={"lr": 0.1, "nested": {"hub_token": "s3cret"}}, resume_step=0)
+    tracker = _started(tmp_path / "out", {"lr": 0.1, "nested": {"hub_token": "s3cret"}})
     for step in range(1, 2501):  # more than one batch
-        tracker.log({"loss": 1 / step, "eval/acc@5": 0.5}, step)
-    tracker.log({"nan": math.nan, "up": math.inf, "down": -math.inf}, 2500)
+        tracker.log({"loss": 1 / step, "eval/acc@5": 0.5, "epoch": 1.0}, step)
+        tracker.log({"eval_loss": 0.5, "epoch": 1.0}, step)
+    tracker.log({"nan": math.nan, "up": math.inf, "down": -math.inf, "a//b": 2.0}, 2500)
     tracker.close()
 
     [run] = runs(uri)
-    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("curve", "FINISHED")
     assert client(uri).get_experiment(run.info.experiment_id).name == "digits"
     assert run.data.params == {"lr": "0.1", "nested.hub_token": "***"}
     assert (run.data.tags["release.candidate"], run.data.tags["size"]) == ("RC1", "3")
     assert points(uri, run.info.run_id, "loss") == [(step, 1 / step) for step in range(1, 2501)]
-    assert len(points(uri, run.info.run_id, "eval/acc_5")) == 2500
+    for name, value in (("eval/acc_5", 0.5), ("eval_loss", 0.5), ("epoch", 1.0)):  # a value of a step is one point
+        assert points(uri, run.info.run_id, name) == [(step, value) for step in range(1, 2501)]
     assert math.isnan(run.data.metrics["nan"])
     assert run.data.metrics["up"] > 1e308
     assert run.data.metrics["down"] < -1e308
+    assert "refuses the metric 'a//b'" in caplog.text
+    assert set(run.data.metrics) == {"loss", "eval/acc_5", "eval_loss", "epoch", "nan", "up", "down"}
     assert _left(tmp_path / "out") == []
 
 
@@ -144,17 +149,6 @@ def test_a_parameter_changed_on_resume_becomes_an_artifact(
     assert json.loads(changed.read_text()) == {"lr": {"was": "0.1", "is": "0.2"}}
 
 
-def test_a_value_told_twice_in_a_step_is_one_point(uri: str, tmp_path: Path) -> None:
-    tracker = _started(tmp_path / "out", {})
-    for step in (1, 2):
-        tracker.log({"loss": 0.5, "epoch": 1.0}, step)
-        tracker.log({"eval_loss": 0.5, "epoch": 1.0}, step)
-    tracker.close()
-    [run] = runs(uri)
-    for key in ("loss", "eval_loss", "epoch"):
-        assert [step for step, _ in points(uri, run.info.run_id, key)] == [1, 2]
-
-
 # -- a run that somebody else owns ------------------------------------------------------------------------------------
 
 
@@ -191,17 +185,6 @@ def test_a_run_that_was_deleted_is_said_once_and_training_goes_on(
     assert "not known there" in caplog.text
     [kept] = _left(tmp_path / "out")
     assert kept.endswith(".orphan")
-
-
-def test_a_metric_the_server_refuses_is_left_out_and_the_others_arrive(
-    uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tracker = _started(tmp_path / "out", {})
-    tracker.log({"loss": 1.0, "a//b": 2.0}, 1)
-    tracker.close()
-    [run] = runs(uri)
-    assert run.data.metrics == {"loss": 1.0}
-    assert "refuses the metric 'a//b'" in caplog.text
 
 
 # -- death ------------------------------------------------------------------------------------------------------------
@@ -257,24 +240,6 @@ def test_a_killed_training_that_is_not_resumed_ends_as_failed(uri: str, tmp_path
     dead, fresh = runs(uri)
     assert (dead.info.status, fresh.info.status) == ("FAILED", "FINISHED")
     assert points(uri, dead.info.run_id, "loss") == _curve(range(1, 3))
-
-
-def test_killed_before_the_server_was_ever_reached_the_run_is_made_later_and_once(uri: str, tmp_path: Path) -> None:
-    def down(tracking_uri: str) -> Any:
-        raise ConnectionError("down")
-
-    def work() -> None:
-        mlflow_client.connect = down
-        tracker = _started(tmp_path / "out")
-        for step in range(1, 11):
-            tracker.log({"loss": float(step)}, step)
-        _kill()
-
-    _killed(work)
-    assert runs(uri) == []
-    _track(tmp_path / "out", range(9, 13), resume_step=8)
-    [run] = runs(uri)
-    assert points(uri, run.info.run_id, "loss") == _curve(range(1, 13))
 
 
 def test_a_run_is_recorded_as_finished_only_once_its_end_waits_for_mlflow(
