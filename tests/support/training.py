@@ -57,6 +57,13 @@ def trainer(
     return cls(model, arguments(folder, **given), train_dataset=train, **own)
 
 
+def trained(folder: Path | str, train: Any, **given: Any) -> Trainer:
+    """A Trainer of `trainer` that has trained."""
+    made = trainer(folder, train, **given)
+    made.train()
+    return made
+
+
 class StopAt(TrainerCallback):
     """Sends this process a SIGTERM at the end of a step, as a scheduler would."""
 

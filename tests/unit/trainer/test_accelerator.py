@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.support.toys import classification_rows
-from tests.support.training import trainer
+from tests.support.training import trained, trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError
 
@@ -56,8 +56,7 @@ def test_an_accelerator_that_a_subclass_sets_is_the_trainers(tmp_path: Path) -> 
             self.accelerator: Any = "mine"
             super().__init__(*given, **more)
 
-    one = trainer(tmp_path, ROWS, cls=Own, max_steps=1, eval_dataset=ROWS)
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Own, max_steps=1, eval_dataset=ROWS)
     assert one.evaluate()["eval_loss"] > 0 and len(one.predict(ROWS).predictions) == len(ROWS)
     assert one.accelerator == "mine"
 
@@ -96,8 +95,7 @@ def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Pa
             self.lr_scheduler = self.accelerator.prepare_scheduler(own)
             return self.lr_scheduler
 
-    one = trainer(tmp_path, ROWS, cls=Preparing, max_steps=3, save_strategy="steps", save_steps=1)
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Preparing, max_steps=3, save_strategy="steps", save_steps=1)
     assert type(one.optimizer) is torch.optim.SGD and one.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
     one.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     loaders = [one.get_train_dataloader(), one.get_eval_dataloader(ROWS), one.get_test_dataloader(ROWS)]
@@ -146,8 +144,7 @@ class Stepping(Trainer):
 
 
 def test_the_accelerator_follows_the_accumulation_of_the_trainers_loop(tmp_path: Path) -> None:
-    one: Any = trainer(tmp_path, ROWS, cls=Stepping, max_steps=2, gradient_accumulation_steps=2)
-    one.train()
+    one: Any = trained(tmp_path, ROWS, cls=Stepping, max_steps=2, gradient_accumulation_steps=2)
     assert one.noted == [(False, False), (True, True), (True, True)]  # the epoch's second step has one micro-batch
     assert one.accelerator.gradient_accumulation_steps == 1 and one.accelerator.sync_gradients
     assert one.accelerator.optimizer_step_was_skipped is False
@@ -197,8 +194,7 @@ def test_gradients_are_unscaled_once_before_they_are_clipped(tmp_path: Path) -> 
     one: Any = trainer(tmp_path, ROWS, cls=Clipping, fp16=True, max_steps=1)
     assert one.accelerator.scaler is one._trainflow.engine.precision.scaler is not None
     one.train()
-    plain: Any = trainer(tmp_path, ROWS, cls=Clipping, max_steps=1)
-    plain.train()
+    plain: Any = trained(tmp_path, ROWS, cls=Clipping, max_steps=1)
     assert one.norms[0] == pytest.approx(plain.norms[0], rel=1e-2)  # and not times the scale of 65536
     assert one.norms[1] == pytest.approx(1e-3, rel=1e-3)
 
@@ -208,11 +204,9 @@ def test_a_skipped_step_is_reported(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
             return super().compute_loss(model, inputs, *given, **more) * (float("nan") if self.state.global_step else 1)
 
-    one = trainer(tmp_path, ROWS, cls=Once, max_steps=1)
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Once, max_steps=1)
     assert not one.accelerator.optimizer_step_was_skipped
-    one = trainer(tmp_path, ROWS, cls=Once, max_steps=2)
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Once, max_steps=2)
     assert one.accelerator.optimizer_step_was_skipped
 
 
@@ -272,8 +266,7 @@ def test_what_is_logged_reaches_the_trackers_of_report_to(tmp_path: Path) -> Non
             super().log(logs, start_time)
             self.accelerator.log({"mine": 1.5}, step=7)
 
-    one = trainer(tmp_path, ROWS, cls=Logging, report_to="jsonl", max_steps=1)
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Logging, report_to="jsonl", max_steps=1)
     one.accelerator.end_training()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "mine" in line] == [7]

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from tests.support.tiny_models import llama
 from tests.support.toys import Classifier, classification_rows, token_rows
-from tests.support.training import trainer
+from tests.support.training import trained, trainer
 from trainer_lib import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -424,18 +424,16 @@ def test_the_first_value_that_is_not_finite_is_named_with_the_modules_before_it(
 
 
 def test_bad_inputs_and_weights_are_told_apart_and_a_sound_model_trains_as_without(tmp_path: Path) -> None:
-    def trained(folder: str, rows: Any = ROWS, **given: Any) -> Any:
-        one = trainer(tmp_path / folder, rows, max_steps=3, **given)
-        one.train()
-        return one.model
+    def ended(folder: str, rows: Any = ROWS, **given: Any) -> Any:
+        return trained(tmp_path / folder, rows, max_steps=3, **given).model
 
     with pytest.raises(NonFiniteError, match=r"in the input of body \(Linear\)"):
-        trained("a", [{**row, "x": torch.full((6,), torch.nan)} for row in ROWS], debug="underflow_overflow")
+        ended("a", [{**row, "x": torch.full((6,), torch.nan)} for row in ROWS], debug="underflow_overflow")
     broken = Classifier()
     broken.norm.weight.data[0] = torch.inf
     with pytest.raises(NonFiniteError, match=r"in the weights of norm \(LayerNorm\)"):
-        trained("b", model=broken, debug=["underflow_overflow"])
-    watched, plain = trained("c", debug="underflow_overflow"), trained("d")
+        ended("b", model=broken, debug=["underflow_overflow"])
+    watched, plain = ended("c", debug="underflow_overflow"), ended("d")
     assert all(torch.equal(value, watched.state_dict()[name]) for name, value in plain.state_dict().items())
     assert not any(module._forward_hooks for module in watched.modules())
 

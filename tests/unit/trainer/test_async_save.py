@@ -16,7 +16,17 @@ from typing_extensions import override
 from tests.support.faulty import Faults
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
-from tests.support.training import Note, NoteSaves, StopAt, assert_equal, final_state, measured, preempted_at, trainer
+from tests.support.training import (
+    Note,
+    NoteSaves,
+    StopAt,
+    assert_equal,
+    final_state,
+    measured,
+    preempted_at,
+    trained,
+    trainer,
+)
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.staging import HostCopy
@@ -60,13 +70,11 @@ def test_its_bytes_are_those_of_a_save_that_training_waited_for(
     optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {**ASYNC, "optim": optim, "logging_strategy": "steps", "logging_steps": 1}
-    waited = trainer(tmp_path / "waited", ROWS, **{**given, "save_async": False})
-    waited.train()
+    waited = trained(tmp_path / "waited", ROWS, **{**given, "save_async": False})
 
     went_on = threading.Event()
     gate = Gate(monkeypatch, lambda step: until(went_on)(step) if step == 2 else None)
-    one = trainer(tmp_path / "background", ROWS, callbacks=[At(4, went_on.set)], **given)
-    one.train()
+    one = trained(tmp_path / "background", ROWS, callbacks=[At(4, went_on.set)], **given)
     assert_equal(final_state(waited), final_state(one))
     assert contents(tmp_path / "background") == contents(tmp_path / "waited")
     assert contents(tmp_path / "waited").keys() == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
@@ -300,8 +308,7 @@ def test_asked_to_stop_a_failure_of_the_one_before_does_not_keep_the_step_from_b
 @pytest.mark.parametrize("save_async", [True, False])
 def test_a_stop_saves_a_whole_checkpoint_even_when_only_models_are_saved(save_async: bool, tmp_path: Path) -> None:
     given: dict[str, Any] = {**ASYNC, "save_async": save_async, "save_only_model": True, "save_total_limit": 1}
-    whole = trainer(tmp_path / "whole", ROWS, **given)
-    whole.train()
+    whole = trained(tmp_path / "whole", ROWS, **given)
     assert preempted_at(trainer(tmp_path / "cut", ROWS, callbacks=[StopAt(2)], **given)) == 2
     resumed = trainer(tmp_path / "cut", ROWS, **given)
     resumed.train("auto")

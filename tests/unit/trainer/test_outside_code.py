@@ -20,7 +20,7 @@ from torch import nn
 from tests.support.searching import search_trainer
 from tests.support.surface import SURFACE
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import assert_equal, final_state, note_heads, trainer
+from tests.support.training import assert_equal, final_state, note_heads, trained, trainer
 from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.foreign_arguments import OURS_ALONE, adopt_arguments
@@ -128,8 +128,7 @@ def test_other_data_on_resume_names_the_way_out(tmp_path: Path) -> None:
     more = [*ROWS, *ROWS[:4]]
     with pytest.raises(ValueError, match="ignore_data_skip"):
         trainer(tmp_path, more, max_steps=4, resume_from_checkpoint=True, **SAVING).train()
-    one = trainer(tmp_path, more, max_steps=4, resume_from_checkpoint=True, ignore_data_skip=True, **SAVING)
-    one.train()
+    one = trained(tmp_path, more, max_steps=4, resume_from_checkpoint=True, ignore_data_skip=True, **SAVING)
     assert one.state.global_step == 4
 
 
@@ -279,15 +278,13 @@ def test_a_models_own_load_state_dict_is_reached(tmp_path: Path) -> None:
             named = {name.removeprefix("v2."): value for name, value in state_dict.items() if name.startswith("v2.")}
             return super().load_state_dict(named, strict, assign)
 
-    def trained(folder: str, **given: Any) -> Trainer:
+    def renamed(folder: str, **given: Any) -> Trainer:
         torch.manual_seed(0)
-        one = trainer(tmp_path / folder, ROWS, model=Renaming(), **CONSTANT, **given)
-        one.train()
-        return one
+        return trained(tmp_path / folder, ROWS, model=Renaming(), **CONSTANT, **given)
 
-    whole = trained("whole", max_steps=4)
-    trained("stopped", max_steps=2)
-    resumed = trained("stopped", max_steps=4, resume_from_checkpoint=True)
+    whole = renamed("whole", max_steps=4)
+    renamed("stopped", max_steps=2)
+    resumed = renamed("stopped", max_steps=4, resume_from_checkpoint=True)
     assert Renaming.loads == 1
     assert_equal(final_state(resumed), final_state(whole))
 
@@ -313,8 +310,7 @@ def test_an_overflow_in_a_loss_skips_the_step(tmp_path: Path, optim: str, fp16: 
     heads = note_heads()
     given: dict[str, Any] = {"optim": optim, "fp16": fp16, "max_steps": 3, "lr_scheduler_type": "constant"}
     given |= {"logging_strategy": "steps", "logging_steps": 1, "callbacks": [heads]}
-    one = trainer(tmp_path, ROWS, compute_loss_func=Overflowing(), **given)
-    one.train()
+    one = trained(tmp_path, ROWS, compute_loss_func=Overflowing(), **given)
     loss: Any = one.compute_loss_func
     assert torch.isfinite(loss.scale).all() and not torch.equal(loss.scale.detach(), torch.ones(4))
     assert torch.equal(heads.kept[1], heads.kept[0]) and not torch.equal(heads.kept[2], heads.kept[1])

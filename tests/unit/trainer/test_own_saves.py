@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.stores import record_fsync
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import Note, StopAt, assert_equal, final_state, trainer
+from tests.support.training import Note, StopAt, assert_equal, final_state, trained, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
 from trainer_lib.commit import COMMIT, read_commit, verify_files
@@ -79,10 +79,8 @@ def _committed(folder: Path | str) -> set[str]:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_files_that_an_override_adds_are_in_every_checkpoint(tmp_path: Path, background: bool) -> None:
-    plain = trainer(tmp_path / "plain", ROWS, **SAVING)
-    plain.train()
-    one: Any = trainer(tmp_path / "one", ROWS, cls=Noting, save_async=background, **SAVING)
-    one.train()
+    plain = trained(tmp_path / "plain", ROWS, **SAVING)
+    one: Any = trained(tmp_path / "one", ROWS, cls=Noting, save_async=background, **SAVING)
     assert one.folders == [str(tmp_path / "one" / f"checkpoint-{step}") for step in (2, 4)]
     for step in (2, 4):
         found = _committed(tmp_path / "one" / f"checkpoint-{step}")
@@ -122,8 +120,7 @@ def test_a_model_in_another_form_stays_under_its_name_beside_the_weights_that_tr
 
 
 def test_a_remote_checkpoint_gets_the_files_of_a_local_folder_of_its_name() -> None:
-    one: Any = trainer("memory://own-saves/run", ROWS, cls=Noting, **SAVING)
-    one.train()
+    one: Any = trained("memory://own-saves/run", ROWS, cls=Noting, **SAVING)
     assert [Path(folder).name for folder in one.folders] == ["checkpoint-2", "checkpoint-4"]
     assert not any(Path(folder).exists() for folder in one.folders)
     assert "head/notes.json" in _committed("memory://own-saves/run/checkpoint-4")
@@ -144,8 +141,7 @@ def test_a_checkpoint_with_a_pickle_of_an_overrides_is_ours_committed_or_interru
     claim_folder(root.child("checkpoint-3"), Holder.this_process(), lambda other: False)
     (interrupted / "head.pt").write_bytes(b"half")
     assert (list_foreign(root), list_uncommitted(root)) == ([], ["checkpoint-3"])
-    resumed = trainer(tmp_path, ROWS, cls=Pickling, resume_from_checkpoint=True, **SAVING)
-    resumed.train()
+    trained(tmp_path, ROWS, cls=Pickling, resume_from_checkpoint=True, **SAVING)
     assert "head.pt" in _committed(tmp_path / "checkpoint-4")
 
 
@@ -157,8 +153,7 @@ def test_an_override_of_save_is_given_a_folder_and_may_take_nothing_else(tmp_pat
             folders.append(output_dir)
             super()._save(output_dir)
 
-    one = trainer(tmp_path, ROWS, cls=Oldest, **{**SAVING, "max_steps": 2})
-    one.train()
+    one = trained(tmp_path, ROWS, cls=Oldest, **{**SAVING, "max_steps": 2})
     one.save_model()
     assert folders == [str(tmp_path / "checkpoint-2"), str(tmp_path)]
     assert load_file(tmp_path / "model.safetensors").keys() == load_file(folders[0] + "/model.safetensors").keys()
@@ -212,8 +207,7 @@ def test_a_save_removes_the_links_that_an_interrupted_one_left(tmp_path: Path) -
     claim_folder(Store.open(left), Holder.this_process(), lambda other: False)
     (left / "trainer_state.json").symlink_to(base / "config.json")
     (left / "base").symlink_to(base)
-    one = trainer(tmp_path / "run", ROWS, cls=OfOld, **SAVING)
-    one.train()
+    trained(tmp_path / "run", ROWS, cls=OfOld, **SAVING)
     assert "trainer_state.json" in _committed(left)
     assert not (left / "base").is_symlink()
     assert (base / "config.json").read_text() == "the base model's"
@@ -363,8 +357,7 @@ def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(tmp_path: Path) -
             return super().forward(x, labels)
 
     before = _earlier(tmp_path)
-    one = trainer(tmp_path, ROWS, model=Hungry(), auto_find_batch_size=True, **LIMITED)
-    one.train()
+    one = trained(tmp_path, ROWS, model=Hungry(), auto_find_batch_size=True, **LIMITED)
     assert one.state.train_batch_size == 2
     assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
     assert _content(tmp_path, 2, 3) == before

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.tiny_models import bert, llama, lm_rows
-from tests.support.training import Note, trainer
+from tests.support.training import Note, trained, trainer
 from trainer_lib.errors import ConfigError
 
 ROWS = lm_rows(16)
@@ -43,8 +43,7 @@ def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
     model = lora()
     base = {name: value.clone() for name, value in model.state_dict().items() if "lora_" not in name}
     before = adapters(model)
-    one = trainer(tmp_path, ROWS, model=model, max_steps=2)
-    one.train()
+    one = trained(tmp_path, ROWS, model=model, max_steps=2)
     assert one.optimizer is not None
     held = [id(each) for group in one.optimizer.param_groups for each in group["params"]]
     assert sorted(held) == sorted(id(p) for name, p in model.named_parameters() if "lora_" in name)
@@ -58,8 +57,7 @@ def test_save_model_and_checkpoints_hold_the_adapter_that_peft_loads_and_not_the
     from safetensors.torch import load_file
 
     model = lora()
-    one = trainer(tmp_path, ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
-    one.train()
+    one = trained(tmp_path, ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
     one.save_model(str(tmp_path / "model"))
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json", "training_args.json"}
@@ -102,8 +100,7 @@ def test_the_best_adapter_is_put_back_at_the_end(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     given |= {"load_best_model_at_end": True, "max_steps": 3, "eval_dataset": ROWS}
     model = lora()
-    one = trainer(tmp_path, ROWS, model=model, callbacks=[measured, Note("on_step_begin", spoil)], **given)
-    one.train()
+    one = trained(tmp_path, ROWS, model=model, callbacks=[measured, Note("on_step_begin", spoil)], **given)
     assert one.state.best_global_step == 2
     assert_same(adapters(model), measured.kept[1])
 
@@ -114,8 +111,7 @@ def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(tmp_path:
     model = llama()
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    one = trainer(tmp_path / "run", ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
-    one.train()
+    one = trained(tmp_path / "run", ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
     one.save_model(str(tmp_path / "model"))
     for folder in (tmp_path / "model", tmp_path / "run" / "checkpoint-2"):
         loaded = llama()
@@ -212,8 +208,7 @@ def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
 
     logging.getLogger("peft").setLevel(logging.ERROR)
     given: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer(tmp_path, ROWS, model=made(0), **given)
-    whole.train()
+    whole = trained(tmp_path, ROWS, model=made(0), **given)
     again = trainer(tmp_path / "again", ROWS, model=made(1), **given)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert torch.equal(

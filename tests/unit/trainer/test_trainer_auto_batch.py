@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.toys import Classifier, StatefulStream, classification_rows
-from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.arguments.fields import Unset
 from trainer_lib.arguments.global_batch import describe_step
@@ -68,13 +68,11 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     """Samples, losses and weights are those of a run that had the smaller micro-batch from the start."""
     given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **EVERY_STEP}
     model = hungry(3, failure=FAILURES[failure])
-    found = trainer(tmp_path / "a", ROWS, model=model, per_device_train_batch_size=10, **AUTO, **given)
-    found.train()
+    found = trained(tmp_path / "a", ROWS, model=model, per_device_train_batch_size=10, **AUTO, **given)
     told = re.findall(r"micro-batches of (\d+): training continues with (\d+)", caplog.text)
     assert told == [("10", "5"), ("5", "2")]
     assert found.state.train_batch_size == 2
-    small = trainer(tmp_path / "b", ROWS, model=hungry(3), per_device_train_batch_size=2, **given)
-    small.train()
+    small = trained(tmp_path / "b", ROWS, model=hungry(3), per_device_train_batch_size=2, **given)
     assert_equal(final_state(found), final_state(small))
     assert model.seen == small.model.seen
 
@@ -83,11 +81,9 @@ def test_odd_sizes_leave_uneven_micro_batches_at_their_exact_weight(tmp_path: Pa
     given: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 7, **EVERY_STEP}
     model = hungry(4)
     model.dropout = nn.Dropout(0.0)
-    found = trainer(tmp_path / "a", ROWS, model=model, **AUTO, **given)
-    found.train()
+    found = trained(tmp_path / "a", ROWS, model=model, **AUTO, **given)
     assert model.seen[:3] == [3, 3, 1]
-    whole = trainer(tmp_path / "b", ROWS, model=seeded(Classifier, dropout=0.0), **given)
-    whole.train()
+    whole = trained(tmp_path / "b", ROWS, model=seeded(Classifier, dropout=0.0), **given)
     for one, other in zip(found.state.log_history[:-1], whole.state.log_history[:-1], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
@@ -97,8 +93,7 @@ def test_it_goes_on_from_the_newest_checkpoint_of_the_same_training(tmp_path: Pa
     given: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **EVERY_STEP}
     given |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
     # 4 steps an epoch (8 + 8 + 8 + 2): memory runs out in step 6, step 4 is saved.
-    found = trainer(tmp_path / "a", ROWS, model=hungry(4, since=5), **AUTO, **given)
-    found.train()
+    found = trained(tmp_path / "a", ROWS, model=hungry(4, since=5), **AUTO, **given)
     stopped = trainer(tmp_path / "b", ROWS, model=hungry(9), callbacks=[StopAt(4)], **given)
     assert preempted_at(stopped) == 4
     resumed = trainer(tmp_path / "b", ROWS, model=hungry(9), **{**given, "per_device_train_batch_size": 4})
@@ -124,13 +119,11 @@ def test_what_the_user_gave_is_put_back_as_it_was(make: Callable[[Any], torch.op
     stream, started = StatefulStream(ROWS), Note("on_train_begin", lambda state, **_: state.global_step)
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 4}
     mine: dict[str, Any] = {"model": model, "optimizers": (optimizer, None), "callbacks": [started]}
-    found = trainer(tmp_path / "a", stream, **mine, **AUTO, **given)
-    found.train()
+    found = trained(tmp_path / "a", stream, **mine, **AUTO, **given)
     assert found.optimizer is optimizer
     assert stream.started_at[:2] == [0, 0] and started.kept == [0, 0]
     mine = {"model": small_model, "optimizers": (make(small_model.parameters()), None)}
-    small = trainer(tmp_path / "b", StatefulStream(ROWS), per_device_train_batch_size=2, **mine, **given)
-    small.train()
+    small = trained(tmp_path / "b", StatefulStream(ROWS), per_device_train_batch_size=2, **mine, **given)
     assert_equal(final_state(found), final_state(small))
 
 
@@ -141,8 +134,7 @@ def test_a_model_is_made_again_for_the_smaller_batch(tmp_path: Path) -> None:
         made.append(Hungry(2))
         return made[-1]
 
-    fresh = trainer(tmp_path, ROWS, model_init=model_init, max_steps=4, global_batch_size=4, **AUTO)
-    fresh.train()
+    fresh = trained(tmp_path, ROWS, model_init=model_init, max_steps=4, global_batch_size=4, **AUTO)
     assert fresh.model is made[-1] and made[-1].seen[:2] == [2, 2]
 
 
@@ -202,8 +194,7 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
     written: dict[str, Any] = {"split_batches": False, "dispatch_batches": None, "even_batches": True}
     written |= {"use_seedable_sampler": True, "non_blocking": False, "gradient_accumulation_kwargs": None}
     config.write_text(json.dumps({**written, "use_configured_state": False}))
-    one = trainer(tmp_path / "out", ROWS, accelerator_config=str(config), max_steps=1)
-    one.train()
+    one = trained(tmp_path / "out", ROWS, accelerator_config=str(config), max_steps=1)
     assert one._trainflow.world.batching.non_blocking is False
     settings: Any = one.args.accelerator_config
     assert (settings.split_batches, settings.non_blocking) == (False, False)
@@ -252,10 +243,8 @@ def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, m
     """The gradients of the second attempt are unscaled, and its loss scale is that of the beginning."""
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **EVERY_STEP}
     more: dict[str, Any] = {"callbacks": [FullAt(step)], "auto_find_batch_size": True}
-    found = trainer(tmp_path / "a", ROWS, model=seeded(model), per_device_train_batch_size=10, **more, **given)
-    found.train()
-    small = trainer(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)
-    small.train()
+    found = trained(tmp_path / "a", ROWS, model=seeded(model), per_device_train_batch_size=10, **more, **given)
+    small = trained(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)
     assert found.state.train_batch_size == 5
     assert_equal(final_state(found), final_state(small))
     assert found.accelerator.scaler.get_scale() == small.accelerator.scaler.get_scale()  # type: ignore[union-attr]
@@ -290,8 +279,7 @@ def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(t
     ):
         model = hungry(room)
         model.dropout = nn.Dropout(0.0)
-        trained = trainer(tmp_path / name, ROWS, model=model, **{**given, **more})
-        trained.train()
+        trained(tmp_path / name, ROWS, model=model, **{**given, **more})
         sizes[name] = model.seen
     assert sizes["alone"] == [24] and sizes["short of memory"][-4:] == [6, 6, 6, 6]
     assert sizes["given"] == sizes["neither"] == sizes["one for all processes"] == [8, 8, 8]
@@ -300,8 +288,7 @@ def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(t
 def test_a_checkpoint_of_smaller_micro_batches_keeps_them(tmp_path: Path) -> None:
     """An earlier version took eight samples at a time where only the global batch was given."""
     given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 13, "per_device_train_batch_size": 8}
-    whole = trainer(tmp_path / "a", ROWS, model=hungry(99), **given)
-    whole.train()
+    whole = trained(tmp_path / "a", ROWS, model=hungry(99), **given)
     older = trainer(tmp_path / "b", ROWS, model=hungry(99), callbacks=[StopAt(2)], **given)
     assert preempted_at(older) == 2
     resumed = trainer(tmp_path / "b", ROWS, model=hungry(99), **{**given, "per_device_train_batch_size": Unset(8)})

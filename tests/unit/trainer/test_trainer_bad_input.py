@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.toys import Classifier, Stream, classification_rows
-from tests.support.training import note_heads, trainer
+from tests.support.training import note_heads, trained, trainer
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, NonFiniteError, TrainflowError
 
@@ -194,8 +194,7 @@ def test_a_step_that_is_not_finite_is_never_taken_but_counted_and_shown(optim: s
     given: dict[str, Any] = {"optim": optim, "train_sampling_strategy": "sequential", "logging_strategy": "steps"}
     given |= {"logging_steps": 1, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
     heads = note_heads()
-    one = trainer(tmp_path, rows_with_outliers(9), model=Exploding(), callbacks=[heads], **given)
-    one.train()
+    one = trained(tmp_path, rows_with_outliers(9), model=Exploding(), callbacks=[heads], **given)
     entries = [entry for entry in one.state.log_history if "loss" in entry]
     assert [entry.get("nonfinite_steps", 0) for entry in entries] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
     assert math.isnan(entries[2]["loss"])  # nothing finite to show
@@ -209,10 +208,8 @@ def test_the_filter_hides_only_what_is_displayed(tmp_path: Path) -> None:
         "logging_strategy": "epoch",
         "num_train_epochs": 1,
     }
-    shown = trainer(tmp_path / "a", rows_with_outliers(9), model=Exploding(), logging_nan_inf_filter=False, **given)
-    shown.train()
-    hidden = trainer(tmp_path / "b", rows_with_outliers(9), model=Exploding(), **given)
-    hidden.train()
+    shown = trained(tmp_path / "a", rows_with_outliers(9), model=Exploding(), logging_nan_inf_filter=False, **given)
+    hidden = trained(tmp_path / "b", rows_with_outliers(9), model=Exploding(), **given)
     assert shown.state.log_history[0]["loss"] == float("inf")
     assert 0 < hidden.state.log_history[0]["loss"] < 10
     assert shown.state.log_history[0]["nonfinite_steps"] == hidden.state.log_history[0]["nonfinite_steps"] == 1
@@ -229,7 +226,7 @@ def test_too_many_in_a_row_end_the_run(given: dict[str, Any], tmp_path: Path) ->
 def test_a_model_in_trouble_is_never_the_best(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
     given |= {"train_sampling_strategy": "sequential", "metric_for_best_model": "loss", "num_train_epochs": 1}
-    one = trainer(
+    one = trained(
         tmp_path,
         rows_with_outliers(*range(4, 40)),
         eval_dataset=ROWS,
@@ -237,5 +234,4 @@ def test_a_model_in_trouble_is_never_the_best(tmp_path: Path) -> None:
         max_nonfinite_steps=99,
         **given,
     )
-    one.train()
     assert one.state.best_global_step == 1

@@ -14,7 +14,7 @@ import torch
 from tests.support import surface
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import Note, StopAt, arguments, measured, preempted_at, trainer
+from tests.support.training import Note, StopAt, arguments, measured, preempted_at, trained, trainer
 from trainer_lib import (
     EarlyStoppingCallback,
     ExportableState,
@@ -49,8 +49,7 @@ def test_all_sixteen_events_fire_where_they_should_with_what_they_should(tmp_pat
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     given |= {"logging_strategy": "steps", "logging_steps": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
     given |= {"push_to_hub": True, "hub_model_id": str(tmp_path / "hub"), "hub_strategy": "end"}
-    one = trainer(tmp_path / "out", ROWS, eval_dataset=ROWS[:4], callbacks=[note], processing_class="words", **given)
-    one.train()
+    one = trained(tmp_path / "out", ROWS, eval_dataset=ROWS[:4], callbacks=[note], processing_class="words", **given)
     one.predict(ROWS[:4])
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     evaluation = ["on_prediction_step", "on_log", "on_evaluate"]
@@ -90,8 +89,7 @@ class Ask(TrainerCallback):
 def test_switches_make_the_loop_log_evaluate_and_save(tmp_path: Path) -> None:
     note, seen = noting_everything()
     ask = Ask(2, "should_log", "should_evaluate", "should_save")
-    one = trainer(tmp_path, ROWS, eval_dataset=ROWS[:4], callbacks=[ask, note], max_steps=4)
-    one.train()
+    trained(tmp_path, ROWS, eval_dataset=ROWS[:4], callbacks=[ask, note], max_steps=4)
     asked = [(event, step) for event, step, _ in seen if event in ("on_log", "on_evaluate", "on_save")]
     assert asked == [("on_log", 2), ("on_log", 2), ("on_evaluate", 2), ("on_save", 2), ("on_log", 4)]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -99,12 +97,10 @@ def test_switches_make_the_loop_log_evaluate_and_save(tmp_path: Path) -> None:
 
 def test_an_epoch_can_be_left_and_training_stopped(tmp_path: Path) -> None:
     note, seen = noting_everything()
-    one = trainer(tmp_path, ROWS, callbacks=[Ask(1, "should_epoch_stop"), note], num_train_epochs=2)
-    one.train()
+    one = trained(tmp_path, ROWS, callbacks=[Ask(1, "should_epoch_stop"), note], num_train_epochs=2)
     assert one.state.global_step == 5  # one step of the first epoch, four of the second
     assert [step for event, step, _ in seen if event == "on_epoch_begin"] == [0, 1]
-    one = trainer(tmp_path, ROWS, callbacks=[Ask(3, "should_training_stop")], num_train_epochs=2)
-    one.train()
+    one = trained(tmp_path, ROWS, callbacks=[Ask(3, "should_training_stop")], num_train_epochs=2)
     assert one.state.global_step == 3
 
 
@@ -170,8 +166,7 @@ def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> Non
     ],
 )
 def test_when_losses_are_logged(given: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, **{"num_train_epochs": 2, "logging_strategy": "steps", **given})
-    one.train()
+    one = trained(tmp_path, ROWS, **{"num_train_epochs": 2, "logging_strategy": "steps", **given})
     assert [entry["step"] for entry in one.state.log_history if "loss" in entry] == steps
 
 
@@ -233,8 +228,7 @@ class Rewriting(Trainer):
 
 def test_what_overrides_return_takes_effect(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
-    one = trainer(tmp_path, None, cls=Rewriting, num_train_epochs=2, logging_strategy="steps", logging_steps=1, **given)
-    one.train()
+    one = trained(tmp_path, None, cls=Rewriting, num_train_epochs=2, logging_strategy="steps", logging_steps=1, **given)
     assert one.state.global_step == 4
     assert isinstance(one.optimizer, torch.optim.SGD)
     assert {entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry} == {0.125}
@@ -306,10 +300,9 @@ seen: list[str] = []
 
 def test_overrides_with_the_signatures_of_old_are_called_as_they_take_it(tmp_path: Path) -> None:
     seen.clear()
-    one = trainer(
+    one = trained(
         tmp_path, DOZEN, cls=OfOld, eval_dataset=DOZEN, max_steps=2, logging_strategy="steps", logging_steps=1
     )
-    one.train()
     one.evaluate()
     one.save_model()
     assert set(seen) == {name for name in vars(OfOld) if not name.startswith("__")}
@@ -399,8 +392,7 @@ class ByHand(Trainer):
 
 
 def test_the_accelerator_serves_steps_of_ones_own(tmp_path: Path) -> None:
-    one = trainer(tmp_path, DOZEN, cls=ByHand, max_steps=1, bf16=True)
-    one.train()
+    one = trained(tmp_path, DOZEN, cls=ByHand, max_steps=1, bf16=True)
     assert one.used  # type: ignore[attr-defined]
 
 
@@ -408,8 +400,7 @@ def test_the_accelerator_serves_steps_of_ones_own(tmp_path: Path) -> None:
 def test_every_member_of_the_state_says_where_training_stands(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     given |= {"load_best_model_at_end": True, "num_train_epochs": 2, "logging_strategy": "steps", "logging_steps": 2}
-    one = trainer(tmp_path, DOZEN, eval_dataset=DOZEN[:4], include_num_input_tokens_seen="all", **given)
-    one.train()
+    one = trained(tmp_path, DOZEN, eval_dataset=DOZEN[:4], include_num_input_tokens_seen="all", **given)
     state = one.state
     assert (state.epoch, state.global_step, state.max_steps, state.num_train_epochs) == (2.0, 6, 6, 2)
     assert (state.logging_steps, state.eval_steps, state.save_steps, state.train_batch_size) == (2, 2, 2, 4)

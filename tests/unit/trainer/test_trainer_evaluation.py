@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import Note, trainer
+from tests.support.training import Note, trained, trainer
 from trainer_lib import Trainer
 from trainer_lib.data.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
@@ -366,7 +366,7 @@ def test_when_training_evaluates(given: dict[str, Any], steps: list[int], tmp_pa
 
 def test_several_sets_are_each_named_and_one_of_them_decides(tmp_path: Path) -> None:
     values = iter([0.9, 0.1, 0.1, 0.8])  # dev and held in turn
-    one = trainer(
+    one = trained(
         tmp_path,
         MANY,
         eval_dataset=dict.fromkeys(("dev", "held"), MANY[:4]),
@@ -377,7 +377,6 @@ def test_several_sets_are_each_named_and_one_of_them_decides(tmp_path: Path) -> 
         load_best_model_at_end=True,
         metric_for_best_model="held_accuracy",
     )
-    one.train()
     assert one.state.best_metric == 0.8 and one.state.best_global_step == 12
     assert {"eval_dev_accuracy", "eval_held_accuracy"} <= {name for entry in one.state.log_history for name in entry}
 

@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch.utils.data import DataLoader
 
 from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
-from tests.support.training import Note, StopAt, logged, measured, note_heads, preempted_at, trainer
+from tests.support.training import Note, StopAt, logged, measured, note_heads, preempted_at, trained, trainer
 from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, enable_full_determinism, set_seed
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.storage import Store
@@ -93,8 +93,7 @@ def test_what_is_logged(tmp_path: Path) -> None:
     assert steps[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
     assert [entry["learning_rate"] for entry in steps] == pytest.approx([0.01, 0.01 * 2 / 3, 0.01 / 3])
     assert last["train_loss"] == output.training_loss == pytest.approx(np.mean([entry["loss"] for entry in steps]))
-    sparse = trainer(tmp_path, ROWS, num_train_epochs=1, logging_strategy="steps", logging_steps=3)
-    sparse.train()
+    sparse = trained(tmp_path, ROWS, num_train_epochs=1, logging_strategy="steps", logging_steps=3)
     assert sparse.state.log_history[0]["loss"] == pytest.approx(np.mean([entry["loss"] for entry in steps]))
 
 
@@ -104,8 +103,7 @@ def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
 
     norms = Note("on_pre_optimizer_step", norm)
     for limit in (0.01, 0.0):
-        one = trainer(tmp_path, ROWS, max_steps=1, callbacks=[norms], max_grad_norm=limit, **EVERY_STEP)
-        one.train()
+        one = trained(tmp_path, ROWS, max_steps=1, callbacks=[norms], max_grad_norm=limit, **EVERY_STEP)
     assert norms.kept[0] == pytest.approx(0.01, rel=1e-3)
     assert norms.kept[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
 
@@ -113,8 +111,7 @@ def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", [{"bf16": True}, {"fp16": True}, {"optim": "sgd"}, {"optim": "adafactor"}, {}])
 def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
     rows = classification_rows(64)
-    one = trainer(tmp_path, rows, num_train_epochs=12, learning_rate=0.05, logging_strategy="epoch", **given)
-    one.train()
+    one = trained(tmp_path, rows, num_train_epochs=12, learning_rate=0.05, logging_strategy="epoch", **given)
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
 
@@ -139,26 +136,22 @@ def test_a_users_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    one = trainer(tmp_path, ROWS, model=model, optimizers=(optimizer, schedule), max_steps=2, **EVERY_STEP)
-    one.train()
+    one = trained(tmp_path, ROWS, model=model, optimizers=(optimizer, schedule), max_steps=2, **EVERY_STEP)
     assert [entry["learning_rate"] for entry in one.state.log_history[:2]] == pytest.approx([0.5, 0.05])
-    chosen = trainer(tmp_path, ROWS, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.3}), max_steps=1)
-    chosen.train()
+    chosen = trained(tmp_path, ROWS, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.3}), max_steps=1)
     assert isinstance(chosen.optimizer, torch.optim.SGD)
 
 
 def test_a_schedule_that_follows_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_steps": 1, "max_steps": 3, **measured(1.0, 1.0, 1.0), **EVERY_STEP}
     plateau: dict[str, Any] = {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
-    one = trainer(tmp_path, ROWS, lr_scheduler_type="reduce_lr_on_plateau", **plateau, **given)
-    one.train()
+    one = trained(tmp_path, ROWS, lr_scheduler_type="reduce_lr_on_plateau", **plateau, **given)
     rates = [entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry]
     assert rates == pytest.approx([0.01, 0.01, 0.005])
 
 
 def test_training_twice_trains_again_from_the_weights_there_are(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, max_steps=2, save_strategy="steps", save_steps=1)
-    one.train()
+    one = trained(tmp_path, ROWS, max_steps=2, save_strategy="steps", save_steps=1)
     first = one.model.head.weight.detach().clone()  # type: ignore[operator,union-attr]
     one.train()
     assert one.state.global_step == 2
@@ -171,8 +164,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     heads = note_heads()
     given: dict[str, Any] = {"eval_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True, "max_steps": 9}
     given |= {"save_strategy": "steps", "save_steps": 1, **measured(0.5, 0.9, 0.7, 0.6)}
-    one = trainer(tmp_path, ROWS, callbacks=[heads, EarlyStoppingCallback(2)], **given)
-    one.train()
+    one = trained(tmp_path, ROWS, callbacks=[heads, EarlyStoppingCallback(2)], **given)
     assert one.state.global_step == 4
     assert (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -215,8 +207,7 @@ def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
 
 def test_saving_only_what_is_best(tmp_path: Path) -> None:
     given: dict[str, Any] = {**measured(3.0, 5.0, 2.0), "greater_is_better": False, "eval_strategy": "epoch"}
-    one = trainer(tmp_path, ROWS, save_strategy="best", num_train_epochs=3, **given)
-    one.train()
+    trained(tmp_path, ROWS, save_strategy="best", num_train_epochs=3, **given)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]
 
 
@@ -271,8 +262,7 @@ class Tokenizer:
 @pytest.mark.parametrize("url", ["memory://exports/one", "model"])
 def test_the_exported_model_loads_elsewhere(url: str, tmp_path: Path) -> None:
     folder = url if "://" in url else str(tmp_path / url)
-    one = trainer(tmp_path, ROWS, model=Configured(), processing_class=Tokenizer(), max_steps=1)
-    one.train()
+    one = trained(tmp_path, ROWS, model=Configured(), processing_class=Tokenizer(), max_steps=1)
     one.save_model(folder)
     store = Store.open(folder)
     names = ["config.json", "model.safetensors", "tokenizer.json", "training_args.json"]
@@ -292,8 +282,7 @@ def test_checkpoints_go_to_any_store(tmp_path: Path) -> None:
     assert preempted_at(stopped) == 3
     resumed = trainer(url, ROWS, **given)
     resumed.train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path, ROWS, **given)
-    whole.train()
+    whole = trained(tmp_path, ROWS, **given)
     assert torch.equal(resumed.model.state_dict()["head.weight"], whole.model.state_dict()["head.weight"])
     Store.open("memory://runs").delete_tree()
 
@@ -369,8 +358,7 @@ def test_loaders_and_samplers_of_ones_own_decide_the_order(tmp_path: Path) -> No
             return list(range(len(train_dataset) - 1, -1, -1))
 
     data = Augmented(ROWS)
-    one = trainer(tmp_path, None, cls=Loading, num_train_epochs=2, gradient_accumulation_steps=2)
-    one.train()
+    one = trained(tmp_path, None, cls=Loading, num_train_epochs=2, gradient_accumulation_steps=2)
     assert (one.state.global_step, data.read) == (6, [*range(10), *range(10)])
     data = Augmented(ROWS)
     trainer(tmp_path, data, cls=Backwards, num_train_epochs=1).train()

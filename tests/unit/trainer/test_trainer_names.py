@@ -18,7 +18,7 @@ import torch
 from tests.support.overrides import SURFACE, Unusable
 from tests.support.repository import relative, sources, tree
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import trainer
+from tests.support.training import trained, trainer
 from trainer_lib import Seq2SeqTrainer, Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.accelerator.trainer_accelerator import REFUSED, TrainerAccelerator
@@ -387,8 +387,7 @@ def _trained(folder: Path, cls: type[Trainer]) -> tuple[list[torch.Tensor], list
     given |= {"logging_strategy": "steps", "logging_steps": 1, "load_best_model_at_end": True, "max_steps": 3}
     given |= {"gradient_accumulation_steps": 2, "report_to": "jsonl"}
     torch.manual_seed(0)
-    one = trainer(folder, ROWS, cls=cls, model=Classifier(), eval_dataset=ROWS, **given)
-    one.train()
+    one = trained(folder, ROWS, cls=cls, model=Classifier(), eval_dataset=ROWS, **given)
     losses = [one.predict(ROWS).metrics or {}, one.evaluate()]
     one.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     one.save_model(str(folder / "model"))

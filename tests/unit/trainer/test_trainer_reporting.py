@@ -13,7 +13,7 @@ import pytest
 import trainer_lib
 from tests.support.surface import SURFACE
 from tests.support.toys import classification_rows
-from tests.support.training import StopAt, preempted_at, trainer
+from tests.support.training import StopAt, preempted_at, trained, trainer
 from trainer_lib import JsonlCallback, MLflowCallback, PrinterCallback, ProgressCallback, TensorBoardCallback
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback
@@ -36,8 +36,7 @@ def names(one: Any) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------------- tensorboard
 def test_tensorboard_event_files_are_written_and_read_back(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, eval_dataset=ROWS, eval_strategy="epoch", report_to="tensorboard", **LOGGED)
-    one.train()
+    one = trained(tmp_path, ROWS, eval_dataset=ROWS, eval_strategy="epoch", report_to="tensorboard", **LOGGED)
     found = scalars(tmp_path / "runs")
     logged = {entry["step"]: pytest.approx(entry["loss"]) for entry in one.state.log_history if "loss" in entry}
     assert dict(found["train/loss"]) == logged

@@ -16,7 +16,7 @@ from torch import nn
 from tests.support.gradients import assert_close, gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows, tokenizer
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import Note, assert_equal, final_state, logged, trainer
+from tests.support.training import Note, assert_equal, final_state, logged, trained, trainer
 from trainer_lib import Trainer, default_data_collator
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trackers.callback import TrackingCallback
@@ -38,8 +38,7 @@ def test_save_model_and_checkpoints_write_what_from_pretrained_loads(tied: bool,
     model = llama(tie_word_embeddings=tied)
     model.generation_config.max_new_tokens = 5
     given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    one = trainer(tmp_path, ROWS, model=model, processing_class=tokenizer(), **given)
-    one.train()
+    one = trained(tmp_path, ROWS, model=model, processing_class=tokenizer(), **given)
     one.save_model(str(tmp_path / "model"))
     for folder in ("model", "checkpoint-2"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -190,8 +189,7 @@ def compiled() -> Any:
 
 def test_torch_compile_hands_the_model_to_its_backend(compiled: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"max_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
-    plain = trainer(tmp_path / "plain", token_rows(12), model_init=TokenModel, **given)
-    plain.train()
+    plain = trained(tmp_path / "plain", token_rows(12), model_init=TokenModel, **given)
     given |= {"torch_compile_backend": "noting", "torch_compile_mode": "reduce-overhead"}
     one = trainer(tmp_path / "compiled", token_rows(12), model_init=TokenModel, **given)
     assert one.args.torch_compile
@@ -288,8 +286,7 @@ def test_label_smoothing_is_switched_off_for_labels_that_do_not_exclude_one_anot
 ) -> None:
     rows = [{**row, "labels": torch.tensor([1.0, 0.0, 1.0])} for row in text_rows(8)]
     model = bert(problem_type="multi_label_classification")
-    one = trainer(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
-    one.train()
+    one = trained(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
     assert one.label_smoother is None
     assert "label_smoothing_factor is ignored" in caplog.text
 
@@ -301,8 +298,7 @@ def test_model_init_makes_the_same_model_for_every_training(tmp_path: Path) -> N
         return made[-1]
 
     made: list[Any] = []
-    one = trainer(tmp_path, text_rows(12), model_init=make, max_steps=3)
-    one.train()
+    one = trained(tmp_path, text_rows(12), model_init=make, max_steps=3)
     first = final_state(one)
     one.train()
     assert_equal(first, final_state(one))
@@ -367,8 +363,7 @@ def test_all_formats_of_a_dataset_lose_the_columns_the_model_does_not_take_and_t
 
 def test_an_iterable_dataset_loses_its_unused_columns_and_trains(tmp_path: Path) -> None:
     data = text_data().to_iterable_dataset()
-    one = trainer(tmp_path, data, model=bert(), max_steps=4, eval_dataset=data)
-    one.train()
+    one = trained(tmp_path, data, model=bert(), max_steps=4, eval_dataset=data)
     assert one.state.global_step == 4
     assert one.evaluate()["eval_loss"] > 0
     assert one.predict(data).predictions.shape == (12, 3)
@@ -417,8 +412,7 @@ def test_tokens_are_counted_as_asked(asked: Any, masked: bool, expected: int, tm
     ]
     given: dict[str, Any] = {"num_train_epochs": 1, "logging_strategy": "steps", "logging_steps": 4}
     given |= {"processing_class": tokenizer(), "data_collator": default_data_collator}
-    one = trainer(tmp_path, rows, model=llama(), include_num_input_tokens_seen=asked, **given)
-    one.train()
+    one = trained(tmp_path, rows, model=llama(), include_num_input_tokens_seen=asked, **given)
     assert one.state.num_input_tokens_seen == expected
     assert one.state.log_history[0].get("num_input_tokens_seen") == (expected or None)
 
@@ -427,8 +421,7 @@ def test_a_batch_without_tokens_is_said_once_and_counts_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "max_steps": 2}
-    one = trainer(tmp_path, classification_rows(8), **given)
-    one.train()
+    one = trained(tmp_path, classification_rows(8), **given)
     assert one.state.num_input_tokens_seen == 0
     assert [record.message for record in caplog.records if "No tokens are counted" in record.message] == [
         "No tokens are counted: batches have no 'input_ids' (give the model a main_input_name)."
