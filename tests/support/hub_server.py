@@ -13,7 +13,6 @@ done, so that only the answer is lost.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import socket
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -86,28 +84,8 @@ class Repo:
 
 
 class _Server(ThreadingHTTPServer):
-    """Ends every connection when it is closed: clients keep theirs open, and a thread waits on each."""
-
     daemon_threads = False
     block_on_close = True
-
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
-        self.connections: set[socket.socket] = set()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.connections.discard(request)
-        super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        for connection in list(self.connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        super().server_close()
 
 
 class HubServer:
@@ -120,7 +98,7 @@ class HubServer:
         self.requests: list[tuple[str, str]] = []
         self.fault: Fault = lambda method, path: None
         self.after: Fault = lambda method, path: None
-        self._server = _Server(type("Handler", (_Handler,), {"hub": self}))
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="hub server")
 
@@ -128,7 +106,7 @@ class HubServer:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -152,9 +130,6 @@ class _Error(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     hub: HubServer
-    protocol_version = "HTTP/1.1"
-    wbufsize = -1  # head and body in one packet: else every answer waits for a delayed ACK
-    disable_nagle_algorithm = True
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
@@ -183,7 +158,6 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self._answer(fault, {}, b'{"error": "injected"}')
         else:
-            self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
