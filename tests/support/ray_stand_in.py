@@ -22,61 +22,44 @@ NEVER = object()
 
 
 class RayError(Exception):
-    """Of every class below."""
-
-
-class RayTaskError(RayError):
-    """A method raised `cause`."""
-
     cause: BaseException | None = None
 
 
+class RayTaskError(RayError): ...
+
+
 class RayActorError(RayError):
-    """An actor is dead or unavailable."""
-
-    preempted = False
-    actor_init_failed = False
+    preempted = actor_init_failed = False
 
 
-class ActorDiedError(RayActorError):
-    """An actor is dead."""
+class ActorDiedError(RayActorError): ...
 
 
-class ActorUnavailableError(RayActorError):
-    """An actor may answer later."""
+class ActorUnavailableError(RayActorError): ...
 
 
-class NodeDiedError(RayError):
-    """A machine is dead."""
+class NodeDiedError(RayError): ...
 
 
-class OutOfMemoryError(RayError):
-    """A machine had no memory left."""
+class OutOfMemoryError(RayError): ...
 
 
-class RuntimeEnvSetupError(RayError):
-    """The environment of a job could not be made."""
+class RuntimeEnvSetupError(RayError): ...
 
 
-class ActorUnschedulableError(RayError):
-    """No machine can take an actor."""
+class ActorUnschedulableError(RayError): ...
 
 
-class GetTimeoutError(RayError, TimeoutError):
-    """There was no answer in time."""
+class GetTimeoutError(RayError, TimeoutError): ...
 
 
-_EXCEPTIONS: tuple[type[RayError], ...] = (
-    *(RayError, RayTaskError, RayActorError, ActorDiedError, ActorUnavailableError, NodeDiedError),
-    *(OutOfMemoryError, RuntimeEnvSetupError, ActorUnschedulableError, GetTimeoutError),
-)
+_EXCEPTIONS = (RayError, *RayError.__subclasses__(), *RayActorError.__subclasses__())
 
 
 def made(cls: type[RayError], text: str, **attributes: Any) -> RayError:
     """Return an exception with attributes that Ray's has."""
     error = cls(text)
-    for name, value in attributes.items():
-        setattr(error, name, value)
+    vars(error).update(attributes)
     return error
 
 
@@ -188,8 +171,7 @@ class FakeRay(types.ModuleType):
 
 def _module(name: str, **attributes: Any) -> types.ModuleType:
     module = types.ModuleType(name)
-    for attribute, value in attributes.items():
-        setattr(module, attribute, value)
+    vars(module).update(attributes)
     return module
 
 

@@ -325,7 +325,7 @@ def test_progress_counts_the_stage_at_work_and_what_follows(tmp_path: Path) -> N
 
 
 HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202ekcab\u200f\x9b2J\n✗ forged"
-RUN, OTHER, BAD = "a" * 16, "b" * 16, "c" * 16
+RUN, REFERENCE, BAD = "a" * 16, "b" * 16, "c" * 16
 
 
 @pytest.fixture
@@ -334,27 +334,24 @@ def hostile_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     quiet_environment(environ)  # as a command does for its own process
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    place = str(tmp_path / "store")
-    for day, run_id in ((1, RUN), (2, OTHER)):
+    place, outcome = str(tmp_path / "store"), {"status": HOSTILE, "seconds": 1.0, "reason": HOSTILE}
+    runs = Store.open(place).child("runs")
+    for day, run_id in ((1, RUN), (2, REFERENCE)):
         keys = {name: commit_stage(place, name, f"{name} {day}") for name in ("prepare-data", "train")}
         fields: dict[str, Any] = {
+            **dict.fromkeys(("failed", "sweep", "trial", "mlflow_run_id"), HOSTILE),
+            **{key: {HOSTILE: HOSTILE} for key in ("worked_in", "sources")},
             "name": f"toy {HOSTILE}",
             "run_name": f"run {HOSTILE} {'x' * 10_000}",
             "metrics": {f"test_{HOSTILE}": day / 10, "m" * 10_000: 1.0, "test_odd": HOSTILE},
-            "worked_in": {HOSTILE: HOSTILE},
-            "failed": HOSTILE,
-            "sweep": HOSTILE,
-            "trial": HOSTILE,
             "run_url": f"https://example.org/{HOSTILE}",
-            "mlflow_run_id": HOSTILE,
-            "outcomes": {name: {"status": HOSTILE, "seconds": 1.0, "reason": HOSTILE} for name in ("train", HOSTILE)},
+            "outcomes": {"train": outcome, HOSTILE: outcome},
             "planned": ["train", HOSTILE],
-            "sources": {HOSTILE: HOSTILE},
         }
         record_run(place, run_id, day=day, status="FAILED", stages=keys, **fields)
-        Store.open(place).child("runs", run_id).write_bytes(f"tags/{'t' * 60}", b"{}")
-    write_record(Store.open(place).child("runs", BAD), {"name": HOSTILE, "started": HOSTILE})
-    Store.open(place).child("runs", BAD).write_bytes("run.json", b'{"\x1b]0;x\x07": 1, "\x1b]0;x\x07": 2}')
+        runs.child(run_id).write_bytes(f"tags/{'t' * 60}", b"{}")
+    write_record(runs.child(BAD), {"name": HOSTILE, "started": HOSTILE})
+    runs.child(BAD).write_bytes("run.json", b'{"\x1b]0;x\x07": 1, "\x1b]0;x\x07": 2}')
     return place
 
 
@@ -366,7 +363,7 @@ def hostile_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "status",
         f"show {RUN}",
         f"show {RUN} --all",
-        f"compare {RUN} {OTHER}",
+        f"compare {RUN} {REFERENCE}",
         f"logs {RUN}",
         f"lineage {RUN}",
         f"verify {RUN}",

@@ -224,16 +224,9 @@ def train_beside(folder: Path, recipe: str, data: PreparedData, **args: Any) -> 
 
 
 def beside(folder: Path, recipe: str, data: PreparedData, step: int, **args: Any) -> CheckpointMetrics:
-    asked = request(
-        folder,
-        recipe,
-        "evaluate_checkpoint",
-        output=str(folder / "follow"),
-        data=data,
-        args={**ARGS, **args},
-        checkpoint=str(folder / "train" / "checkpoints" / f"checkpoint-{step}"),
-        eval_split="test",
-    )
+    checkpoint = str(folder / "train" / "checkpoints" / f"checkpoint-{step}")
+    more = {"data": data, "args": {**ARGS, **args}, "checkpoint": checkpoint, "eval_split": "test"}
+    asked = request(folder, recipe, "evaluate_checkpoint", output=str(folder / "follow"), **more)
     return run(asked, kind="in_process")  # type: ignore[no-any-return]
 
 
@@ -313,18 +306,9 @@ def prediction_columns(predictions, data):
 
 
 def predicted(folder: Path, data: PreparedData, name: str, sort_by: str | None) -> tuple[dict[str, Any], Path]:
-    asked = request(
-        folder,
-        GENERATING,
-        "predict",
-        output=str(folder / name),
-        data=data,
-        model_url=str(folder / "model"),
-        args={"use_cpu": True, "per_device_eval_batch_size": 4},
-        split="test",
-        rows_per_file=25,
-        sort_by=sort_by,
-    )
+    args = {"use_cpu": True, "per_device_eval_batch_size": 4}
+    more = {"split": "test", "rows_per_file": 25, "sort_by": sort_by, "model_url": str(folder / "model"), "args": args}
+    asked = request(folder, GENERATING, "predict", output=str(folder / name), data=data, **more)
     tiny.run(asked, kind="in_process")
     files = folder / name / "predictions" / "test"
     return pq.read_table(files).to_pydict(), files
@@ -382,17 +366,13 @@ def test_the_estimate_counts_every_byte_of_weights_gradients_and_optimizer(
     assert size.evaluation_bytes is not None
 
 
-def test_a_model_that_reads_its_values_is_sized_all_the_same(tmp_path: Path, prepared_data: PreparedData) -> None:
+def test_a_model_that_needs_values_is_sized_all_the_same(tmp_path: Path, prepared_data: PreparedData) -> None:
     reading = tiny.RECIPE.replace("        logits = self.layers(x)", "        float(x.sum()); logits = self.layers(x)")
     found = ask(tmp_path, prepared_data, "estimate", reading)
-    assert found.size.parameters == PARAMETERS
-    assert (found.size.activation_bytes, found.size.optimizer_bytes) == (None, None)
-    [note] = found.notes
+    size, [note] = found.size, found.notes
+    assert (size.parameters, size.activation_bytes, size.optimizer_bytes) == (PARAMETERS, None, None)
     assert note.startswith("The memory of a step could not be worked out without values (")
     assert note.endswith("--probe measures it.")
-
-
-def test_a_model_that_needs_values_to_be_built_is_built_with_them(tmp_path: Path, prepared_data: PreparedData) -> None:
     needing = tiny.RECIPE.replace("    return Net(", "    torch.zeros(3)[1].item()\n    return Net(")
     found = ask(tmp_path, prepared_data, "estimate", needing)
     assert found.notes == ("The model was built with its weights: its code does not work without values.",)
