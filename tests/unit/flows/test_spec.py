@@ -161,6 +161,8 @@ def test_json_specs_are_read(spec_file: Path) -> None:
         ("train.args.eval_strategy=epoch", "train.eval_split", "validation"),
         ("predict.recipe=nowhere.py", "predict.recipe", "no such file"),
         ("prepare.sources=[nowhere.csv]", "prepare.sources", "does not exist"),
+        ("prepare.sources=[hf://datasets/x]", "prepare.sources", "names no repository"),
+        ("prepare.sources=[package:nunpy]", "prepare.sources", "numpy"),
         ("storage=s4://bucket/x", "storage", "scheme"),
         ("storage=memory://x", "storage", "in_process"),
         ("publish.to=s4://bucket/x", "publish.to", "scheme"),
