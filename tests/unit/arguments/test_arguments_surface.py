@@ -283,12 +283,14 @@ def test_evaluation_counts_when_it_can_choose_the_weights() -> None:
     assert not evaluation_matters(TrainingArguments("out", eval_strategy="epoch"))
     assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", metric_for_best_model="loss"))
     assert evaluation_matters(TrainingArguments("out", eval_strategy="epoch", lr_scheduler_type="reduce_lr_on_plateau"))
+    gathers = [evaluation_fields(TrainingArguments("out", eval_use_gather_object=way)) for way in (True, False)]
+    assert gathers[0] != gathers[1]
 
 
 def test_only_the_numeric_part_of_a_deepspeed_configuration_counts() -> None:
     offload = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     plain = {"zero_optimization": {"stage": 1}}
     assert _fields(deepspeed=offload) == _fields(deepspeed=plain)
-    fields = _fields(deepspeed={**plain, "optimizer": {"type": "Adam"}})
-    assert fields != _fields(deepspeed=plain)
+    assert _fields(deepspeed={**plain, "optimizer": {"type": "Adam"}}) != _fields(deepspeed=plain)
+    fields = _fields(deepspeed=plain, load_best_model_at_end=True, eval_strategy="steps")
     assert json.loads(json.dumps(fields)) == fields
