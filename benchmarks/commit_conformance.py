@@ -22,7 +22,7 @@ import torch
 from benchmarks._result import arguments, publish
 from benchmarks.s3_transfer import server_environment
 from tests.support import faulty as faults
-from tests.support.conformance import fault_each_request, fault_each_write, faulty
+from tests.support.conformance import Saves, Tally, fault_each, fault_each_write, faulty, state
 from tests.support.s3 import PART, S3Server, start, stop
 from trainer_lib.storage import Store, s3
 
@@ -50,6 +50,16 @@ def in_memory(every: int) -> dict[str, Any]:
         found[kind] = asdict(fault_each_write(root, root, kind, every=every))
     faults.forget()
     return found
+
+
+def fault_each_request(root: Store, server: S3Server, kind: str, *, every: int) -> Tally:
+    """Let one request of a save to S3 go wrong, each in turn."""
+
+    def count() -> int:
+        return len(server.seen()["writes"])
+
+    saves = Saves(root, root, state(2, large=True), lambda at: server.plan(at, kind), count)
+    return fault_each(saves, kind, harmless=kind in ("lost", "slow"), gives_back=False, every=every)
 
 
 def on_s3(server: S3Server, every: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.checkpoints import no_damage, untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
-from tests.support.s3 import PART, S3Server
+from tests.support.s3 import PART
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
@@ -119,17 +119,7 @@ def fault_each_write(root: Store, plain: Store, kind: Kind, *, every: int = 1) -
     gives_back = kind not in ("die", "after")
     saves = Saves(root, plain, state(2), lambda at: FAULTS.plan(at, kind), lambda: FAULTS.count)
     with _counted_system_calls(plain.url if plain.is_local and kind == "die" else None):
-        return _fault_each(saves, kind, harmless=harmless, gives_back=gives_back, every=every)
-
-
-def fault_each_request(root: Store, server: S3Server, kind: str, *, every: int = 1) -> Tally:
-    """Let one request of a save to S3 go wrong, each in turn."""
-
-    def count() -> int:
-        return len(server.seen()["writes"])
-
-    saves = Saves(root, root, state(2, large=True), lambda at: server.plan(at, kind), count)
-    return _fault_each(saves, kind, harmless=kind in ("lost", "slow"), gives_back=False, every=every)
+        return fault_each(saves, kind, harmless=harmless, gives_back=gives_back, every=every)
 
 
 @dataclass(frozen=True)
@@ -143,7 +133,7 @@ class Saves:
     count: Callable[[], int]
 
 
-def _fault_each(saves: Saves, kind: str, *, harmless: bool, gives_back: bool, every: int) -> Tally:
+def fault_each(saves: Saves, kind: str, *, harmless: bool, gives_back: bool, every: int) -> Tally:
     """Plan a fault for one write after the other, until each of a save has had its turn."""
     before, attempted, plain = state(1), saves.attempted, saves.plain
     save(saves.root, before)

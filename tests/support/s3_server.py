@@ -7,10 +7,8 @@ requests were signed without their bytes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -43,9 +41,8 @@ class Plan:
     """Counts requests, and spoils the n-th one that writes (PUT, POST, DELETE), in a chosen way.
 
     refuse: 403, not done. full: 507, not done. lost: done, but the connection closes before the answer. denied: done,
-    then 403. slow: done after 0.3 s. kill: the client (`pid`) is killed and the request not done. broken: a read's
-    answer breaks off half way (`at` counts reads then). outage: from that write on, every request is cut off unread for
-    `seconds`, reads too.
+    then 403. slow: done after 0.3 s. broken: a read's answer breaks off half way (`at` counts reads then). outage: from
+    that write on, every request is cut off unread for `seconds`, reads too.
     """
 
     def __init__(self, app: App) -> None:
@@ -96,11 +93,6 @@ class Plan:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             return _error(kind, start_response)
         if kind == "outage":
-            start_response("503 Service Unavailable", [])
-            return _cut(environ)
-        if kind == "kill":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._plan["pid"], signal.SIGKILL)
             start_response("503 Service Unavailable", [])
             return _cut(environ)
         if kind == "slow":
