@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, ExportableState, Trainer, TrainerCallback
 from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, DamagedError
@@ -63,6 +63,23 @@ def run(folder: Path, *, stop: int | None = None, event: str = "on_step_end", **
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the run with everything on ends with, when nobody stops it."""
     return final_state(run(tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    """A short run that ended, and its folder, in which nothing is trained."""
+    folder = tmp_path_factory.mktemp("finished")
+    one = trainer(folder, ROWS, **SHORT)
+    one.train(resume_from_checkpoint="auto")
+    return folder, one
+
+
+@pytest.fixture(scope="module")
+def weights_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that saved only its model."""
+    folder = tmp_path_factory.mktemp("weights")
+    trainer(folder, ROWS, **SHORT, save_only_model=True).train()
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -147,19 +164,18 @@ def test_position_is_found_without_reading_what_came_before(tmp_path: Path) -> N
     assert len(data.read) == 3 * 22 - 2 * 8
 
 
-def test_what_can_be_resumed_from(tmp_path: Path) -> None:
+def test_what_can_be_resumed_from(finished: tuple[Path, Trainer], tmp_path: Path) -> None:
+    folder, whole = finished
     with pytest.raises(ConfigError, match=r'resume_from_checkpoint = True: No checkpoint is in .*"auto"'):
         trainer(tmp_path, ROWS, **SHORT).train(resume_from_checkpoint=True)
-    whole = trainer(tmp_path, ROWS, **SHORT)
-    whole.train(resume_from_checkpoint="auto")
     by_url = trainer(tmp_path / "other", ROWS, **SHORT)
-    by_url.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    by_url.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
     assert_equal(final_state(whole), final_state(by_url))
-    by_argument = trainer(tmp_path, ROWS, **SHORT, resume_from_checkpoint=True)
+    by_argument = trainer(tmp_path / "other", ROWS, **SHORT, resume_from_checkpoint=True)
     by_argument.train()
     assert by_argument.state.global_step == 9
     with pytest.raises(ConfigError, match="no committed checkpoint"):
-        trainer(tmp_path / "third", ROWS, **SHORT).train(str(tmp_path / "checkpoint-3"))
+        trainer(tmp_path / "third", ROWS, **SHORT).train(str(folder / "checkpoint-3"))
 
 
 def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
@@ -172,42 +188,38 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
     assert_equal(final_state(whole), final_state(longer))
 
 
-def test_another_model_another_batch_or_weights_alone_are_refused(tmp_path: Path) -> None:
-    trainer(tmp_path / "a", ROWS, **SHORT).train()
+def test_another_model_another_batch_or_weights_alone_are_refused(
+    finished: tuple[Path, Trainer], weights_alone: Path
+) -> None:
+    folder, _ = finished
     with pytest.raises(ConfigError, match=r"another shape for .*body\.bias|has another shape"):
         torch.manual_seed(0)
         wide = Classifier(features=6, classes=4)
-        trainer(tmp_path / "a", ROWS, model=wide, **SHORT).train(True)
+        trainer(folder, ROWS, model=wide, **SHORT).train(True)
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
-        trainer(tmp_path / "a", ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
-    trainer(tmp_path / "b", ROWS, **SHORT, save_only_model=True).train()
+        trainer(folder, ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
     with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to go on with a new optimizer"):
-        trainer(tmp_path / "b", ROWS, **SHORT).train("auto")
+        trainer(weights_alone, ROWS, **SHORT).train("auto")
 
 
 def test_weights_alone_are_resumed_with_a_new_optimizer_where_that_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    finished: tuple[Path, Trainer], weights_alone: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = trainer(tmp_path / "a", ROWS, **SHORT)
-    whole.train()
-    trainer(tmp_path / "b", ROWS, **SHORT, save_only_model=True).train()
-    place = sorted((tmp_path / "b").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[0]
-    step = int(place.name[11:])
-    first: list[Any] = []
+    place, whole = weights_alone / "checkpoint-2", finished[1]
 
-    class Look(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            weights = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
-            first.extend([state.global_step, weights, len(kwargs["optimizer"].state)])
+    def look(state: Any, model: Any, optimizer: Any, **_: Any) -> tuple[int, dict[str, torch.Tensor], int]:
+        return state.global_step, {n: v.clone() for n, v in model.state_dict().items()}, len(optimizer.state)
 
-    one = trainer(tmp_path / "b", ROWS, callbacks=[Look()], **{**SHORT, "overwrite_output_dir": True})
+    beginning = Note("on_train_begin", look)
+    one = trainer(tmp_path, ROWS, callbacks=[beginning], **SHORT)
     one.train(str(place))
-    assert first[0] == step and first[2] == 0
+    [(step, weights, states)] = beginning.kept
+    assert (step, states) == (2, 0)
     saved = load_file(place / "model.safetensors")
-    assert saved.keys() == first[1].keys() and all(torch.equal(first[1][name], saved[name]) for name in saved)
+    assert saved.keys() == weights.keys() and all(torch.equal(weights[name], saved[name]) for name in saved)
     assert f"{place} holds only a model (save_only_model): optimizer, loss scale" in caplog.text
     assert one.state.global_step == whole.state.global_step
-    rates = [[entry.get("learning_rate") for entry in each.state.log_history] for each in (one, whole)]
+    rates = [[entry.get("learning_rate") for entry in run.state.log_history] for run in (one, whole)]
     assert rates[0] == rates[1]
 
 
@@ -216,14 +228,13 @@ def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_
         data = Augmented(ROWS)
         steps: list[list[int]] = []
 
-        class Note(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                steps.append(sorted(data.read))
-                data.read.clear()
+        def look(state: Any, **_: Any) -> None:
+            steps.append(sorted(data.read))
+            data.read.clear()
 
         given: dict[str, Any] = {**SHORT, "global_batch_size": 8}
         given |= {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1}
-        callbacks = [Note()] if resume else [Note(), StopAt(4)]
+        callbacks = [Note("on_step_end", look), *([] if resume else [StopAt(4)])]
         one = trainer(tmp_path / folder, data, callbacks=callbacks, **given)
         one.train("auto") if resume else preempted_at(one)
         return steps
@@ -245,13 +256,14 @@ def test_changed_arguments_are_told_and_data_may_begin_anew(tmp_path: Path, capl
     assert len(data.read) > 2 * 22 - 16
 
 
-def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(tmp_path: Path) -> None:
-    first = trainer(tmp_path, ROWS, **SHORT)
-    first.train()
+def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(
+    finished: tuple[Path, Trainer], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(finished[0], tmp_path / "run"))
     with pytest.raises(ConfigError, match="The folder holds checkpoints of an earlier run"):
-        trainer(tmp_path, ROWS, **SHORT).train()
-    trainer(tmp_path, ROWS, **{**SHORT, "num_train_epochs": 1}, overwrite_output_dir=True).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+        trainer(folder, ROWS, **SHORT).train()
+    trainer(folder, ROWS, **{**SHORT, "num_train_epochs": 1}, overwrite_output_dir=True).train()
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
 # ------------------------------------------------------------------------------------------------ reading and damage
