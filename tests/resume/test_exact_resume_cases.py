@@ -267,6 +267,13 @@ def half_rows() -> list[dict[str, Any]]:
 
 EVALUATED: Case = {"eval_strategy": "steps", "eval_dataset": ROWS[:7]}
 FREE: Case = {"lr_scheduler_type": "constant", "optimizer_cls_and_kwargs": (ScheduleFree, {"lr": 0.05}), **EVALUATED}
+SCHEDULES: dict[str, Case] = {
+    "reduce_lr_on_plateau": {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}},
+    "greedy": {},
+    "cosine_with_restarts": {"lr_scheduler_kwargs": {"num_cycles": 2}},
+    "warmup_stable_decay": {"lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
+    "inverse_sqrt": {"warmup_steps": 2},
+}
 STATES: dict[str, tuple[Case, int]] = {
     "batch norm": ({"model": Normed}, 2),
     "weights by column": ({"model": transposed}, 3),
@@ -292,13 +299,7 @@ STATES: dict[str, tuple[Case, int]] = {
     **{
         name: ({"lr_scheduler_type": name, "learning_rate": 0.3, "metric_for_best_model": "loss", "eval_steps": 1,
                 **EVALUATED, **more}, 3)
-        for name, more in {
-            "reduce_lr_on_plateau": {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}},
-            "greedy": {},
-            "cosine_with_restarts": {"lr_scheduler_kwargs": {"num_cycles": 2}},
-            "warmup_stable_decay": {"lr_scheduler_kwargs": {"num_decay_steps": 2}, "warmup_steps": 1},
-            "inverse_sqrt": {"warmup_steps": 2},
-        }.items()
+        for name, more in SCHEDULES.items()
     },
 }  # fmt: skip
 

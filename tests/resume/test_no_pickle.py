@@ -15,7 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -106,7 +106,7 @@ class Sabotage(TrainerCallback):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def life(folder: Path, callbacks: list[TrainerCallback]) -> None:
+def life(folder: Path, callbacks: Sequence[TrainerCallback]) -> None:
     """Train, stop, resume, evaluate, export, verify."""
     rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 3)} for n in range(16)]
     settings: dict[str, Any] = {
