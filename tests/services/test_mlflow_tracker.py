@@ -364,8 +364,12 @@ def test_a_database_whose_birth_was_killed_at_any_step_is_used_by_the_next_proce
     # Left as it was, the second could never be used again. The rename is of the tables that are kept.
     for kind, number in (("statement", 60), ("statement", 800), ("os.rename", 1)):
         _connect_killed_before(number, kind, first)
+    template = mlflow_client.DATABASES.template()
+    half = ("CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('451aebb31d03')")
+    _run(template, *half)  # kept half made, they are made again
+    template.chmod(0o600)
     mlflow_client.connect(f"sqlite:///{first}")
-    assert mlflow_client.DATABASES.template().exists()
+    assert len(_run(template, "SELECT name FROM sqlite_master")) > 50
     schema = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
     filled = "SELECT * FROM alembic_version UNION SELECT name FROM workspaces UNION SELECT name FROM experiments"
     for kind in ("os.link", "os.rename"):  # now as a copy
@@ -375,13 +379,3 @@ def test_a_database_whose_birth_was_killed_at_any_step_is_used_by_the_next_proce
         assert (_run(copied, schema), _run(copied, filled)) == (_run(first, schema), _run(first, filled))
         assert connected.create_run(connected.create_experiment("one")).info.run_id
     assert client(f"sqlite:///{first}").create_experiment("first")
-
-
-def test_tables_that_were_kept_half_made_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    template = mlflow_client.DATABASES.template()
-    half = ("CREATE TABLE alembic_version (version_num TEXT)", "INSERT INTO alembic_version VALUES ('451aebb31d03')")
-    _run(template, *half)
-    template.chmod(0o600)
-    assert client(f"sqlite:///{tmp_path / 'a' / 'mlflow.db'}").create_experiment("first")
-    assert len(_run(template, "SELECT name FROM sqlite_master")) > 50

@@ -130,18 +130,16 @@ def test_what_is_not_there_is_refused_with_the_nearest_name(put: Put, tmp_path: 
     assert caught.value.field == "prepare.sources"
 
 
-@pytest.mark.parametrize("put", ["s3_url", "hub"], indirect=True)
 def test_a_worker_reads_with_the_credentials_of_the_environment_and_writes_none(
-    put: Put, tmp_path: Path, hub: HubServer
+    s3_url: str, hub: HubServer, tmp_path: Path
 ) -> None:
+    Store.open(s3_url).write_bytes("wine.csv", CSV)
+    hub.add_dataset(NAME, {"wine.csv": CSV})
     recipe = RecipeFile(str(recipe_file("tabular-classification")), str(tmp_path))
-    sources = (f"{put({'wine.csv': CSV})}/wine.csv",)
+    sources = (f"{s3_url}/wine.csv", f"{DATA}/wine.csv")
     asked = PrepareRequest(output=str(tmp_path / "out"), recipe=recipe, sources=sources, options=TABLE)
-    assert {name: split.rows for name, split in tiny.run(asked).splits.items()} == {
-        "train": 24,
-        "validation": 8,
-        "test": 8,
-    }
+    splits = {name: split.rows for name, split in tiny.run(asked).splits.items()}
+    assert splits == {"train": 48, "validation": 16, "test": 16}
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(hub.token.encode() in content for content in written)
 
