@@ -29,68 +29,49 @@ def _loaded() -> Iterator[None]:
         yield
 
 
-def exchanging(folder: str) -> dict[str, Any]:
+def exchanging(folder: str) -> None:
     """One call of everything that ranks do together, with values that differ between them."""
-    one = trainer(folder, ROWS)
-    helper, rank = one.accelerator, one.args.process_index
-    own = torch.arange(rank + 1) + 10 * rank
-    nested = {"a": own, "b": [torch.tensor(rank), (own.float().bfloat16(), own > 10)]}
-    gathered = helper.gather(nested)
+    training = trainer(folder, ROWS)
+    helper, rank = training.accelerator, training.args.process_index
+    mine = torch.arange(rank + 1) + 10 * rank
+    gathered = helper.gather({"a": mine, "b": [torch.tensor(rank), (mine.float().bfloat16(), mine > 10)]})
     assert isinstance(gathered["b"], list) and isinstance(gathered["b"][1], tuple)
-    texts = helper.gather_for_metrics({"id": rank, 3: ["x", (1.5, None)], "t": own})
+    number, (half, flags) = gathered["b"]
+    assert (gathered["a"].tolist(), number.tolist(), half.tolist()) == ([0, 10, 11], [0, 1], [0.0, 10.0, 11.0])
+    assert (half.dtype, flags.tolist()) == (torch.bfloat16, [False, False, True])
+    texts = helper.gather_for_metrics({"id": rank, 3: ["x", (1.5, None)], "t": mine})
+    assert [(text["id"], text["t"].tolist()) for text in texts] == [(0, [0]), (1, [10, 11])]
+    assert [text[3] for text in texts] == [["x", (1.5, None)]] * 2
+    assert helper.gather_for_metrics(["a"] * (rank + 1)) == ["a"] * 3
+    objects = helper.gather_for_metrics([mine], use_gather_object=True)
+    assert [value.tolist() for value in objects] == [[0], [10, 11]]
     padded = helper.pad_across_processes({"wide": torch.full((2, rank + 1), rank)}, dim=1, pad_index=-100)
-    first = helper.pad_across_processes(torch.ones(rank + 1), pad_first=True)
-    found: dict[str, Any] = {
-        "nested": (gathered["a"].tolist(), gathered["b"][0].tolist(), gathered["b"][1][0].tolist()),
-        "flags": gathered["b"][1][1].tolist(),
-        "dtype": str(gathered["b"][1][0].dtype),
-        "objects": [(each["id"], each[3], each["t"].tolist()) for each in texts],
-        "joined": helper.gather_for_metrics(["a"] * (rank + 1)),
-        "as objects": [each.tolist() for each in helper.gather_for_metrics([own], use_gather_object=True)],
-        "padded": padded["wide"].tolist(),
-        "first": first.tolist(),
-        "sum": helper.reduce(torch.tensor(rank + 1)).item(),
-        "mean": helper.reduce([torch.tensor(rank + 1.0)], "mean")[0].item(),
-        "max": helper.reduce(torch.tensor(rank + 1), "max").item(),
-        "none": helper.reduce(torch.tensor(rank + 1), reduction="none").item(),
-    }
+    assert padded["wide"].tolist() == [[1, 1] if rank else [0, -100]] * 2
+    assert helper.pad_across_processes(torch.ones(rank + 1), pad_first=True).tolist() == [float(rank), 1.0]
+    assert helper.reduce(torch.tensor(rank + 1)).item() == 3
+    assert helper.reduce([torch.tensor(rank + 1.0)], "mean")[0].item() == 1.5
+    assert helper.reduce(torch.tensor(rank + 1), "max").item() == 2
+    assert helper.reduce(torch.tensor(rank + 1), reduction="none").item() == rank + 1
     with pytest.raises(ConfigError, match="differ between the processes"):
         helper.gather(torch.zeros(2, rank + 1))
     with pytest.raises(ConfigError, match="cannot be exchanged"):
         helper.gather_for_metrics([object()])
     with helper.split_between_processes(list("abc")) as share:
-        found["share"] = share
+        assert share == (["c"] if rank else ["a", "b"])
     ran: list[int] = []
     helper.on_main_process(lambda: ran.append(0))()
     helper.on_last_process(lambda: ran.append(1))()
     helper.on_process(lambda: ran.append(2), process_index=1)()
+    assert ran == ([1, 2] if rank else [0])
     with helper.main_process_first(), helper.local_main_process_first():
         helper.wait_for_everyone()
-    helper.set_trigger() if rank else None
-    found["trigger"] = (helper.check_trigger(), helper.check_trigger())
-    return found | {"ran": ran}
+    if rank:
+        helper.set_trigger()
+    assert (helper.check_trigger(), helper.check_trigger()) == (True, False)
 
 
 def test_what_ranks_exchange(tmp_path: Path) -> None:
-    zero, one = run_distributed(exchanging, 2, str(tmp_path))
-    assert (zero.pop("share"), one.pop("share")) == (["a", "b"], ["c"])
-    assert (zero.pop("ran"), one.pop("ran")) == ([0], [1, 2])
-    assert (zero.pop("none"), one.pop("none")) == (1, 2)
-    assert (zero.pop("padded"), one.pop("padded")) == ([[0, -100]] * 2, [[1, 1]] * 2)
-    assert (zero.pop("first"), one.pop("first")) == ([0.0, 1.0], [1.0, 1.0])
-    assert zero == one
-    assert zero == {
-        "nested": ([0, 10, 11], [0, 1], [0.0, 10.0, 11.0]),
-        "flags": [False, False, True],
-        "dtype": "torch.bfloat16",
-        "objects": [(0, ["x", (1.5, None)], [0]), (1, ["x", (1.5, None)], [10, 11])],
-        "joined": ["a", "a", "a"],
-        "as objects": [[0], [10, 11]],
-        "sum": 3,
-        "mean": 1.5,
-        "max": 2,
-        "trigger": (True, False),
-    }
+    run_distributed(exchanging, 2, str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------- dummy batches
@@ -209,43 +190,37 @@ def test_a_prepared_loader_trains_as_the_plain_one_and_is_divided_once(tmp_path:
     assert prepared == plain and other == [prepared, plain]
 
 
-def preparing(folder: str) -> dict[str, Any]:
-    one = trainer(folder, ROWS, model=Classifier(0.0))
-    helper = one.accelerator
+def preparing(folder: str) -> None:
+    training = trainer(folder, ROWS, model=Classifier(0.0))
+    helper, rank = training.accelerator, training.args.process_index
     # A loop of the caller's own over a prepared loader, as TRL's DPO computes its reference values.
     seen = []
     loader: Any = DataLoader(ROWS, batch_size=3)  # type: ignore[arg-type]
     for batch in helper.prepare(loader):
         seen += helper.gather_for_metrics((batch["labels"], batch["x"]))[0].tolist()
+    assert seen == [int(row["labels"]) for row in ROWS]
     # A second model that trains, and one that does not.
     critic = nn.Linear(2, 1)
     for value in critic.parameters():
-        nn.init.constant_(value, one.args.process_index + 1.0)
+        nn.init.constant_(value, rank + 1.0)
     wrapped, optimizer = helper.prepare(critic, torch.optim.SGD(critic.parameters(), lr=1.0))
-    helper.backward(wrapped(torch.full((1, 2), one.args.process_index + 1.0)).sum())
+    helper.backward(wrapped(torch.full((1, 2), rank + 1.0)).sum())
     helper.clip_grad_norm_(wrapped.parameters(), 100.0)
     optimizer.step()
-    frozen = helper.prepare_model(nn.Linear(2, 1), evaluation_mode=True)
+    # Rank 0's values, minus the mean gradient of inputs 1 and 2.
+    assert [value.tolist() for value in critic.parameters()] == [[[-0.5, -0.5]], [0.0]]
+    assert type(helper.prepare_model(nn.Linear(2, 1), evaluation_mode=True)) is nn.Linear
     # The Trainer's own model is wrapped once, here, and trained as that.
-    own = helper.prepare(one.model)
-    one.train()
-    return {
-        "seen": seen,
-        "critic": [type(wrapped) is DistributedDataParallel, *(each.tolist() for each in critic.parameters())],
-        "frozen": type(frozen).__name__,
-        "own": one.model_wrapped is own and type(own) is DistributedDataParallel,
-        "unwrapped": helper.unwrap_model(own) is one.model and helper.unwrap_model(wrapped) is critic,
-        "again": helper.prepare(own) is own and helper.prepare_model(wrapped) is wrapped,
-    }
+    replicated = helper.prepare(training.model)
+    training.train()
+    assert training.model_wrapped is replicated is helper.prepare(replicated)
+    assert helper.prepare_model(wrapped) is wrapped
+    assert type(wrapped) is type(replicated) is DistributedDataParallel
+    assert helper.unwrap_model(replicated) is training.model and helper.unwrap_model(wrapped) is critic
 
 
 def test_what_is_prepared_beside_the_trainers_own(tmp_path: Path) -> None:
-    zero, one = run_distributed(preparing, 2, str(tmp_path))
-    assert zero == one
-    assert zero["seen"] == [int(row["labels"]) for row in ROWS]
-    # Rank 0's values, minus the mean gradient of inputs 1 and 2.
-    assert zero["critic"] == [True, [[-0.5, -0.5]], [0.0]]
-    assert zero["frozen"] == "Linear" and zero["own"] and zero["unwrapped"] and zero["again"]
+    run_distributed(preparing, 2, str(tmp_path))
 
 
 def state_of_accelerate(folder: str) -> list[Any]:

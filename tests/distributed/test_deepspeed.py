@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from flows.spec.spec import load_spec
+from tests.distributed.test_ddp import LOGGED, ROWS, TOKENS, train_on_poisoned_rank, train_on_tokens
 from tests.support.distributed import loaded, run_distributed
-from tests.support.rank_runs import train_on_poisoned_rank, train_on_tokens
 from tests.support.repository import ROOT
-from tests.support.toys import Classifier, classification_rows, token_rows
+from tests.support.toys import Classifier
 from tests.support.training import assert_equal, logged, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments
@@ -31,9 +31,6 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.deepspeed import zero_partitions
 
 pytestmark = pytest.mark.needs("deepspeed")
-TOKENS = token_rows(23)
-ROWS = classification_rows(23)
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -59,14 +59,12 @@ def save_and_load(url: str, fail_on: int | None) -> dict[str, Any]:
     except TrainflowError as error:
         return {"error": type(error).__name__, "rank": error.rank, "left": root.children()}
     loaded = load_checkpoint(root, info.name, comm)
+    assert [loaded.read_rng(rank) == state.rng for rank in (comm.rank, 1 - comm.rank)] == [True, False]
+    assert all(torch.equal(tensor, state.model[name]) for name, tensor in loaded.read_model().items())
     with pytest.raises(ConfigError):
         load_checkpoint(root, "checkpoint-7", comm)
-    return {
-        "info": (info.step, info.url, info.commit.content_digest, info.commit.meta["world_size"]),
-        "files": [entry.path for entry in info.commit.files],
-        "random": [loaded.read_rng(rank) == state.rng for rank in (comm.rank, 1 - comm.rank)],
-        "weights": all(torch.equal(tensor, state.model[name]) for name, tensor in loaded.read_model().items()),
-    }
+    files = [entry.path for entry in info.commit.files]
+    return {"info": (info.step, info.url, info.commit.content_digest, info.commit.meta["world_size"]), "files": files}
 
 
 @pytest.mark.parametrize("where", ["file", "s3"])
@@ -74,11 +72,10 @@ def test_every_rank_has_its_own_random_state_in_one_checkpoint(where: str, tmp_p
     url = str(tmp_path / "root") if where == "file" else s3_url
     zero, one = run_distributed(save_and_load, 2, url, None)
     assert zero == one
-    assert (zero["random"], zero["weights"], zero["info"][3]) == ([True, False], True, 2)
     assert [name for name in zero["files"] if name.startswith("rng/")] == ["rng/rank-00000.json", "rng/rank-00001.json"]
     newest = find_newest_intact(Store.open(url), on_damage=pytest.fail)
     assert newest is not None
-    assert newest.commit.meta["world_size"] == 2
+    assert newest.commit.meta["world_size"] == zero["info"][3] == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
