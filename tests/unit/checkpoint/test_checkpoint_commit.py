@@ -14,12 +14,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.support.checkpoints import Net, no_damage, save, snapshot, trained
+from tests.support.checkpoints import Net, save, snapshot, trained
 from tests.support.conformance import fault_each_write, faulty
 from tests.support.faulty import Faults, Kind
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.added_files import add_files
-from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
+from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.writer import save_checkpoint
@@ -73,7 +73,7 @@ def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(kind: Kin
     assert tally.hit == tally.writes > 30
 
 
-@pytest.mark.parametrize("kind", ["error", "full", "silent", "after", "die"])
+@pytest.mark.parametrize("kind", ["full", "die"])
 def test_a_save_that_fails_at_each_write_to_the_disk_leaves_the_one_before(
     kind: Kind, tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,44 +86,22 @@ def test_a_save_that_fails_at_each_write_to_the_disk_leaves_the_one_before(
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Store.open(tmp_path)
-    save(root, 1)
-    needed = estimate_bytes(snapshot(2), 1)
-    monkeypatch.setattr(Store, "free_bytes", lambda self: 1234)
-    with pytest.raises(StorageFullError, match=f"needs {needed:,} bytes, 1,234 are free"):
-        save(root, 2)
-    assert root.children() == ["checkpoint-1"]
-    monkeypatch.setattr(Store, "free_bytes", lambda self: needed)
-    save(root, 2)
-
-
-def test_what_retention_would_give_back_is_said_when_space_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Store.open(tmp_path)
     sizes = [sum(entry.size for entry in save(root, step).commit.files) for step in (1, 2, 3)]
+    needed = estimate_bytes(snapshot(4), 1)
+    assert max(sizes) <= needed, "an upper bound"
     monkeypatch.setattr(Store, "free_bytes", lambda self: 1234)
-    with pytest.raises(StorageFullError) as caught:
+    with pytest.raises(StorageFullError, match=f"needs {needed:,} bytes, 1,234 are free") as caught:
         save_checkpoint(root, snapshot(4), SingleProcess(), keep=2)
     told = str(caught.value.remedy)
     assert f"save_total_limit=2 frees {sizes[0] + sizes[1]:,} bytes" in told
     assert "the disk must hold 3 checkpoints for a moment" in told
-    assert list_checkpoints(root)[-1].step == 1
-
-
-def test_what_an_interrupted_save_of_the_same_step_left_counts_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Store.open(tmp_path)
-    needed = estimate_bytes(snapshot(2), 1)
-    root.write_bytes("checkpoint-2/model.safetensors", bytes(needed - 1000))
-    monkeypatch.setattr(Store, "free_bytes", lambda self: 1000)
-    save(root, 2)
-    assert [info.step for info in list_checkpoints(root)] == [2]
-
-
-def test_the_space_check_is_an_upper_bound(tmp_path: Path) -> None:
-    info = save(Store.open(tmp_path))
-    assert sum(entry.size for entry in info.commit.files) <= estimate_bytes(snapshot(2), 1)
+    assert root.children() == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    # What an interrupted save of the same step left counts as free.
+    root.write_bytes("checkpoint-4/model.safetensors", bytes(needed - 1234))
+    save(root, 4)
+    monkeypatch.setattr(Store, "free_bytes", lambda self: needed)
+    save(root, 5)
+    assert [info.step for info in list_checkpoints(root)] == [5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -147,24 +125,6 @@ def test_a_state_that_cannot_be_written_is_refused_whole(changes: dict[str, Any]
     assert root.children() == []
 
 
-def test_two_saves_of_one_process_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Store.open(tmp_path)
-    errors: list[TrainflowError] = []
-    write = writer._write_shared
-
-    def meanwhile(store: Store, given: Snapshot) -> Any:
-        monkeypatch.setattr(writer, "_write_shared", write)
-        with pytest.raises(StorageError, match="being written") as caught:
-            save(root, 2)
-        errors.append(caught.value)
-        return write(store, given)
-
-    monkeypatch.setattr(writer, "_write_shared", meanwhile)
-    info = save(root, 2)
-    assert len(errors) == 1
-    assert find_newest_intact(root, on_damage=no_damage) == info
-
-
 def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Store.open(tmp_path)
     write = writer._write_shared
@@ -185,16 +145,13 @@ def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: p
 
 
 class Ranks:
-    """Rank 0 of a world whose other ranks answer from a script."""
+    """Rank 0 of a world whose other rank answers from a script."""
 
-    rank = 0
-    local_rank = 0
+    rank = local_rank = 0
+    world_size = local_world_size = 2
 
     def __init__(self, failing: TrainflowError | None = None, at: int = 0, shared: Store | None = None) -> None:
-        self.world_size = 2
-        self._shared = shared
-        self.local_world_size = 2
-        self._failing, self._at, self._agreed = failing, at, 0
+        self._failing, self._at, self._shared, self._agreed = failing, at, shared, 0
 
     def agree(self, error: TrainflowError | None) -> None:
         self._agreed += 1
@@ -205,19 +162,8 @@ class Ranks:
     def gather_json(self, obj: Any) -> list[Any] | None:
         if self._shared is not None:
             self._shared.write_bytes("checkpoint-2/rng/rank-00001.json", b"{}")
-        return [
-            obj,
-            [
-                [
-                    {
-                        "path": "rng/rank-00001.json",
-                        "size": 2,
-                        "sha256": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a",
-                    }
-                ],
-                {},  # of a shard: it has none
-            ],
-        ]
+        theirs = {"path": "rng/rank-00001.json", "size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}
+        return [obj, [[theirs], {}]]  # the rank has no shard
 
     def broadcast_json(self, obj: Any) -> Any:
         return json.loads(json.dumps(obj))
@@ -251,17 +197,13 @@ class WithAnotherMachine(SingleProcess):
         return [*(super().gather_json(obj) or []), [self._other]]
 
 
-def _write(folder: Path) -> None:
-    (folder / "notes.txt").write_bytes(b"one")
+def test_two_machines_add_equal_files_or_files_of_different_names(memory_url: str) -> None:
+    def write(folder: Path) -> None:
+        (folder / "notes.txt").write_bytes(b"one")
 
-
-@pytest.mark.parametrize(("path", "data"), [("notes.txt", b"one"), ("of-rank-1.txt", b"two")])
-def test_two_machines_add_equal_files_or_files_of_different_names(path: str, data: bytes) -> None:
-    added = add_files(Store.open("memory://added/equal"), WithAnotherMachine(path, data), _write)
-    assert added.keys() == {"notes.txt", path}
-
-
-def test_one_name_with_different_bytes_on_two_machines_is_refused() -> None:
+    store = Store.open(memory_url)
+    for path, data in (("notes.txt", b"one"), ("of-rank-1.txt", b"two")):
+        assert add_files(store.child(path), WithAnotherMachine(path, data), write).keys() == {"notes.txt", path}
     with pytest.raises(ConfigError, match="different bytes") as caught:
-        add_files(Store.open("memory://added/different"), WithAnotherMachine("notes.txt", b"two"), _write)
+        add_files(store.child("different"), WithAnotherMachine("notes.txt", b"two"), write)
     assert (caught.value.field, caught.value.value) == ("save_model", "notes.txt")
