@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.chaos_services import free_port
 from trainer_lib.errors import ConfigError, MissingExtraError, StorageError, StorageFullError, StoreUnreachableError
 from trainer_lib.storage import Store, relative_problem
 from trainer_lib.storage.outages import describe_outage
@@ -113,13 +114,6 @@ def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
         store.local_path()
 
 
-def free_port() -> int:
-    """A port where nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def by_urllib(url: str) -> None:
     urllib.request.urlopen(url)
 
@@ -136,23 +130,16 @@ def by_requests(url: str) -> None:
     requests.get(url, timeout=5)
 
 
-CLIENTS: list[Callable[[str], None]] = [by_urllib, by_httpx, by_requests]
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_a_refused_connection_is_named_whatever_the_client(client: Callable[[str], None]) -> None:
-    with pytest.raises(Exception) as caught:  # each client has its own class
-        client(f"http://127.0.0.1:{free_port()}/")
-    assert describe_outage(caught.value) == "the connection is refused"
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-def test_an_unknown_host_is_named_whatever_the_client(
+@pytest.mark.parametrize("client", [by_urllib, by_httpx, by_requests])
+def test_a_refused_connection_and_an_unknown_host_are_named_whatever_the_client(
     client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*args: object, **more: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
+    with pytest.raises(Exception) as caught:  # each client has its own class
+        client(f"http://127.0.0.1:{free_port()}/")
+    assert describe_outage(caught.value) == "the connection is refused"
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(Exception) as caught:
         client("http://nowhere.invalid/")
@@ -172,15 +159,12 @@ def test_s3_without_a_server_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) ->
     assert endpoint in str(error.remedy)
 
 
-@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTUNREACH, errno.ECONNRESET])
-def test_a_network_folder_whose_server_is_gone_is_out_of_reach(number: int) -> None:
-    assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StoreUnreachableError
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ENOENT, errno.EISDIR])
-def test_an_answer_is_not_an_outage(number: int) -> None:
-    assert describe_outage(OSError(number, "?")) is None
-    assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StorageError
+def test_an_answer_is_not_an_outage() -> None:
+    for number in (errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTUNREACH, errno.ECONNRESET):
+        assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StoreUnreachableError
+    for number in (errno.EIO, errno.EACCES, errno.ENOENT, errno.EISDIR):
+        assert describe_outage(OSError(number, "?")) is None
+        assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StorageError
 
 
 def test_a_refusal_after_an_outage_is_a_refusal() -> None:
