@@ -32,21 +32,20 @@ from flows.spec.spec import load_spec
 from trainer_lib.errors import ConfigError, InfrastructureError
 
 
-class _Refuses(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        """As Prefect's server with PREFECT_SERVER_API_AUTH_STRING: only its health needs no login."""
-        self.send_response(200 if self.path == "/api/health" else 401)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture
 def api() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refuses)
+    """As Prefect's server with PREFECT_SERVER_API_AUTH_STRING: only its health needs no login."""
+
+    class Refuses(http.server.BaseHTTPRequestHandler):
+        log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/api/health" else 401)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}/api"

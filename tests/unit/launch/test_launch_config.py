@@ -59,24 +59,16 @@ def test_what_makes_no_sense_is_refused(two_cores: None, changes: dict[str, Any]
         resolve_config(LaunchConfig(**changes))
 
 
-def test_more_processes_than_devices_are_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_without_torch(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_selection.num_devices({}) == 2
+    counts = {"": 0, "-1": 0, "0": 1, "1,0": 2, "0,1,2": 2, "MIG-a,MIG-b,MIG-c": 3}
+    assert {visible: gpu_selection.num_devices({"CUDA_VISIBLE_DEVICES": visible}) for visible in counts} == counts
     monkeypatch.setattr("trainer_lib.launch.config.num_devices", lambda environment: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     with pytest.raises(ConfigError, match=r"1 CUDA device"):
         resolve_config(LaunchConfig(processes=2))
     assert resolve_config(LaunchConfig(processes=2), use_cpu=True).processes == 2
-
-
-@pytest.mark.parametrize(
-    ("visible", "seen"), [(None, 2), ("", 0), ("-1", 0), ("0", 1), ("1,0", 2), ("0,1,2", 2), ("MIG-a,MIG-b,MIG-c", 3)]
-)
-def test_devices_are_counted_without_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, seen: int
-) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
-    assert gpu_selection.num_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == seen
+    assert resolve_config(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
 
 
 def test_cores_are_shared_out_so_that_load_cannot_change_the_result(
@@ -91,26 +83,19 @@ def test_cores_are_shared_out_so_that_load_cannot_change_the_result(
     assert worker_environment(resolve_config(LaunchConfig(processes=2)), {})["OMP_NUM_THREADS"] == "5"
 
 
-def test_environment_of_the_caller_comes_last_and_an_outer_torchrun_is_forgotten(
+def test_environment_of_the_caller_comes_last_and_an_outer_launcher_is_forgotten(
     two_cores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+    outer = ("ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "SLURM_STEP_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", *outer):
         monkeypatch.setenv(name, "7")
     config = resolve_config(LaunchConfig(processes=1, env={"A": "config", "B": "config"}))
     environment = worker_environment(config, {"B": "caller"})
     assert (environment["A"], environment["B"]) == ("config", "caller")
-    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
-    assert not {"MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
-    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-def test_an_outer_launcher_says_nothing_to_the_workers(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ACCELERATE_MIXED_PRECISION", "FSDP_VERSION", "SLURM_STEP_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    environment = worker_environment(resolve_config(LaunchConfig(processes=1)), {})
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["SLURM_JOB_ID"]) == ("0", "1", "7")
+    assert not {"MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
     assert not [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_", "SLURM_STEP", "SLURM_PROC"))]
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_a_checked_configuration_is_known_as_checked_until_it_is_changed() -> None:
@@ -125,7 +110,7 @@ def test_a_checked_configuration_is_known_as_checked_until_it_is_changed() -> No
 # ------------------------------------------------------------------------------------------------------------ devices
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
@@ -165,10 +150,6 @@ def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
     assert told[told.index("--include") + 1] == "localhost:3,1"
     told = deepspeed.build_command("train", Path("run"), 2, 1, {})
     assert told[told.index("--num_gpus") + 1] == "2"
-
-
-def test_devices_are_not_looked_for_where_the_cpu_is_used(two_cores: None) -> None:
-    assert resolve_config(LaunchConfig(devices=(0,), processes=1), use_cpu=True).processes == 1
 
 
 # ------------------------------------------------------------------------------------------------------ several nodes

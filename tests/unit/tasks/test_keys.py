@@ -29,7 +29,7 @@ from tasks.stage import keys as _keys
 from tasks.stage.context import StageContext
 from tasks.stage.facts import TrainFacts
 from tasks.stage.keys import Difference, differences, stage_key
-from tasks.stage.manifest import StageManifest, explain_miss, look_up_under
+from tasks.stage.manifest import StageManifest, explain_miss, look_up_under, summary
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.sources import check, fingerprints
 from tests.support.planned_edits import FACTS, SPEC
@@ -246,6 +246,9 @@ def test_differences_are_told_by_field() -> None:
         "gone: 1 -> unset",
         'splits: unset -> ["a"]',
     }
+    three = [Difference(name, 1, 2) for name in "abc"]
+    assert summary(three) == "a: 1 -> 2; b: 1 -> 2; c: 1 -> 2"
+    assert summary([*three, *three]) == "a: 1 -> 2; b: 1 -> 2; c: 1 -> 2; and 3 more"
     sources = [{"sources": [{"source": "a.csv", "digest": letter * 64}]} for letter in "ab"]
     assert differences(*sources) == [Difference("sources[0].digest", "a" * 64, "b" * 64)]
 
