@@ -214,6 +214,8 @@ def test_versions_that_change_numerics_count(recipe: str, monkeypatch: pytest.Mo
     fields = _keys.train_key(TrainConfig(), at(recipe), DATA).fields
     assert set(fields["versions"]) == {"python", "torch", "numpy", "trainer_lib"}
     assert "versions" not in _keys.prepare_key(PrepareConfig(), at(recipe)).fields
+    # Without after_evaluate no curve is drawn.
+    assert "history" not in _keys.evaluate_key(EvaluateConfig(), at(recipe), DATA, MODEL).fields
 
 
 def test_evaluate_and_predict_ignore_how_the_work_is_cut_up(recipe: str) -> None:
@@ -447,6 +449,7 @@ def test_the_curve_of_a_training_that_is_not_made_yet_is_no_difference(tmp_path:
             return StageOutput([written], facts=facts)
 
         manifests[name] = run_stage(first.key_of(name, manifests), first.context, work)
+    assert first.key_of("evaluate", manifests).fields["history"] == "0" * 64
     (tmp_path / "pipeline.yaml").write_text(SPEC.replace("use_cpu: true", "use_cpu: true, learning_rate: 1.0e-4"))
     evaluate = Plan.of(load_spec(tmp_path / "pipeline.yaml")).reasons["evaluate"]
     assert not any(each.field == "history" for each in evaluate.differences), evaluate
