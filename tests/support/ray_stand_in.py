@@ -53,7 +53,7 @@ class ActorUnschedulableError(RayError): ...
 class GetTimeoutError(RayError, TimeoutError): ...
 
 
-_EXCEPTIONS = (RayError, *RayError.__subclasses__(), *RayActorError.__subclasses__())
+_EXCEPTIONS: tuple[type[RayError], ...] = (RayError, *RayError.__subclasses__(), *RayActorError.__subclasses__())
 
 
 def made(cls: type[RayError], text: str, **attributes: Any) -> RayError:

@@ -35,6 +35,7 @@ from tasks.stage.facts import PrepareFacts
 from tasks.stage.manifest import StageManifest
 from tasks.stage.progress import publish
 from tasks.sweep_settings import TRIAL
+from tests.support.launched import wait_until
 from tests.support.toy import project
 from trainer_lib.commit import write_commit
 from trainer_lib.errors import CodeError, GateError
@@ -162,17 +163,6 @@ def live_result(**more: Any) -> PipelineResult:
     return PipelineResult("toy", "k" * 64, "/data", stages, report_url="/data/runs/k/report.html", **more)
 
 
-def wait_for_page(path: Path, word: str) -> str:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        text = path.read_text() if path.exists() else ""
-        if word in text:
-            assert text.endswith("</html>"), "a reader never sees a part of it"
-            return text
-        time.sleep(0.02)
-    raise AssertionError(f"{word} did not appear")
-
-
 def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_live, "EVERY_S", 0.05)
     plan = Plan.of(load_spec(project(tmp_path / "project"), ["train.args.learning_rate=0.125"]))
@@ -185,7 +175,9 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
         publish({"event": "stage", "stage": "train", "status": "started", "reason": "never run before"})
         publish({"event": "log", "stage": "train", "step": 2, "max_steps": 8, "logs": {"loss": 0.5}})
         publish({"event": "log", "stage": "train", "step": 4, "max_steps": 8, "logs": {"loss": 0.25}})
-        text = wait_for_page(page, "step 4/8")
+        wait_until(lambda: page.exists() and "step 4/8" in page.read_text(), 60)
+        text = page.read_text()
+        assert text.endswith("</html>"), "a reader never sees a part of it"
         for part in ('http-equiv="refresh"', "At work", "<svg", "train.args.learning_rate", "0.125", "cores"):
             assert part in text
         assert "learning_rate: 0.125" in text, "the spec"

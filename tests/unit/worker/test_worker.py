@@ -38,6 +38,7 @@ class Trained:
     data: PreparedData
     output: str
     result: TrainResult
+    events: list[dict[str, Any]]
 
     def ask(self, folder: Path, verb: str, recipe: str = tiny.RECIPE, **fields: Any) -> Any:
         given = {"data": self.data, "model_url": f"{self.output}/model", "model": {}, "args": tiny.ARGS, **fields}
@@ -48,8 +49,7 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     output = str(folder / "train")
-    result = tiny.run(tiny.train_request(folder, prepared_data, output), kind="in_process")
-    return Trained(prepared_data, output, result)
+    return Trained(prepared_data, output, *events_of(tiny.train_request(folder, prepared_data, output)))
 
 
 def events_of(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
@@ -118,8 +118,8 @@ def test_samples_are_counted_also_when_the_batch_changes_between_attempts(
     assert (first.global_samples, again.global_step, again.global_samples) == (6 * 8, 12, 6 * 8 + 6 * 4)
 
 
-def test_events_tell_position_speed_and_time_left(tmp_path: Path, prepared_data: PreparedData) -> None:
-    _, events = events_of(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")))
+def test_events_tell_position_speed_and_time_left(trained: Trained) -> None:
+    events = trained.events
     logs = [event for event in events if event["event"] == "log" and "loss" in event]
     assert [event["step"] for event in logs] == [10, 20, 30]
     assert all(event["max_steps"] == 36 and event["eta_s"] > 0 and event["samples_per_second"] > 0 for event in logs)
