@@ -128,21 +128,19 @@ def test_ids_come_from_the_column_that_is_named(tmp_path: Path) -> None:
         _reader(tmp_path / "b.jsonl").take(1)
 
 
-def test_a_flat_list_is_an_array_of_the_columns_shape(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text('scan\n"[1, 2, 3, 4]"\n')
-    reader = RowReader(find_row_files([str(tmp_path)]), {"scan": Column("array", "float32", (2, 2))})
-    [row] = reader.take(1)
-    reader.close()
-    assert row.values["scan"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_a_ragged_list_is_refused_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"scan": [[1, 2], [3]]}\n')
-    reader = RowReader(find_row_files([str(tmp_path)]), {"scan": Column("array", "float32", (2, 2))})
-    [row] = reader.take(1)
-    reader.close()
+def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
+    column = {"scan": Column("array", "float32", (2, 2))}
+    rows = []
+    for name, text in (("a.csv", 'scan\n"[1, 2, 3, 4]"\n'), ("a.jsonl", '{"scan": [[1, 2], [3]]}\n')):
+        (tmp_path / name).write_text(text)
+        reader = RowReader(find_row_files([str(tmp_path / name)]), column)
+        rows += reader.take(1)
+        reader.close()
+    assert rows[0].values["scan"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(DataError, match=r"a\.jsonl, row 0, column 'scan': the value is not float32\[2,2\]"):
-        GivenRows([row.values], {"scan": "float32[2,2]"}, place=lambda number: "a.jsonl, row 0")
+        GivenRows([rows[1].values], {"scan": "float32[2,2]"}, place=lambda number: "a.jsonl, row 0")
 
 
 @pytest.mark.parametrize(

@@ -107,18 +107,14 @@ def filled(folder: Path, arrays: list[np.ndarray]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("width", [3, BIG // 4])
-def test_rows_come_back_as_one_array_from_memory_and_from_disk(width: int, tmp_path: Path) -> None:
+def test_rows_come_back_as_one_array_from_memory_and_from_disk_padded_on_the_right(width: int, tmp_path: Path) -> None:
     arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in (2, 1)]
     assert np.array_equal(filled(tmp_path, arrays), np.concatenate(arrays))
+    ragged = filled(tmp_path, [np.ones((2, width), np.int64), np.ones((1, width + 3), np.int64)])
+    assert ragged.shape == (3, width + 3)
+    assert (ragged[:2, width:] == -100).all()
+    assert ragged.sum() == 2 * width + width + 3 - 2 * 3 * 100
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("width", [2, BIG // 4])
-def test_ragged_rows_are_padded_on_the_right(width: int, tmp_path: Path) -> None:
-    found = filled(tmp_path, [np.ones((2, width), np.int64), np.ones((1, width + 3), np.int64)])
-    assert found.shape == (3, width + 3)
-    assert (found[:2, width:] == -100).all()
-    assert found.sum() == 2 * width + width + 3 - 2 * 3 * 100
 
 
 def test_a_mapped_array_can_be_changed_by_its_owner_only(tmp_path: Path) -> None:

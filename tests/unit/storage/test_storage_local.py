@@ -84,27 +84,22 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path: Path, monkeypat
     assert store.children() == ["record"], "no draft stays"
 
 
-def test_a_folder_that_cannot_be_made_is_a_bad_setting(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    store = Store.open(tmp_path / "file" / "below")
-    assert (store.list(), store.children()) == ([], [])
-    with pytest.raises(ConfigError, match="Cannot write there"):
-        store.ensure_writable()
-
-
-def test_a_full_disk_is_said_to_be_full(tmp_path: Path) -> None:
-    (tmp_path / "full.bin").symlink_to("/dev/full")  # the kernel's own full disk
-    with pytest.raises(StorageFullError, match="no space left") as caught:
-        Store.open(tmp_path).write_bytes("full.bin", b"x" * 100)
-    assert caught.value.field == f"{tmp_path}/full.bin"
-    assert not caught.value.retryable
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_errors_of_the_block_are_not_blamed_on_the_store(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_named_and_errors_of_the_block_are_not_blamed(
+    tmp_path: Path,
+) -> None:
     store = Store.open(tmp_path)
-    store.write_bytes("x", b"1")
-    with pytest.raises(OSError, match="mine") as caught, store.open_read("x"):
+    (tmp_path / "full.bin").symlink_to("/dev/full")  # the kernel's own full disk
+    with pytest.raises(StorageFullError, match="no space left") as full:
+        store.write_bytes("full.bin", b"x" * 100)
+    assert full.value.field == f"{tmp_path}/full.bin"
+    assert not full.value.retryable
+    assert list(tmp_path.iterdir()) == []
+    store.write_bytes("file", b"1")
+    below = Store.open(tmp_path / "file" / "below")
+    assert (below.list(), below.children()) == ([], [])
+    with pytest.raises(ConfigError, match="Cannot write there"):
+        below.ensure_writable()
+    with pytest.raises(OSError, match="mine") as caught, store.open_read("file"):
         raise OSError(errno.EIO, "mine")
     assert not isinstance(caught.value, StorageError)
 
