@@ -31,7 +31,6 @@ from trainer_lib.distributed import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError
 from trainer_lib.locks import readers as module
 from trainer_lib.locks.claim import WRITING
-from trainer_lib.locks.keeping import end_keeping, is_kept, keep_checkpoint
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
@@ -67,24 +66,19 @@ def test_everything_that_was_saved_is_loaded(any_store: Store) -> None:
     assert all(torch.equal(optimizer.tensors[name], tensor) for name, tensor in saved.optimizer.tensors.items())
 
 
-def test_saving_the_same_step_again_replaces_it(any_store: Store) -> None:
-    save(any_store, 2, files={"old.txt": b"1"})
-    info = save(any_store, 2, data={"position": 99})
-    assert find_newest_intact(any_store, on_damage=no_damage) == info
-    assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
-    assert not any_store.exists("checkpoint-2/old.txt")
-
-
-def test_what_an_interrupted_save_left_is_cleared_first(any_store: Store) -> None:
+def test_saving_a_step_again_replaces_it_and_what_an_interrupted_save_left(any_store: Store) -> None:
     folder = any_store.child("checkpoint-2")
     folder.write_bytes("model.safetensors", b"half")
     folder.write_bytes("model-00001-of-00002.safetensors", b"of another layout")
     folder.write_bytes(WRITING, b"torn")
-    save(any_store, 2)
-    assert [info.path for info in folder.list()] == sorted([*FILES, COMMIT])
+    save(any_store, 2, files={"old.txt": b"1"})
+    info = save(any_store, 2, data={"position": 99})
+    assert [file.path for file in folder.list()] == sorted([*FILES, COMMIT])
+    assert find_newest_intact(any_store, on_damage=no_damage) == info
+    assert load_checkpoint(any_store, "checkpoint-2", SingleProcess()).data == {"position": 99}
 
 
-def test_only_the_model_can_be_saved(any_store: Store) -> None:
+def test_the_model_alone_can_be_saved_and_nothing_uncommitted_loaded(any_store: Store) -> None:
     info = save(any_store, 2, optimizer=None, scheduler=None, scaler=None, rng={}, files={})
     names = [entry.path for entry in info.commit.files]
     assert names == ["data.json", "model.safetensors", "trainer_state.json", "training_args.json"]
@@ -93,10 +87,6 @@ def test_only_the_model_can_be_saved(any_store: Store) -> None:
     assert (loaded.read_optimizer(), loaded.scheduler, loaded.scaler) == (None, None, None)
     with pytest.raises(ConfigError, match="no random state of rank 0"):
         loaded.read_rng(0)
-
-
-def test_an_uncommitted_one_cannot_be_loaded(any_store: Store) -> None:
-    save(any_store, 2)
     any_store.delete(f"checkpoint-2/{COMMIT}")
     assert list_checkpoints(any_store) == []
     for name in ("checkpoint-2", "checkpoint-9"):
@@ -137,14 +127,8 @@ def test_a_reader_that_comes_between_the_look_and_the_deletion_keeps_its_checkpo
     load_checkpoint(any_store, "checkpoint-1", SingleProcess()).read_model()
     marks[0].__exit__(None, None, None)
     assert withdraw_if_unread(folder)
-
-
-def test_a_reader_that_comes_after_the_deletion_finds_nothing(any_store: Store) -> None:
-    save_untrained(any_store, 1)
-    folder = any_store.child("checkpoint-1")
-    assert withdraw_if_unread(folder)
     with protect_from_removal(folder), pytest.raises(ConfigError, match="no committed checkpoint"):
-        load_checkpoint(any_store, "checkpoint-1", SingleProcess())
+        load_checkpoint(any_store, "checkpoint-1", SingleProcess())  # one that comes later finds nothing
     assert any_store.children() == []  # and leaves nothing
 
 
@@ -168,18 +152,11 @@ def test_the_bytes_are_those_of_the_snapshot_at_that_moment(any_store: Store) ->
     assert info.commit.files == waited.commit.files
 
 
-def test_a_kept_checkpoint_stays_until_its_mark_is_taken_away(any_store: Store) -> None:
-    for step in (1, 2, 3):
-        save_untrained(any_store, step)
-    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")
-    assert keep_checkpoint(any_store.child("checkpoint-1"), "the best")  # safe to repeat
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-2"]
-    end_keeping(any_store.child("checkpoint-1"))
-    assert not is_kept(any_store.child("checkpoint-1"))
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]
-
-
 def test_they_are_listed_by_step_newest_first(any_store: Store) -> None:
+    assert steps(any_store) == []
+    assert find_newest_intact(any_store, on_damage=no_damage) is None
+    assert get_last_checkpoint(any_store.url) is None
+    assert rotate_checkpoints(any_store, keep=1, protect=()) == delete_leftovers(any_store) == []
     for step in (9, 100, 20, 0):
         commit(any_store, step)
     any_store.write_bytes("checkpoint-30/model.safetensors", b"uncommitted")
@@ -192,14 +169,6 @@ def test_they_are_listed_by_step_newest_first(any_store: Store) -> None:
     assert newest is not None
     assert newest.name == "checkpoint-100"
     assert get_last_checkpoint(any_store.url) == f"{any_store.url}/checkpoint-100"
-
-
-def test_an_absent_folder_has_none(any_store: Store) -> None:
-    assert steps(any_store) == []
-    assert find_newest_intact(any_store, on_damage=no_damage) is None
-    assert get_last_checkpoint(any_store.url) is None
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == []
-    assert delete_leftovers(any_store) == []
 
 
 def test_a_commit_of_another_step_kind_or_form_is_damage(any_store: Store) -> None:
@@ -235,30 +204,19 @@ def test_sizes_alone_are_a_quick_look(any_store: Store) -> None:
     assert quick.step == 1
 
 
-def test_the_oldest_go_first(any_store: Store) -> None:
+def test_the_oldest_go_first_and_leftovers_and_nothing_else(any_store: Store) -> None:
     for step in (10, 2, 30, 4):
         commit(any_store, step)
     assert rotate_checkpoints(any_store, keep=2, protect=()) == ["checkpoint-2", "checkpoint-4"]
     assert steps(any_store) == [30, 10]
-    assert any_store.children() == ["checkpoint-10", "checkpoint-30"]
     assert rotate_checkpoints(any_store, keep=2, protect=()) == []
-
-
-def test_leftovers_are_removed_and_nothing_else(any_store: Store) -> None:
-    commit(any_store, 1)
-    commit(any_store, 2)
-    any_store.write_bytes("checkpoint-2/model.safetensors", b"")
+    any_store.write_bytes("checkpoint-30/model.safetensors", b"")
     find_newest_intact(any_store, on_damage=lambda _: None)
     any_store.write_bytes("checkpoint-3/model.safetensors", b"half")
     any_store.write_bytes("model/model.safetensors", b"exported")
-
     assert delete_leftovers(any_store) == ["checkpoint-3"]
-
-    assert steps(any_store) == [1]
-    assert any_store.children() == ["checkpoint-1", "checkpoint-2", "model"]
-
-
-ROUNDS = 3
+    assert steps(any_store) == [10]
+    assert any_store.children() == ["checkpoint-10", "checkpoint-30", "model"]
 
 
 class Meeting:
@@ -330,7 +288,7 @@ def verdict(outcomes: list[StorageError | None], root: Store) -> None:
 @pytest.mark.parametrize("left", [False, True], ids=["fresh", "after a dead writer"])
 def test_of_two_threads_one_wins(left: bool, any_store: Store) -> None:
     attempts = [replace(state(2), data={"writer": writer}) for writer in range(2)]  # seeded: not in the threads
-    for _ in range(ROUNDS):
+    for _ in range(3):
         meeting, start = Meeting(left), threading.Barrier(2)
         if left:
             dead = replace(Holder.this_process(), started="long ago")

@@ -29,39 +29,31 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
         yield made
 
 
-def test_a_launch_waits_for_each_of_its_devices(queue: Queue) -> None:
+def test_a_launch_waits_for_each_of_its_devices_up_to_a_limit(queue: Queue) -> None:
     with (
         queue.draw(["GPU 0"], "a", no) as a,
         queue.draw(["GPU 1", "GPU 0"], "b", no) as b,
         queue.draw(["GPU 1"], "c", no) as c,
         queue.draw(["GPU 2"], "d", no) as d,
+        queue.draw(["GPU 0"], "e", no) as e,
     ):
         assert queue.find_before(a, 1, no) == []
         assert [ticket.what for ticket in queue.find_before(b, 1, no)] == ["a"]
         assert [ticket.what for ticket in queue.find_before(c, 1, no)] == ["b"], "b asked first, for the same device"
         assert queue.find_before(d, 1, no) == []
+        assert queue.find_before(a, 2, no) == queue.find_before(b, 2, no) == []
+        assert [ticket.what for ticket in queue.find_before(e, 2, no)] == ["a", "b"]
 
 
-def test_a_limit_counts_the_launches_at_work(queue: Queue) -> None:
-    with queue.draw(["GPU 0"], "a", no) as a, queue.draw(["GPU 0"], "b", no) as b, queue.draw(["GPU 0"], "c", no) as c:
-        assert queue.find_before(a, 2, no) == []
-        assert queue.find_before(b, 2, no) == []
-        assert [ticket.what for ticket in queue.find_before(c, 2, no)] == ["a", "b"]
-
-
-def test_a_stopped_launch_holds_up_no_other_one(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    with queue.draw(["GPU 0"], "a", no), queue.draw(["GPU 0"], "b", no) as b:
-        assert queue.find_before(b, 1, no)
-        monkeypatch.setattr(tickets, "is_stopped", lambda pid: True)
-        assert queue.find_before(b, 1, no) == []
-
-
-def test_a_worker_does_not_wait_for_the_launch_that_it_belongs_to(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("why", ["it is stopped while it waits", "a worker belongs to it"])
+def test_a_launch_does_not_wait_for_every_other_one(why: str, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     with queue.draw(["GPU 0"], "a", no) as a, queue.draw(["GPU 0"], "b", no) as b:
-        assert queue.find_before(a, 1, no) == []
-        monkeypatch.setenv("TRAINFLOW_OWNER", f"{a.ticket.pid}:{a.ticket.started}")
+        assert queue.find_before(b, 1, no)
+        if why == "it is stopped while it waits":
+            monkeypatch.setattr(tickets, "is_stopped", lambda pid: True)
+        else:
+            assert queue.find_before(a, 1, no) == []
+            monkeypatch.setenv("TRAINFLOW_OWNER", f"{a.ticket.pid}:{a.ticket.started}")
         assert queue.find_before(b, 1, no) == []
 
 
