@@ -395,10 +395,7 @@ def test_their_arguments_at_their_defaults_said_nothing() -> None:
         ({"debug": "underflow_overflow"}, {"debug": ["underflow_overflow"]}),
         ({"eval_strategy": "epoch"}, {"eval_strategy": "epoch", "do_eval": True}),
         ({"accelerator_config": {"split_batches": True}}, {"accelerator_config": {"split_batches": True}}),
-        (
-            {"activation_checkpointing": True},
-            {"gradient_checkpointing": True, "activation_checkpointing": True},
-        ),
+        ({"activation_checkpointing": True}, {"gradient_checkpointing": True, "activation_checkpointing": True}),
         ({"lr_scheduler_kwargs": {"num_cycles": 1}}, {"lr_scheduler_kwargs": {"num_cycles": 1}}),
         (
             {"logging_steps": 0.5, "seed": 3, "hub_model_id": "it"},

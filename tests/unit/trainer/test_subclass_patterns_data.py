@@ -14,17 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, WeightedRandomSampler
 
 import trainer_lib
-from tests.support.patterns import (
-    EVALUATES,
-    ROWS,
-    SAVES,
-    Either,
-    Make,
-    Table,
-    assert_same,
-    compare,
-    outcome,
-)
+from tests.support.patterns import EVALUATES, ROWS, SAVES, Either, Make, Table, assert_same, compare, outcome
 from trainer_lib.errors import ConfigError
 
 PATTERNS = Table()

@@ -181,13 +181,7 @@ CUTS: dict[str, tuple[list[Any], int, int, dict[str, Any], dict[str, Any]]] = {
         f"an override: {cls.__name__}": (TOKENS, 3, 12, {"cls": cls}, {})
         for cls in (TakesItems, IgnoresItems, PassesOn, OfOld, Oldest, OldStep)
     },
-    "an override passes the count on": (
-        TOKENS,
-        5,
-        12,
-        {"model": SumOverItems, "cls": PassesOn},
-        {"model": TokenModel},
-    ),
+    "an override passes the count on": (TOKENS, 5, 12, {"model": SumOverItems, "cls": PassesOn}, {"model": TokenModel}),
     "micro-batches without targets": (rows_without_targets(8, 2, 3), 2, 8, {}, {}),
     **{
         f"classes of samples: {model.__name__}": (ROWS, 5, 12, {"model": model}, {"model": Plain})

@@ -50,11 +50,7 @@ OWNERS: dict[str, str] = {
 #: what a subclass had set is put back. Neither is an attribute of ours.
 SENT = {("__reduce_ex__", "a function"), ("vars()", "a function")}
 #: Attribute of the collaborators' table -> the one class that writes it after it was built.
-INTERNAL_OWNERS = {
-    "world": "Trainer",
-    "facts": "TrainedModel",
-    **dict.fromkeys(("run", "stop"), "TrainingLoop"),
-}
+INTERNAL_OWNERS = {"world": "Trainer", "facts": "TrainedModel", **dict.fromkeys(("run", "stop"), "TrainingLoop")}
 TRAINERS = {"self._trainer", "trainer"}
 TABLES = {"self._internals", "internals", "self._trainflow", "trainer._trainflow"}
 
