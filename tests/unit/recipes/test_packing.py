@@ -110,19 +110,12 @@ def test_an_overlong_document_without_a_policy_is_refused_by_name() -> None:
 
 
 # -- batches of packed rows -------------------------------------------------------------------------------------------
-SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SHAPE |= {"num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
-    "gpt2": {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    # As many positions as a row has tokens, and fewer than a flat batch has.
+    "gpt2": {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
     "mistral": {**SHAPE, "sliding_window": 4},
     "bloom": {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
@@ -153,48 +146,39 @@ def rows_of(documents: list[np.ndarray], *, length: int = 16) -> list[dict[str, 
     return list(pack_documents(numbered, length=length, overlong=None, packed=True, counts=new_counts()))
 
 
-KINDS = [("llama", "positions"), ("llama", "mask"), ("gpt2", "positions"), ("mistral", "positions")]
-
-
-@pytest.mark.parametrize(("kind", "isolate"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "isolate"), [("llama", "positions"), ("llama", "mask"), ("gpt2", "positions"), ("mistral", "positions")]
+)
 def test_a_document_has_the_logits_and_the_loss_that_it_has_alone(kind: str, isolate: str) -> None:
+    """In a packed row, and in a flat batch, which has no padding."""
     model, documents = build(kind), some_texts()
     assert model.config._attn_implementation == "sdpa"
     rows = rows_of(documents)
     assert len(rows) < len(documents)
     batch = collate_packed(rows, pad=0, isolate=isolate)
-    assert batch["input_ids"].shape == (len(rows), 16)
-    with torch.no_grad():
-        together = model(**batch)
-        nats, targets = 0.0, 0
-        for place, row in enumerate(rows):
-            starts = np.cumsum(row["lengths"]) - row["lengths"]
-            for number, start in zip(row["documents"], starts, strict=True):
-                tokens = torch.from_numpy(documents[number])[None]
-                alone = model(input_ids=tokens).logits[0]
-                there = together.logits[place, start : start + tokens.shape[1]]
-                torch.testing.assert_close(there, alone, atol=2e-5, rtol=1e-5)
-                losses = torch.nn.functional.cross_entropy(alone[:-1], tokens[0, 1:], reduction="none")
-                nats, targets = nats + float(losses.sum()), targets + len(losses)
-    assert targets == sum(len(each) - 1 for each in documents)
-    assert int((batch["labels"] != -100).sum()) == targets
-    assert float(together.loss) == pytest.approx(nats / targets, rel=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "isolate"), KINDS)
-def test_a_flat_batch_has_no_padding_and_the_logits_and_the_loss_of_its_documents(kind: str, isolate: str) -> None:
-    # gpt2 has fewer positions than the row has tokens.
-    model, documents = build(kind, **({"n_positions": 16} if kind == "gpt2" else {})), some_texts()
     padded = collate_documents([{"input_ids": each, "lengths": [len(each)]} for each in documents], pad=0)
-    batch = flatten_batch(padded, isolate=isolate)
-    assert batch["input_ids"].tolist() == [np.concatenate(documents).tolist()]
-    assert batch["labels"].shape == batch["position_ids"].shape == (1, sum(map(len, documents)))
+    flat = flatten_batch(padded, isolate=isolate)
+    assert batch["input_ids"].shape == (len(rows), 16)
+    assert flat["input_ids"].tolist() == [np.concatenate(documents).tolist()]
+    assert flat["labels"].shape == flat["position_ids"].shape == (1, sum(map(len, documents)))
     with torch.no_grad():
-        flat, wanted = model(**batch), model(**padded)
         alone = [model(input_ids=torch.from_numpy(each)[None]).logits[0] for each in documents]
-    torch.testing.assert_close(flat.logits[0], torch.cat(alone), atol=2e-5, rtol=1e-5)
-    assert int((batch["labels"] != -100).sum()) == sum(len(each) - 1 for each in documents)
-    assert float(flat.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+        packed_rows, flattened, one_by_one = model(**batch), model(**flat), model(**padded)
+    for place, row in enumerate(rows):
+        starts = np.cumsum(row["lengths"]) - row["lengths"]
+        for number, start in zip(row["documents"], starts, strict=True):
+            there = packed_rows.logits[place, start : start + len(documents[number])]
+            torch.testing.assert_close(there, alone[number], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(flattened.logits[0], torch.cat(alone), atol=2e-5, rtol=1e-5)
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(tokens)[1:], reduction="none")
+        for logits, tokens in zip(alone, documents, strict=True)
+    ]
+    nats = torch.cat(losses)
+    assert len(nats) == sum(len(each) - 1 for each in documents)
+    assert [int((made["labels"] != -100).sum()) for made in (batch, flat)] == [len(nats)] * 2
+    for outputs in (packed_rows, flattened, one_by_one):
+        assert float(outputs.loss) == pytest.approx(float(nats.mean()), rel=1e-5)
 
 
 def test_a_flat_batch_keeps_documents_apart_whatever_is_beside_them() -> None:
