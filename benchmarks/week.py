@@ -25,10 +25,9 @@ from unittest import mock
 
 from benchmarks._result import arguments, publish
 from flows import run_record
-from flows.garbage import find_garbage, remove_garbage
+from flows.garbage import find_garbage, find_publications, folders_of, remove_garbage
 from flows.past_runs import find_run, list_runs, tag_run
 from flows.plan import Plan
-from flows.referrers import find_publications, folders_of
 from flows.results import PipelineResult, StageOutcome
 from flows.run_record import RunRecord
 from flows.spec.spec import PipelineSpec, parse_spec

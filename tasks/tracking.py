@@ -11,11 +11,14 @@ storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRAC
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import json
 import logging
 import os
 import re
+import shutil
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +29,6 @@ from typing import Any
 
 from tasks.configs import TrackingConfig
 from tasks.run_handle import RunHandle as RunHandle
-from tasks.source_tags import source_tags
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
@@ -42,6 +44,21 @@ from trainer_lib.trackers.spool import (
     user_data_dir,
 )
 from trainer_lib.trackers.waiting import Waiting, count_waiting
+
+
+def source_tags(name: str, project: Path | None) -> dict[str, str]:
+    """The tags of a run of the pipeline `name`; `project` is the folder whose git commit is noted."""
+    tags = {"mlflow.source.name": f"trainflow run {name}", "mlflow.source.type": "PROJECT", "trainflow.pipeline": name}
+    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    git = shutil.which("git")
+    if git is not None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [git, "-C", str(project or Path.cwd()), "rev-parse", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+            tags["mlflow.source.git.commit"] = done.stdout.strip()
+    return tags
+
 
 STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag

@@ -62,8 +62,8 @@ _ELSEWHERE = {
     "models": "flows.cli.registry:models",
     "promote": "flows.cli.registry:promote",
     "rollback": "flows.cli.registry:rollback",
-    "lineage": "flows.cli.chain:lineage",
-    "verify": "flows.cli.chain:verify",
+    "lineage": "flows.cli.reproduce:lineage",
+    "verify": "flows.cli.reproduce:verify",
     "reproduce": "flows.cli.reproduce:reproduce",
 }
 _GROUPS = {"checkpoints": "flows.cli.checkpoints:app"}

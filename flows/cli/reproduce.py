@@ -2,23 +2,226 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from flows.cli import terminal
-from flows.cli.chain import Address, StorageUrl, find
-from flows.cli.options import Debug, Json, Quiet, print_json
+from flows.cli.options import Bare, Debug, Json, Quiet, print_json
 from flows.cli.presentation import shown
+from flows.cli.run_choice import choose, use_registry_here
 from flows.cli.signals import stoppable
 from flows.server.api import quiet_environment
-from trainer_lib.errors import ConfigError, NotReproducibleError
+from flows.sizes import describe_bytes
+from tasks.configs import TrackingConfig
+from trainer_lib.errors import BrokenLineageError, ConfigError, NotReproducibleError, StorageError
+from trainer_lib.foreign_text import to_cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flows.lineage_chain import Chain
+    from flows.lineage_checks import LinkCheck
+    from flows.lineage_tracking import TrackedLinks
     from flows.reproduction import Outcome
+
+_FORMATS = ("text", "slsa")
+_SHORT = 12
+
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="X",
+        help="Any link: a run, stage, checkpoint or published folder, hf://…, models:/…, or the id of a run.",
+        show_default=False,
+    ),
+]
+StorageUrl = Annotated[
+    str | None, typer.Option("--storage", metavar="URL", help="The storage of its run, where X does not lie below it.")
+]
+
+
+def lineage(
+    address: Address,
+    storage: StorageUrl = None,
+    form: Annotated[
+        str, typer.Option("--format", help="text, or slsa: an in-toto Statement with SLSA provenance v1.")
+    ] = "text",
+    bare: Bare = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Print what a model was made from: sources, stages, checkpoints, MLflow run, registered versions, publication."""
+    if form not in _FORMATS:
+        raise ConfigError(
+            "There is no such format.", field="--format", value=form, remedy=f"Choose one of {', '.join(_FORMATS)}."
+        )
+    quiet_environment()
+    from flows.lineage_tracking import find_tracked
+
+    chain, config = find(address, storage, lenient=False)
+    if form == "slsa":
+        _print_statement(chain)
+        return
+    tracked: TrackedLinks | None = None
+    why = ""
+    try:
+        tracked = find_tracked(chain, config)
+    except (ConfigError, StorageError) as error:
+        why = error.message
+    if as_json:
+        print_json({"ok": True, "exit_code": 0, **_chain_record(chain, tracked, why)})
+        return
+    notes = [] if bare else [_fact("note", note) for note in chain.notes]
+    terminal.show([*_chain_lines(chain), *_tracked_lines(tracked, why), *notes])
+
+
+def verify(
+    address: Address,
+    storage: StorageUrl = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Hash every link again, and name the link and the file that breaks. Exit code 16 if one does.
+
+    What cannot be reached from this machine is named as not checked; it does not count as held.
+    """
+    quiet_environment()
+    from flows.lineage_checks import require_held, verify_chain
+
+    chain, config = find(address, storage, lenient=True)
+    out = terminal.console(stderr=as_json, quiet=quiet)
+
+    # Each link as soon as it is checked: a large model takes minutes.
+    def show(check: LinkCheck) -> None:
+        for line in _check_lines(check):
+            out.print(line)
+
+    checks = verify_chain(chain, config, show)
+    if as_json:
+        broken = [check for check in checks if check.state == "broken"]
+        if broken or any(check.state == "held" for check in checks):
+            code = BrokenLineageError.exit_code if broken else 0
+            record = {"links": [check.to_dict() for check in checks], "notes": list(chain.notes)}
+            print_json({"ok": not broken, "exit_code": code, **record})
+            raise typer.Exit(code)
+    require_held(checks)
+    counts = {state: sum(check.state == state for check in checks) for state in ("held", "not checked")}
+    left = f", {counts['not checked']} not checked" if counts["not checked"] else ""
+    if not quiet:
+        terminal.show([Text(f"{counts['held']} link{'' if counts['held'] == 1 else 's'} held{left}", "green")])
+
+
+def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
+    """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's.
+
+    Raises:
+        ConfigError, StorageError, DamagedError: as `flows.lineage_chain.find_chain`.
+    """
+    from flows.lineage_chain import find_chain
+
+    use_registry_here(address, command="lineage")
+    home: str | None = None
+    config = TrackingConfig()
+    is_word = not ("/" in address or Path(address).exists())
+    if is_word or Path("pipeline.yaml").is_file():
+        try:
+            chosen = choose(None, storage, command="lineage")
+            home, config = chosen.storage, chosen.tracking
+        except ConfigError:
+            if is_word:
+                raise
+    chain = find_chain(address, storage=storage, home=home, lenient=lenient)
+    # The spec of this folder says where the runs of its own storage are tracked, not those of others.
+    is_ours = chain.storage is not None and chain.storage.url == home
+    return chain, config if is_ours else TrackingConfig()
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _print_statement(chain: Chain) -> None:
+    from trainer_lib.model_folder.provenance import make_statement
+
+    json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
+    sys.stdout.write("\n")
+
+
+def _chain_record(chain: Chain, tracked: TrackedLinks | None, why: str) -> dict[str, Any]:
+    from trainer_lib.records import to_record
+
+    places = {link.stage: folder.url for link in chain.lineage.stages if (folder := chain.stage_folder(link))}
+    mlflow = {"not_asked": why} if tracked is None else vars(tracked) | {"versions": list(tracked.versions)}
+    return {
+        "address": chain.address,
+        "kind": chain.kind,
+        "lineage": to_record(chain.lineage),
+        "storage": None if chain.storage is None else chain.storage.url,
+        "places": places,
+        "run": None if chain.run is None else chain.run.id,
+        "publication": None if chain.publication is None else chain.publication.url,
+        "mlflow": mlflow,
+        "notes": list(chain.notes),
+    }
+
+
+def _chain_lines(chain: Chain) -> Iterator[Text]:
+    lineage = chain.lineage
+    yield Text(f"{to_cell(lineage.name) or 'a stage'}  ({chain.kind})", "bold")
+    for source in lineage.sources:
+        yield _fact("source", f"{source.source}  {source.digest[:_SHORT]}")
+    for link in lineage.stages:
+        folder = chain.stage_folder(link)
+        made_from = f"  from {', '.join(link.inputs)}" if link.inputs else ""
+        content = (link.content_digest or "not committed")[:_SHORT]
+        yield _fact(link.stage, f"{link.key[:16]}  content {content}{made_from}")
+        if folder is not None:
+            yield _fact("", shown(folder.url))
+        for checkpoint in lineage.checkpoints if link.stage == "train" else ():
+            own = "  the model's weights" if checkpoint.name == lineage.exported else ""
+            yield _fact(
+                "", f"step {checkpoint.step}: {checkpoint.name}  content {checkpoint.content_digest[:_SHORT]}{own}"
+            )
+    if lineage.publication is not None:
+        yield _fact("hub", f"{lineage.publication.revision}  content {lineage.publication.content_digest[:_SHORT]}")
+    if chain.publication is not None:
+        yield _fact("publication", shown(chain.publication.url))
+    if chain.run is not None:
+        yield _fact("run", str(chain.run))
+    if lineage.versions:
+        yield _fact("versions", ", ".join(f"{name} {version}" for name, version in lineage.versions.items()))
+
+
+def _tracked_lines(tracked: TrackedLinks | None, why: str) -> Iterator[Text]:
+    if tracked is None:
+        yield _fact("MLflow run", why)
+        return
+    yield _fact("MLflow run", f"{tracked.run_id} in {shown(tracked.uri)}")
+    for version in tracked.versions:
+        aliases = f"  [{', '.join(version['aliases'])}]" if version["aliases"] else ""
+        yield _fact("registered", f"{version['name']} version {version['version']}{aliases}")
+
+
+def _check_lines(check: LinkCheck) -> Iterator[Text]:
+    style = {"held": "green", "broken": "bold red"}.get(check.state, "yellow")
+    count = f"{check.files} file{'' if check.files == 1 else 's'}"
+    if check.bytes:  # of sources their digests are compared, which count no bytes
+        count += f", {describe_bytes(check.bytes)}"
+    what = count if check.files else shown(check.where)
+    text = check.why if check.state == "not checked" else what
+    yield Text.assemble((f"{check.state:<12}", style), f"{check.link:<16} {text}")
+    for problem in check.problems:
+        yield Text(f"{'':<12}{problem}")
+
+
+def _fact(name: str, value: str) -> Text:
+    return Text.assemble((f"  {name:<14}", "dim"), terminal.readable(value))
 
 
 def reproduce(

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.spec.adapters import check_adapters
 from tasks.configs import LaunchSettings
 from tasks.runner_settings import check_runner
 from tasks.stage.metric_packages import refuse_project_modules
@@ -20,11 +19,30 @@ from trainer_lib.durations import describe
 from trainer_lib.errors import ConfigError
 from trainer_lib.metric_names import read_metrics
 from trainer_lib.recipe_functions import INSTEAD, check_definitions, find_returned_names
+from trainer_lib.recipe_names import ABOUT, recipe_name
 from trainer_lib.suggestions import nearest, suggestion
 
 if TYPE_CHECKING:
     from flows.spec.spec import PipelineSpec
     from flows.stages import Stage
+
+
+def check_adapters(spec: PipelineSpec) -> None:
+    """Refuse to merge adapters that a recipe by name does not train; of other recipes the trained model tells.
+
+    Raises:
+        ConfigError: the spec merges adapters and trains none.
+    """
+    if not (spec.publish.enabled and spec.publish.merge_adapters):
+        return
+    if recipe_name(spec.recipe) in ABOUT and not spec.train.model.get("lora"):
+        raise ConfigError(
+            "The spec trains no adapters, so there are none to merge.",
+            field="publish.merge_adapters",
+            value="true",
+            remedy="Remove it: all weights of the model are published. Or train adapters: train.model.lora={r: 8}.",
+        )
+
 
 _TRACKING_SCHEMES = {
     "file",

@@ -22,9 +22,9 @@ from tests.support.launched import request
 from tests.support.repository import ROOT
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.guard import Process
-from trainer_lib.launch import LaunchConfig, conditions, gpu_selection, launch, warm
-from trainer_lib.launch.conditions import SWITCH
+from trainer_lib.launch import LaunchConfig, gpu_selection, launch, warm
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.warm import SWITCH
 from trainer_lib.requests import PreparedData
 from trainer_lib.worker import warm_parent
 
@@ -168,7 +168,7 @@ def test_every_variable_that_imports_read_is_known() -> None:
     )
     read = set(done.stdout.split())
     assert "TORCH_LOGS" in read
-    assert {name for name in read if name not in conditions.NAMES and not name.startswith(conditions.FAMILIES)} == set()
+    assert {name for name in read if name not in warm.NAMES and not name.startswith(warm.FAMILIES)} == set()
 
 
 def test_a_parent_that_was_killed_or_stopped_is_replaced(tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_each_number_of_threads_has_a_parent_of_its_own_and_there_are_two_at_mos
 
 
 def test_what_is_read_at_the_start_takes_another_parent() -> None:
-    plain = conditions.read_conditions({"PATH": "/bin", "SECRET": "one"})
-    assert conditions.read_conditions({"PATH": "/bin", "SECRET": "two"}) == plain
+    plain = warm.read_conditions({"PATH": "/bin", "SECRET": "one"})
+    assert warm.read_conditions({"PATH": "/bin", "SECRET": "two"}) == plain
     for variable in ("OMP_STACKSIZE", "TORCH_LOGS", "PYTHONHASHSEED"):
-        assert conditions.read_conditions({"PATH": "/bin", variable: "1"}) != plain
+        assert warm.read_conditions({"PATH": "/bin", variable: "1"}) != plain
 
 
 def test_a_single_launch_of_one_process_starts_no_parent(tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_a_single_launch_of_one_process_starts_no_parent(tmp_path: Path) -> None
 def test_accelerators_other_interpreters_and_the_switch_rule_it_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert conditions.can_be_warm({}) is (sys.platform == "linux")
+    assert warm.can_be_warm({}) is (sys.platform == "linux")
     for name, value in ((SWITCH, "0"), ("PYTHON_EXEC", "/usr/bin/python3"), ("PJRT_DEVICE", "CPU")):
-        assert not conditions.can_be_warm({name: value})
+        assert not warm.can_be_warm({name: value})
     monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
-    assert conditions.can_be_warm({})
+    assert warm.can_be_warm({})
     (tmp_path / "nvidia0").touch()
-    assert not conditions.can_be_warm({"CUDA_VISIBLE_DEVICES": ""})
+    assert not warm.can_be_warm({"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_it_ends_when_idle_and_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

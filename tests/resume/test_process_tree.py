@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.launched import Owner, request, wait_until
-from trainer_lib.launch.conditions import SWITCH
+from trainer_lib.launch.warm import SWITCH
 
 Start = Callable[..., Owner]
 Act = Callable[[Owner, Path], None]

@@ -54,8 +54,7 @@ INTERNAL = {"check_stop", "evaluation_model", "range_dataloader", "spool_folder"
 OLDER_METHODS = {"prediction_loop", "init_git_repo", "num_tokens"}
 _TITLES = {"batch": "batch and length", "precision": "precision and memory"}
 _GROUPS = {
-    base.__module__.rpartition(".")[2].removesuffix("_arguments"): base
-    for base in (*ArgumentGroups.__mro__[1:-1], Seq2SeqArguments)
+    base.__name__.removesuffix("Arguments").lower(): base for base in (*ArgumentGroups.__mro__[1:-1], Seq2SeqArguments)
 }
 #: Title of a table -> the group of arguments that it is about.
 ARGUMENT_SECTIONS = {_TITLES.get(name, name): group for name, group in _GROUPS.items()}

@@ -8,7 +8,11 @@ stop, a rank that only lost contact.
 
 from __future__ import annotations
 
+import re
 import signal
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import (
@@ -21,10 +25,106 @@ from trainer_lib.errors import (
     from_record,
 )
 from trainer_lib.json_text import parse_json
-from trainer_lib.launch.collective_lag import describe_lag
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.launch.stacks import describe_places
 from trainer_lib.launch.supervise import Ending
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.MULTILINE)
+_MOST_PLACES = 3
+_OURS = Path(__file__).resolve().parents[1]
+_STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
+
+
+def describe_places(stacks: Mapping[str, str]) -> str | None:
+    """Return where the ranks stand, "rank 1 in collate (recipe.py:12), rank 0 in wait (ops.py:7)"; None if unknown.
+
+    Args:
+        stacks: rank -> what faulthandler wrote, the innermost frame of each thread first.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank, text in stacks.items():
+        place = _find_place(text)
+        if place is not None:
+            ranks_at.setdefault(place, []).append(int(rank))
+    # The place of the fewest ranks first: usually one rank is stuck, and the others wait for it.
+    ordered = sorted(ranks_at.items(), key=lambda item: (len(item[1]), item[1]))
+    places = [f"{_name_ranks(sorted(ranks))} in {place}" for place, ranks in ordered[:_MOST_PLACES]]
+    return ", ".join(places) or None
+
+
+def _find_place(text: str) -> str | None:
+    """The innermost frame of the user's code in the main thread, else its innermost frame."""
+    # faulthandler writes the newest thread first, so the last one is the main thread.
+    main = _THREAD.split(text)[-1]
+    frames = _FRAME.findall(main)
+    if not frames:
+        return None
+    file, line, function = next((frame for frame in frames if _is_users(frame[0])), frames[0])
+    return f"{function} ({Path(file).name}:{line})"
+
+
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    if {"site-packages", "dist-packages"} & set(path.parts) or file.startswith("<"):
+        return False
+    return not path.is_relative_to(_OURS) and not any(path.is_relative_to(folder) for folder in _STANDARD)
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+Entered = dict[tuple[str, str], dict[int, int]]  # (backend, process group) -> rank -> collectives entered
+
+
+def describe_lag(traces: Mapping[int, Any]) -> str:
+    """Return one sentence about the ranks that did not enter a collective that others wait in; "" without any.
+
+    Args:
+        traces: the content of each rank's trace file, by rank.
+    """
+    for (backend, group), entered in _count_entered(traces).items():
+        first, last = max(entered.values()), min(entered.values())
+        if first == last or len(entered) < 2:
+            continue
+        behind = sorted(rank for rank, count in entered.items() if count == last)
+        waiting = sorted(rank for rank, count in entered.items() if count > last)
+        name = _name_of(traces[waiting[0]], backend, group, last + 1)
+        return (
+            f"{_ranks(behind)} did not enter collective {last + 1}{f' ({name})' if name else ''}, "
+            f"where {_ranks(waiting).lower()} waited."
+        )
+    return ""
+
+
+def _count_entered(traces: Mapping[int, Any]) -> Entered:
+    found: Entered = {}
+    for rank, trace in traces.items():
+        for backend, recorder in _mapping(_mapping(trace).get("recorders")).items():
+            for group, status in _mapping(_mapping(recorder).get("pg_status")).items():
+                text = str(_mapping(status).get("last_enqueued_collective"))
+                if text.isdigit():
+                    found.setdefault((backend, group), {})[rank] = int(text)
+    return found
+
+
+def _name_of(trace: Any, backend: str, group: str, number: int) -> str | None:
+    entries = _mapping(_mapping(_mapping(trace).get("recorders")).get(backend)).get("entries")
+    for entry in entries if isinstance(entries, list) else []:
+        if str(_mapping(entry).get("pg_id")) == group and entry.get("collective_seq_id") == number:
+            return str(entry.get("profiling_name"))
+    return None
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"Rank {numbers[0]}"
+    return f"Ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:

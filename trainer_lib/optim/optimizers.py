@@ -9,21 +9,168 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from trainer_lib import xla
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
-from trainer_lib.optim.lion import Lion
-from trainer_lib.optim.muon import MuonAdamW, parameters_for_adamw
 from trainer_lib.optim.packages import PACKAGED, adafactor
 from trainer_lib.optim.request import OptimizerRequest, Served
 from trainer_lib.suggestions import suggestion
+
+# Muon for the hidden matrices, AdamW for everything else, as one optimizer.
+#
+# Muon orthogonalises the momentum of a matrix (Jordan et al., https://kellerjordan.github.io/posts/muon/). AdamW
+# updates the vectors, the embeddings and the output head, as Muon's authors recommend. Muon's step is scaled to match
+# AdamW's (`match_rms_adamw`, arXiv:2502.16982), so that both share one learning rate.
+
+
+# Usual names of output heads: like embeddings they are matrices, but their rows are classes.
+_HEADS = ("lm_head", "output_projection", "embed_out")
+
+
+def parameters_for_adamw(model: nn.Module | None) -> list[nn.Parameter]:
+    """Return the matrices of `model` that Muon should not update: embeddings and output heads."""
+    if model is None:
+        return []
+    return [
+        parameter
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or name.rpartition(".")[2] in _HEADS
+        for parameter in module.parameters(recurse=False)
+    ]
+
+
+class MuonAdamW(Optimizer):
+    """torch's Muon and AdamW over one list of parameter groups; each group's "algorithm" names its optimizer.
+
+    Args:
+        params: parameters, or groups of them; a group with matrices and other parameters is split.
+        lr, weight_decay: settings of both; the decay is per optimizer step.
+        momentum, nesterov, ns_steps: settings of Muon; `ns_steps` counts Newton-Schulz iterations.
+        betas, eps: settings of AdamW.
+        for_adamw: matrices that AdamW updates all the same.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        for_adamw: Iterable[nn.Parameter] = (),
+    ) -> None:
+        # By id, because `in` on a list of tensors compares their values.
+        plain = {id(parameter) for parameter in for_adamw}
+        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+        groups = []
+        for given in _as_groups(params):
+            both = {"lr": lr, "weight_decay": weight_decay, **given}
+            matrices = [each for each in given["params"] if each.ndim == 2 and id(each) not in plain]
+            rest = [each for each in given["params"] if each.ndim != 2 or id(each) in plain]
+            if matrices:
+                groups.append({**both, **muon, "params": matrices, "algorithm": "muon"})
+            if rest:
+                groups.append({**both, "betas": betas, "eps": eps, "params": rest, "algorithm": "adamw"})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self._bind()
+
+    def _bind(self) -> None:
+        # The inner optimizers share our groups and state: with copies a schedule or a loaded state would miss them.
+        classes = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+        self._inner: list[Optimizer] = []
+        for algorithm, cls in classes.items():
+            groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            if groups:
+                inner: Optimizer = cls(groups)
+                inner.state = self.state
+                self._inner.append(inner)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # `load_state_dict` ends here too, with new groups.
+        super().__setstate__(state)
+        self._bind()
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for inner in self._inner:
+            inner.state = self.state  # `load_state_dict` replaces ours
+            inner.step()
+        return loss
+
+
+def _as_groups(params: Any) -> list[dict[str, Any]]:
+    items = list(params)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": list(group["params"])} for group in items]
+    return [{"params": items}]
+
+
+class Lion(Optimizer):
+    """The optimizer Lion, with one state tensor per parameter (`exp_avg`, of the parameter's shape).
+
+    Its learning rate should be 3 to 10 times below AdamW's, because every element moves by the full rate.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: interpolation for the update, and decay of the momentum; each in [0, 1).
+        weight_decay: decoupled, per optimizer step.
+
+    Raises:
+        ConfigError: a beta is out of range.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        for beta in betas:
+            if not 0.0 <= beta < 1.0:
+                raise ConfigError(
+                    "The value must be in [0, 1).", field="optim_args.betas", value=beta, remedy="Give 0.9 and 0.99."
+                )
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            # The closure runs a backward pass, for which the decorator above has switched gradients off.
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                average = state["exp_avg"]
+                # The update looks ahead with beta1, the average follows with beta2: that order is the algorithm.
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+                parameter.sub_(torch.lerp(gradient, average, beta1).sign_().mul_(group["lr"]))
+                average.lerp_(gradient, 1.0 - beta2)
+        return loss
+
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError, first_line
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_classes
 from trainer_lib.recipes.image_files import (
@@ -46,17 +46,260 @@ from trainer_lib.recipes.image_files import (
     mean_and_spread,
     read_image_table,
 )
-from trainer_lib.recipes.image_models import find_image_settings, load_image_model, new_image_model
-from trainer_lib.recipes.image_net import augment_training, build_image_net
 from trainer_lib.recipes.model_places import one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.table_files import Table, id_of
 from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tokenizing import import_transformers, new_config, no_model
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+
+TIMM = "timm_wrapper"
+"""The type that transformers gives to the models of timm."""
+
+
+def find_image_settings(place: str, *, field: str) -> tuple[list[int] | None, tuple[list[float], list[float]] | None]:
+    """What a model's preprocessor says: height and width, and mean and spread of each channel; None for what it omits.
+
+    A model of timm has no preprocessor; its `config.json` says both.
+
+    Args:
+        place: the model's name on the Hub, or its folder.
+        field: the option that names it, for errors.
+
+    Raises:
+        ConfigError: there is no preprocessor. MissingExtraError: transformers, or timm for its model, is not installed.
+    """
+    try:
+        library = import_transformers().image_processing_utils
+    except (ImportError, RuntimeError) as error:
+        raise _no_torchvision("transformers cannot import its image processing", error, place, field) from error
+    try:
+        # The settings alone: a preprocessor may need packages that reading them does not.
+        settings, _ = library.BaseImageProcessor.get_image_processor_dict(place)
+    except (OSError, ValueError) as error:
+        of_timm = _find_timm_settings(place, field)
+        if of_timm is None:
+            raise no_model(place, error, field=field) from error
+        return of_timm
+    normal = (settings.get("image_mean"), settings.get("image_std"))
+    sides = settings.get("crop_size") or settings.get("size")
+    if isinstance(sides, int):
+        sides = {"height": sides, "width": sides}
+    sides = sides or {}
+    edge = sides.get("shortest_edge")
+    size = [int(each) for each in (sides.get("height", edge), sides.get("width", edge)) if each is not None]
+    found = [float(each) for each in normal[0] or ()], [float(each) for each in normal[1] or ()]
+    return (size if len(size) == 2 else None), (found if all(found) else None)
+
+
+def _find_timm_settings(
+    place: str, field: str
+) -> tuple[list[int] | None, tuple[list[float], list[float]] | None] | None:
+    """Height and width, and mean and spread, of a model of timm; None for another model."""
+    settings = _read_config(place)
+    given = settings.get("pretrained_cfg")
+    if not _is_of_timm(settings) or not isinstance(given, Mapping):
+        return None
+    import_timm(place, field=field)
+    channels_first = [int(each) for each in given.get("input_size") or ()]
+    found = [float(each) for each in given.get("mean") or ()], [float(each) for each in given.get("std") or ()]
+    return (channels_first[1:] if len(channels_first) == 3 else None), (found if all(found) else None)
+
+
+def _read_config(place: str) -> Mapping[str, Any]:
+    """A model's `config.json`; empty where there is none."""
+    try:
+        settings, _ = import_transformers().PreTrainedConfig.get_config_dict(place)
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _is_of_timm(settings: Mapping[str, Any]) -> bool:
+    return settings.get("model_type") == TIMM or ("architecture" in settings and "pretrained_cfg" in settings)
+
+
+def import_timm(place: str, *, field: str) -> None:
+    """Import the package timm, so that a model of it is refused as early as it is named.
+
+    Raises:
+        MissingExtraError: timm is not installed. ConfigError: it cannot be imported.
+    """
+    try:
+        import timm  # noqa: F401 - whether it is there
+    except ModuleNotFoundError as error:
+        what = f"A model of timm needs the package {error.name}."
+        remedy = f"Install it: pip install {error.name}."
+        raise MissingExtraError(what, field=field, value=place, remedy=remedy) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise _no_torchvision("The package timm cannot be imported", error, place, field) from error
+
+
+def _no_torchvision(what: str, error: Exception, place: str, field: str) -> ConfigError:
+    """The error for a torchvision that was built for another torch, which fails in its own ways."""
+    remedy = "Install the torchvision that was built for this torch (pytorch.org/get-started), or remove it."
+    return ConfigError(f"{what}: {first_line(error).rstrip('.')}.", field=field, value=place, remedy=remedy)
+
+
+def new_image_model(
+    config: Mapping[str, Any], classes: Sequence[str], *, size: Sequence[int], channels: int
+) -> nn.Module:
+    """A model at random, by a configuration with its `model_type`."""
+    library = import_transformers()
+    if "model_type" not in config:
+        remedy = "Name one: train.model.config.model_type=vit."
+        raise ConfigError("A configuration needs the type of the model.", field="train.model.config", remedy=remedy)
+    image = size[0] if size[0] == size[1] else list(size)
+    given = {"image_size": image, "num_channels": channels, **config, **_names(classes)}
+    if config["model_type"] == TIMM:
+        import_timm(str(config.get("architecture", TIMM)), field="train.model.config")
+        given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
+    try:
+        settings = new_config(given, config, field="train.model.config")
+        model: nn.Module = library.AutoModelForImageClassification.from_config(settings)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise no_model(str(config["model_type"]), error, field="train.model.config") from error
+    return model
+
+
+def load_image_model(place: str, classes: Sequence[str], *, new_head: bool) -> nn.Module:
+    """A model by its name or from its folder.
+
+    Raises:
+        ConfigError: transformers cannot load it, or its head was trained for another number of classes.
+    """
+    library = import_transformers()
+    of_timm = _is_of_timm(_read_config(place))
+    if of_timm:
+        import_timm(place, field="train.model")
+    try:
+        config = library.AutoConfig.from_pretrained(place)
+        has_head = any("ForImageClassification" in name for name in config.architectures or ()) or of_timm
+        if has_head and config.num_labels != len(classes) and not new_head:
+            raise ConfigError(
+                f"The model's head knows {config.num_labels} classes, and the data has {len(classes)}.",
+                field="train.model.new_head",
+                value=False,
+                remedy="Set train.model.new_head=true: the head then begins at random.",
+            )
+        automatic = library.AutoModelForImageClassification
+        # timm's configuration has a number of classes of its own, which outweighs their names.
+        names = {**_names(classes), **({"num_labels": len(classes)} if of_timm else {})}
+        model: nn.Module = automatic.from_pretrained(place, ignore_mismatched_sizes=new_head, **names)
+        if of_timm:
+            model.config.label_names = list(classes)  # type: ignore[union-attr]  # saved in place of id2label
+        return model
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise no_model(place, error, field="train.model") from error
+
+
+def _names(classes: Sequence[str]) -> dict[str, Any]:
+    return {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
+
+
+AUGMENT: dict[str, Any] = {"flip": False, "shift": 0.0, "rotate": 0.0, "zoom": 0.0}
+"""Every random change, with its default: none."""
+_GROUP = 8  # channels that are normalized together
+_MOST_DEGREES = 180.0
+
+
+class ImageNet(nn.Module):
+    """Blocks of two convolutions, each block at half the resolution, and the mean over all places.
+
+    Args:
+        inputs: channels of an image.
+        classes: size of the output.
+        channels: channels of each block, multiples of 8.
+        dropout: probability, before the output.
+    """
+
+    def __init__(self, inputs: int, classes: int, channels: Sequence[int], dropout: float) -> None:
+        super().__init__()
+        blocks: list[nn.Module] = []
+        for width in channels:
+            for _ in range(2):
+                # Groups, and not the batch: a row's output depends on no other row.
+                blocks += [nn.Conv2d(inputs, width, 3, padding=1), nn.GroupNorm(width // _GROUP, width), nn.GELU()]
+                inputs = width
+            blocks.append(nn.MaxPool2d(2, ceil_mode=True))
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.Dropout(dropout), nn.Linear(inputs, classes))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits ``[batch, classes]`` of images ``[batch, channels, height, width]``; with labels the cross-entropy."""
+        logits = self.head(self.blocks(pixel_values).mean(dim=(2, 3)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def build_image_net(inputs: int, classes: int, *, channels: Sequence[int], dropout: float) -> ImageNet:
+    """An `ImageNet`. Raises ConfigError for channels that do not form groups."""
+    wrong = [each for each in channels if not isinstance(each, int) or each < _GROUP or each % _GROUP]
+    if wrong or not channels:
+        what = f"The channels of each block must be a multiple of {_GROUP}."
+        raise ConfigError(what, field="train.model.channels", value=list(channels), remedy="Give such as [32, 64].")
+    return ImageNet(inputs, classes, channels, dropout)
+
+
+def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: str) -> nn.Module:
+    """Let a model change its images at random while it is in training mode, and never else.
+
+    The numbers are drawn as those of dropout are: a continued training draws the same ones.
+
+    Args:
+        model: takes `pixel_values` ``[batch, channels, height, width]`` by name.
+        settings: some of `AUGMENT`: `flip` left and right; the most by which an image is moved (`shift`) and enlarged
+            or made smaller (`zoom`), as shares of its size; the most by which it is turned, in degrees (`rotate`).
+        field: the setting, for errors.
+
+    Raises:
+        ConfigError: a setting is unknown, or out of its range.
+    """
+    chosen = choose(settings, AUGMENT, field=field)
+    for name, most in (("shift", 1.0), ("zoom", 1.0), ("rotate", _MOST_DEGREES)):
+        if not 0 <= chosen[name] < most + (name == "rotate"):
+            remedy = f"Give a number from 0 on and below {most:g}."
+            raise ConfigError("This is out of range.", field=f"{field}.{name}", value=chosen[name], remedy=remedy)
+    if any(chosen.values()):
+        model.register_forward_pre_hook(_Augment(**chosen), with_kwargs=True)
+    return model
+
+
+class _Augment:
+    def __init__(self, flip: bool, shift: float, rotate: float, zoom: float) -> None:
+        self._flip, self._shift, self._rotate, self._zoom = flip, shift, rotate, zoom
+
+    def __call__(
+        self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not model.training or "pixel_values" not in named:
+            return None
+        return given, {**named, "pixel_values": self.change(named["pixel_values"])}
+
+    def change(self, images: Tensor) -> Tensor:
+        """Images ``[batch, channels, height, width]``, each changed by one affine map; edges are continued."""
+        rows = len(images)
+        # Five numbers for each image whatever is switched on: one setting does not change the draws of another.
+        draws = torch.rand(rows, 5, device=images.device) * 2 - 1
+        turn = draws[:, 0] * torch.pi * self._rotate / 180
+        scale = 1 / (1 + draws[:, 1] * self._zoom)
+        side = torch.where(draws[:, 2] < 0, -1.0, 1.0) if self._flip else torch.ones_like(turn)
+        shape = images.shape[2] / images.shape[3]
+        cosine, sine = torch.cos(turn) * scale, torch.sin(turn) * scale
+        first = torch.stack((cosine * side, -sine * shape, draws[:, 3] * self._shift * 2), dim=1)
+        second = torch.stack((sine * side / shape, cosine, draws[:, 4] * self._shift * 2), dim=1)
+        grid = nn.functional.affine_grid(torch.stack((first, second), dim=1), list(images.shape), align_corners=False)
+        return nn.functional.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
+
 
 SIZE = 64
 """Height and width where neither an option nor a model says another."""

@@ -39,7 +39,6 @@ from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
 from trainer_lib.recipes.row_trainer import RowTrainer
 from trainer_lib.recipes.table_form import note_form
 from trainer_lib.recipes.tabular_rows import FIELD
-from trainer_lib.recipes.text_scores import measure_texts, score_row
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
@@ -51,6 +50,46 @@ from trainer_lib.recipes.tokenizing import (
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+
+# Scores of texts that were written, by torchmetrics: ROUGE-L, chrF and exact match.
+#
+# ROUGE-L is the F measure of the longest common subsequence of words (Lin, 2004); it knows Latin letters and digits.
+# chrF is that of n-grams of up to 6 characters (Popović, 2015), here the mean over rows, and without those that are
+# longer than the text to write. Both are from 0 to 1.
+
+
+NAMES = ("exact_match", "rouge_l", "chrf", "lead_rouge_l", "lead_chrf")
+"""What `measure_texts` takes of each row."""
+_LONGEST = 6
+
+
+def score_text(written: str, wanted: str) -> tuple[float, float, float]:
+    """Exact match, ROUGE-L and chrF of one text; spaces at its ends do not count."""
+    from torchmetrics.functional.text import chrf_score, rouge_score
+
+    own, true = written.strip(), wanted.strip()
+    if not own or not true:
+        return (float(own == true),) * 3
+    longest = min(_LONGEST, len(true.replace(" ", "")))  # a short text has no longer n-grams
+    rouge = rouge_score(own, true, rouge_keys="rougeL")["rougeL_fmeasure"]
+    chrf: Any = chrf_score([own], [[true]], longest, 0)
+    return float(own == true), float(rouge), float(chrf)
+
+
+def score_row(written: str, wanted: str, lead: str) -> np.ndarray:
+    """The scores ``[5]`` (`NAMES`) of a text, and of the first words of the text that was read."""
+    return np.array([*score_text(written, wanted), *score_text(lead, wanted)[1:]])
+
+
+def measure_texts(scores: np.ndarray) -> dict[str, float]:
+    """Means of the scores ``[rows, 5]``, and what the model is better by than the first words."""
+    means = dict(zip(NAMES, scores.mean(axis=0).tolist(), strict=True))
+    return {
+        **means,
+        "rouge_l_over_lead": means["rouge_l"] - means["lead_rouge_l"],
+        "chrf_over_lead": means["chrf"] - means["lead_chrf"],
+    }
+
 
 SMALL: dict[str, Any] = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
 """The model that is built at random where `config` says nothing else."""

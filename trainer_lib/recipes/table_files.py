@@ -5,23 +5,184 @@ Where columns hold lists, sentences in CoNLL's columns (`conll_files`) are rows 
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from itertools import islice, repeat
 from operator import is_
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
+from typing_extensions import override
 
 from trainer_lib.data.row_files import read_id, read_rows
-from trainer_lib.data.row_sources import FORMATS, find_row_files, format_of
-from trainer_lib.errors import DataError, TrainflowError
-from trainer_lib.recipes.conll_files import SENTENCES, read_sentences
-from trainer_lib.recipes.spooled_values import Spool, SpooledValues
+from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.errors import DataError, TrainflowError, first_line
+from trainer_lib.json_text import parse_json
+from trainer_lib.storage import Store
 from trainer_lib.suggestions import suggestion
+
+SPOOL_BYTES = 32 << 20
+"""The most that a table keeps in memory, values that are not yet in the file and the file itself."""
+_VALUE_BYTES = 60
+_LEAST_BYTES, _MOST_BYTES = 1 << 14, 2 << 20
+_PLAIN = (str, int, float, bool)
+
+
+class Spool:
+    """A file without a name for the values of a table: in memory while it is small, then on the disk."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed with the last value
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def write(self, data: bytes) -> int:
+        """Append data, and return where it begins."""
+        start = self._file.seek(0, 2)
+        self._file.write(data)
+        return start
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return the data that begins at a place."""
+        self._file.seek(start)
+        return self._file.read(size)
+
+
+class _Chunk(NamedTuple):
+    spool: Spool
+    start: int
+    size: int
+    plain: list[Any] | None
+    """The values themselves, where they are not plain ones."""
+
+    def load(self) -> list[Any]:
+        if self.plain is not None:
+            return self.plain
+        return parse_json(zlib.decompress(self.spool.read(self.start, self.size)), list)
+
+
+class SpooledValues(Sequence[Any]):
+    """Values in their order, in chunks of JSON in a `Spool`; the newest ones, and lists and objects, are in memory.
+
+    Args:
+        spool: the file.
+        columns: of the table, which share the memory.
+    """
+
+    def __init__(self, spool: Spool, columns: int) -> None:
+        self._spool, self._most = spool, max(_LEAST_BYTES, min(_MOST_BYTES, SPOOL_BYTES // columns))
+        self._newest: list[Any] = []
+        self._bytes = 0
+        self._chunks: list[_Chunk] = []
+        self._ends: list[int] = []  # of the chunks, in values
+        self._loaded: tuple[int, list[Any]] = (-1, [])
+
+    def append(self, value: Any) -> None:
+        """Put a value behind the others."""
+        self._newest.append(value)
+        self._bytes += _VALUE_BYTES + (len(value) if isinstance(value, str) else 0)
+        if self._bytes > self._most:
+            self._store()
+
+    def _store(self) -> None:
+        if not self._newest:
+            return
+        if all(value is None or type(value) in _PLAIN for value in self._newest):
+            data = zlib.compress(json.dumps(self._newest).encode(), 1)
+            chunk = _Chunk(self._spool, self._spool.write(data), len(data), None)
+        else:
+            chunk = _Chunk(self._spool, 0, 0, self._newest)
+        self._chunks.append(chunk)
+        self._ends.append(len(self))
+        self._newest, self._bytes = [], 0
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """Put values behind the others; chunks of another column stay where they are."""
+        if not isinstance(values, SpooledValues):
+            for value in values:
+                self.append(value)
+            return
+        self._store()
+        start = len(self)
+        self._chunks += values._chunks
+        self._ends += [start + end for end in values._ends]
+        for value in values._newest:
+            self.append(value)
+
+    @override
+    def __len__(self) -> int:
+        return (self._ends[-1] if self._ends else 0) + len(self._newest)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(itertools.chain.from_iterable(map(_Chunk.load, self._chunks)), self._newest)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    @override
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return list(itertools.islice(self, *index.indices(len(self))))
+        number = bisect_right(self._ends, index)
+        if number == len(self._ends):
+            return self._newest[index - (self._ends[-1] if self._ends else 0)]
+        if self._loaded[0] != number:
+            self._loaded = number, self._chunks[number].load()
+        return self._loaded[1][index - (self._ends[number - 1] if number else 0)]
+
+
+# Sentences in CoNLL's columns: a word in each line, its tag in the last column, an empty line after each sentence.
+#
+# EU      NNP  B-ORG rejects VBZ  O
+
+
+SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
+"""Ending of a file's name -> "sentences"."""
+_DOCUMENT = "-DOCSTART-"
+
+
+def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sentences of a file behind their places, each as two lists of texts: words and tags.
+
+    Args:
+        names: of the columns of words and of tags.
+
+    Raises:
+        DataError: the file is not UTF-8, or a line has no tag.
+    """
+    content = Store.open(file.url, field="prepare.sources").read_bytes(file.path)
+    try:
+        lines = content.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
+        raise DataError(what, field="NEW_DATA", remedy="Write it as UTF-8.") from error
+    words: list[str] = []
+    tags: list[str] = []
+    number = 0
+    for line, text in enumerate([*lines, ""], 1):
+        parts = text.split("\t") if "\t" in text else text.split()
+        if not text.strip() or parts[0] == _DOCUMENT:
+            if words:
+                place = f"{file.address}, sentence {number} (line {line - len(words)})"
+                yield place, dict(zip(names, (words, tags), strict=True))
+                number, words, tags = number + 1, [], []
+            continue
+        if len(parts) < 2 or not parts[-1].strip():
+            raise DataError(f"{file.address}, line {line}: the word '{parts[0][:40]}' has no tag.", field="rows")
+        words.append(parts[0])
+        tags.append(parts[-1].strip())
+
 
 Values = list[Any] | SpooledValues
 Reader = Callable[[Any, str], Any]

@@ -3,36 +3,318 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import Subset
+from typing_extensions import override
 
 from trainer_lib import distributed
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.commit import content_digest
+from trainer_lib.data.parts import NumberedParts
+from trainer_lib.data.row_parts import SUMS, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.evaluation.metrics import is_metric_object
-from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, measure_slices
+from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
+from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
+from trainer_lib.evaluation.metric_sums import RangeMetrics, RangeSums
+from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.evaluation.named_metrics import (
+    MAX_INTERVALS,
+    SLICES,
+    NamedMetrics,
+    find_slices,
+    measure_slices,
+    require_named,
+)
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.json_text import parse_json
+from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
 from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import counted
+from trainer_lib.suggestions import counted, suggestion
+from trainer_lib.trainer import Trainer
 from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
-from trainer_lib.worker.evaluate_ranges import RangeEvaluation, find_range_metrics
-from trainer_lib.worker.events import EventsCallback
-from trainer_lib.worker.measurable import rehearse, require_measurable
+from trainer_lib.worker.events import QUIET_S, EventsCallback
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.session import Work
 from trainer_lib.worker.train import HISTORY
+
+# Evaluation in ranges of rows, by any number of workers, for metrics that merge: one or many give the same digits.
+#
+#     sums/<split>/part-00002.json    what range 2 adds to the sums of `metric_sums`, of losses and samples
+#
+#     all       both of the following, or the evaluation of one group of processes where metrics do not merge
+#     ranges    measure those that no other worker takes
+#     finish    make metrics of all ranges
+#
+# Ranges are pulled through exclusive claims (`locks.shared_parts`), so that of a worker that is lost is measured by
+# another one. The sums are added in the order of the ranges.
+
+
+_LIMIT = 256 << 20
+
+
+def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[RangeMetrics | None, str]:
+    """The metrics that this worker measures range by range; None, and why as a clause, where it needs all rows."""
+    recipe, request = work.recipe, work.request
+    for name in ("resamples", "confidence", "metrics", "slices"):
+        if getattr(request, name):
+            return None, f"evaluate.{name} needs all rows"
+    if recipe.trainer_class(Trainer) is not Trainer:
+        return None, "the recipe has a Trainer of its own"
+    if work.world_size > 1:
+        return None, "several processes evaluate as one group"
+    if (merged := recipe.merged_metrics_with(data)) is not None:
+        return RangeSums(merged), ""
+    metric = recipe.compute_metrics
+    if not is_metric_object(metric):
+        return None, "compute_metrics needs all rows"
+    reason = why_not_merged(metric)
+    return (MetricStates(metric), "") if reason is None else (None, reason)
+
+
+class RangeEvaluation:
+    """The ranges of one request, and the Trainer that measures them."""
+
+    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: RangeMetrics) -> None:
+        self._request = work.request
+        self._store = store
+        self._trainer = trainer
+        self._merged = merged
+        self._progress = _Progress(work, trainer)
+        trainer.add_callback(self._progress)
+
+    def measure(self, splits: Mapping[str, ArrowSplit]) -> None:
+        """Measure the ranges that no other worker takes; returns when every range is finished."""
+        self._progress.total = sum(map(len, splits.values()))
+        before = 0
+        for name, split in splits.items():
+            parts, rows = self._parts(name, len(split)), len(split)
+            total = -(-rows // self._request.rows_per_range)
+            # Each split has claims of its own.
+            with SharedParts(self._store.child(SUMS, name), parts, total=total) as shared:
+                for part in shared:
+                    start, stop = row_range(part, rows, self._request.rows_per_range)
+                    self._progress.begin(before + start, stop - start)
+                    found = json.dumps(self._measure(split, start, stop)).encode()
+                    if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                        parts.write(part, found, {})
+            before += rows
+
+    def metrics(self, name: str, rows: int) -> dict[str, float]:
+        """The metrics of a split whose ranges are all finished."""
+        loss, items, samples, sums = 0.0, 0, 0, None
+        for part in self._parts(name, rows).collect():
+            found = self._read(part.entry.path)
+            loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
+            sums = sums if found["sums"] is None else self._merged.add(sums, found["sums"])
+        if samples != rows:
+            raise DamagedError(f"The ranges of the split '{name}' have {samples:,} of {rows:,} rows.", field=SUMS)
+        metrics = {} if sums is None else parse_metrics(self._merged.finish(sums))
+        metrics = {key.removeprefix("eval_"): float(value) for key, value in metrics.items()}
+        return {"loss": loss / items, **metrics} if items else metrics
+
+    def _parts(self, split: str, rows: int) -> NumberedParts:
+        return sum_parts(self._store, split, rows=rows, rows_per_range=self._request.rows_per_range)
+
+    def _read(self, path: str) -> dict[str, Any]:
+        return parse_json(self._store.read_bytes(path, limit=_LIMIT), dict)
+
+    def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
+        trainer, before = self._trainer, self._trainer.compute_metrics
+        batch_by_batch, trainer.args.batch_eval_metrics = trainer.args.batch_eval_metrics, False
+        trainer.compute_metrics = self._merged
+        try:
+            evaluator = trainer._trainflow.evaluator
+            trainer.evaluation_loop(evaluator.range_dataloader(split, start, stop), "Evaluation")
+        finally:
+            trainer.compute_metrics, trainer.args.batch_eval_metrics = before, batch_by_batch
+        loss, items, samples = evaluator.counted
+        return {"sums": self._merged.take(), "loss": loss, "items": items, "samples": samples}
+
+
+class _Progress(TrainerCallback):
+    """Says how far a worker is, twice a second at the most."""
+
+    def __init__(self, work: Work[EvaluateRequest], trainer: Any) -> None:
+        self._events = work.events
+        self._size = int(trainer.args.per_device_eval_batch_size)
+        self.total = 0
+        self._done = self._first = self._now = self._most = 0
+        self._reported = -math.inf
+
+    def begin(self, row: int, rows: int) -> None:
+        """Begin with a range of so many rows, whose first one is `row` of all splits."""
+        self._done, self._first, self._now, self._most = self._done + self._now, row, 0, rows
+
+    @override
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count a batch."""
+        self._now = min(self._most, self._now + self._size)
+        if time.monotonic() - self._reported < QUIET_S:
+            return
+        self._reported = time.monotonic()
+        row = self._first + self._now
+        self._events.emit("progress", step=row, max_steps=self.total, row=row, rows=self._done + self._now)
+
+
+# The step *rehearse* of evaluate: refuses, before a training, what its evaluation could not measure after it.
+#
+# The recipe's functions and the columns of the data are known by then. What the outputs look like shows the model as
+# it begins, on a few rows of the first split.
+
+
+ROWS = 64
+"""Rows whose outputs are looked at, from all over the split."""
+_CHANGED: Mapping[str, Any] = {"torch_compile": False, "dataloader_num_workers": 0, "report_to": "none"}
+
+
+def require_measurable(
+    function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
+) -> Callable[..., Any] | None:
+    """The recipe's function with the metrics that the spec names; None where nothing is measured.
+
+    Raises:
+        ConfigError: what the spec asks for needs all rows, and they are measured batch by batch, or by nothing.
+    """
+    by_batch = args.batch_eval_metrics and (function is not None or bool(request.metrics))
+    if is_metric_object(function) or by_batch:
+        _refuse_needing_rows(request, is_object=not by_batch)
+    if request.slices and function is None and not request.metrics:
+        raise ConfigError(
+            "The recipe has no compute_metrics, so there is nothing to measure on slices.",
+            field=SLICES,
+            value=list(request.slices),
+            remedy="Name metrics in evaluate.metrics, or define compute_metrics.",
+        )
+    return NamedMetrics(function, request.metrics) if request.metrics else function
+
+
+def _refuse_needing_rows(request: EvaluateRequest, *, is_object: bool) -> None:
+    how = "the recipe's compute_metrics is an object that is given batch by batch"
+    remedy = "Leave it out, or write compute_metrics as a function."
+    if not is_object:
+        how = "batch_eval_metrics keeps none of them"
+        remedy = "Leave it out, or set evaluate.args.batch_eval_metrics=false."
+    for name in ("metrics", "slices", "confidence", "resamples"):
+        if value := getattr(request, name):
+            sets = " register.metric sets it." if name == "resamples" else ""
+            shown = [call.name for call in request.metrics] if name == "metrics" else value
+            raise ConfigError(
+                f"This needs all rows, and {how}.{sets}", field=f"evaluate.{name}", value=shown, remedy=remedy
+            )
+
+
+def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, ArrowSplit]) -> None:
+    """Try what the request asks to be measured, without a trained model.
+
+    Raises:
+        ConfigError: it could not be measured: the field says which setting is wrong.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
+        args = arguments(changed, "evaluate", folder)
+        function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
+        _check_slices(work.request, splits)
+        if args.fsdp or args.deepspeed or not (work.request.metrics or work.request.named):
+            return
+        alone = args.batch_eval_metrics or is_metric_object(function)
+        trial = _Trial(function if alone or work.request.named else None, alone)
+        try:
+            _try_rows(changed, args, data, next(iter(splits.values())), trial)
+        except (Interrupted, Preempted):
+            raise
+        except Exception as error:  # by the model or the recipe, which the training will show, or only at its beginning
+            trial.failure = error
+        if trial.given and work.request.metrics:
+            require_named(work.request.metrics, trial.given[-1])
+        if trial.failure is None:
+            _require_names(work, trial.names)
+            return
+        message = f"The metrics could not be tried before the training ({first_line(trial.failure)})."
+        work.events.emit("warning", message=message)
+
+
+def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) -> None:
+    for column in request.slices:
+        for name, split in splits.items():
+            find_slices(column, split.column_values(column), split=name)
+
+
+@dataclass
+class _Trial:
+    """What a recipe's function is given of a few rows, and the names of what it measures.
+
+    Attributes:
+        function: the recipe's, with the metrics of the spec.
+        alone: it is called batch by batch, so the Trainer has to call it.
+        names: those of every evaluation; None: not known, or they depend on the rows.
+        failure: why it could not be tried.
+    """
+
+    function: Callable[..., Any] | None
+    alone: bool
+    given: list[EvalPrediction] = field(default_factory=list)
+    names: set[str] | None = None
+    failure: Exception | None = None
+
+    def __call__(self, p: EvalPrediction) -> dict[str, Any]:
+        self.given.append(p)
+        try:
+            return {} if self.function is None else dict(self.function(p))
+        except Exception as error:  # after the metrics by name were looked at
+            self.failure = error
+            return {}
+
+
+def _try_rows(
+    work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo, split: ArrowSplit, trial: _Trial
+) -> None:
+    """Evaluate a few rows, and half as many, with the model as it begins."""
+    places = np.unique(np.linspace(0, len(split) - 1, min(ROWS, len(split))).round().astype(int)).tolist()
+    trainer = build_trainer(work, args, build_model(work, args, data), [])
+    trainer.compute_metrics = trial.function if trial.alone else trial
+    measured = []
+    for rows in (places[: -(-len(places) // 2)], places):
+        part: Any = Subset(split, rows)  # type: ignore[arg-type] # it is read like a Dataset
+        found = trainer.evaluate(eval_dataset=part)
+        measured.append({name.removeprefix("eval_") for name, value in found.items() if isinstance(value, int | float)})
+    trial.names = measured[0] if measured[0] == measured[1] else None
+
+
+def _require_names(work: Work[EvaluateRequest], names: set[str] | None) -> None:
+    """Refuse a setting that counts on a metric which the evaluation will not have."""
+    request = work.request
+    if names is None:
+        return
+    if request.confidence is not None:
+        names = names | {f"{name}_{end}" for name in names for end in ("low", "high")}
+    for setting, metric in request.named.items():
+        prefixes = ("eval",) if metric.startswith("eval_") and "eval" not in request.splits else request.splits
+        known = sorted(f"{prefix}_{name}" for prefix in prefixes for name in names)
+        # Known after the training alone: a slice's values, what after_evaluate measures, and what callbacks add.
+        is_late = "/" in metric if request.slices else work.recipe.after_evaluate and metric.startswith("overall_")
+        if metric not in known and not is_late and not (prefixes == ("eval",) and work.recipe.has_callbacks):
+            what = f"The evaluation has no metric {metric}."
+            options = [name for name in known if not name.endswith(("runtime", "_per_second"))]
+            raise ConfigError(what, field=setting, value=metric, remedy=suggestion(metric, options))
+
 
 PREFIX = "eval"
 ARTIFACTS = "artifacts"

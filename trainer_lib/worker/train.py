@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,24 +16,96 @@ from torch import nn
 from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import numeric_fields
+from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice
 from trainer_lib.memory import read_peak_bytes
 from trainer_lib.peak_flops import utilization
+from trainer_lib.preemption import NoticeWatch
 from trainer_lib.recipes import DataInfo
 from trainer_lib.records import to_record
-from trainer_lib.requests import TrainRequest, TrainResult
+from trainer_lib.requests import Proof, TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.models import innermost, is_adapted, is_transformers
 from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
-from trainer_lib.worker.preemption_notice import stopped_by_notice
-from trainer_lib.worker.resume_proof import proof_callbacks
 from trainer_lib.worker.session import Work
 
 if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
+
+
+def proof_callbacks(proof: Proof | None) -> list[TrainerCallback]:
+    """The callbacks of a training that is part of a proof; none for any other."""
+    return [] if proof is None else [ProofCallback(proof.stop_at, kill=proof.kill)]
+
+
+class ProofCallback(TrainerCallback):
+    """Sends this process the signal that ends it, as a scheduler or the kernel would; saves where training ends.
+
+    Every rank has one, so all are hit at the same step. It reads no tensor and draws no random number.
+    """
+
+    def __init__(self, stop_at: int | None, *, kill: bool) -> None:
+        self._stop_at = stop_at
+        self._signal = signal.SIGKILL if kill else signal.SIGTERM
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Send the signal at its step; save the last step, whatever the interval."""
+        if state.global_step == self._stop_at:
+            self._stop_at = None
+            os.kill(os.getpid(), self._signal)
+        # A proof compares final checkpoints, and the interval of saves may miss the last step.
+        self._save_the_end(control, last=state.global_step >= state.max_steps)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Save where an evaluation ends the training (early stopping)."""
+        self._save_the_end(control, last=False)
+
+    def _save_the_end(self, control: TrainerControl, *, last: bool) -> None:
+        if last or control.should_training_stop:
+            control.should_save = True
+
+
+@contextlib.contextmanager
+def stopped_by_notice(work: Work[TrainRequest], trainer: Any) -> Iterator[None]:
+    """Inside, a notice stops the training, as a signal does. One process of each machine looks for it.
+
+    Raises:
+        PreemptedByNotice: on rank 0, whose machine the notice is about; training is saved.
+    """
+    asked = work.request.preemption
+    if asked is None or int(os.environ.get("LOCAL_RANK", "0")) != 0:
+        yield
+        return
+
+    def deliver() -> bool:
+        # None until training begins, and after it.
+        stop = trainer._trainflow.stop
+        if stop is not None:
+            stop.request()
+        return stop is not None
+
+    watch = NoticeWatch(asked, deliver)
+    watch.start()
+    try:
+        yield
+    except Preempted as error:
+        # Another machine that goes is one of several: the leading one starts the next attempt without it.
+        if watch.notice is None or work.rank != 0:
+            raise
+        raise PreemptedByNotice(
+            f"This machine is about to be taken away ({watch.notice}). {error.message}",
+            field="train.preemption",
+            step=error.step,
+            remedy="The same command continues, here or on another machine that reaches the storage.",
+        ) from error
+    finally:
+        watch.close()
+
 
 MODEL = "model"
 CHECKPOINTS = "checkpoints"

@@ -14,9 +14,8 @@ import pytest
 
 from flows import full_plan
 from flows.cli.plan_text import describe
-from flows.forecast import Forecast, Found, Length, forecast
+from flows.forecast import Forecast, Found, Length, find_similar, forecast
 from flows.obstacles import Obstacle, find_obstacles
-from flows.past_trainings import find_similar
 from flows.plan import Plan
 from flows.plan_record import compare, read_plan_record, write_half
 from flows.run_stages import expect_launches
@@ -29,8 +28,8 @@ from tests.support.toy import project
 from trainer_lib.errors import CodeError
 from trainer_lib.footprint import Estimate, ModelSize, Probe
 from trainer_lib.launch import LaunchConfig, warm
-from trainer_lib.launch.conditions import read_conditions
 from trainer_lib.launch.variables import worker_environment
+from trainer_lib.launch.warm import read_conditions
 from trainer_lib.requests import PreparedSplit
 from trainer_lib.storage import Store
 

@@ -19,15 +19,15 @@ from PIL import Image
 
 from flows import live_report as _live
 from flows import prefect_artifacts as _artifacts
-from flows import run_notes
+from flows import run_tracking
 from flows.charts import draw_charts, draw_images
 from flows.plan import Plan
 from flows.report import REPORT, render_report
 from flows.report_facts import ReportFacts, describe_data
 from flows.results import PipelineResult, StageOutcome
 from flows.run_images import log_outcomes
-from flows.run_notes import NOTE, describe_end, describe_experiment, describe_start, settings_files, tracked_params
 from flows.run_summary import summarize
+from flows.run_tracking import NOTE, describe_end, describe_experiment, describe_start, settings_files, tracked_params
 from flows.spec.spec import PipelineSpec, load_spec
 from flows.training_history import read_training_history, read_unfinished_history
 from tasks.prefect_internals import settings_for_every_thread
@@ -133,9 +133,9 @@ def test_the_page_of_the_run_in_prefect_is_a_tag(monkeypatch: pytest.MonkeyPatch
     flow_run = SimpleNamespace(flow_run=SimpleNamespace(id="f-1"))
     monkeypatch.setattr(FlowRunContext, "get", lambda: flow_run)
     result = PipelineResult("toy", "k" * 64, "store")
-    monkeypatch.setattr(run_notes, "configured_api", lambda: "http://host:4200/api")
+    monkeypatch.setattr(run_tracking, "configured_api", lambda: "http://host:4200/api")
     assert describe_start(result, "abc")["trainflow.prefect_url"] == "http://host:4200/runs/flow-run/f-1"
-    monkeypatch.setattr(run_notes, "configured_api", lambda: None)
+    monkeypatch.setattr(run_tracking, "configured_api", lambda: None)
     tags = describe_start(result, "abc")
     assert (tags["trainflow.prefect_flow_run"], "trainflow.prefect_url" in tags) == ("f-1", False)
 

@@ -13,7 +13,7 @@ import pytest
 from flows.server.new_data import Watch
 from flows.server.pools import read_variables, require_type
 from flows.server.schedule import Schedule, read_interval, show_firings
-from flows.server.serve_log import log_path, logged
+from flows.server.serving import log_path, logged
 from flows.spec.spec import PipelineSpec
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError, StorageError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, device_queue, gpu_selection
+from trainer_lib.launch import LaunchConfig, base, gpu_selection
 from trainer_lib.locks import tickets
 from trainer_lib.locks.tickets import Place, Queue
 
@@ -112,9 +112,7 @@ def held(
     events: list[dict[str, Any]], *, on_devices: bool = True, **config: Any
 ) -> contextlib.AbstractContextManager[Any]:
     settings = LaunchConfig(processes=1, **config)
-    return device_queue.held_devices(
-        settings, on_devices=on_devices, what="train", on_event=events.append, should_cancel=no
-    )
+    return base.held_devices(settings, on_devices=on_devices, what="train", on_event=events.append, should_cancel=no)
 
 
 @pytest.mark.usefixtures("two_gpus", "queue")

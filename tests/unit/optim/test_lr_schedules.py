@@ -14,7 +14,7 @@ import torch
 from trainer_lib.arguments import SchedulerType, TrainingArguments
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import create_scheduler, get_scheduler
-from trainer_lib.optim.greedy import GreedyLR
+from trainer_lib.optim.lr_schedules import GreedyLR
 
 LR, WARMUP, TOTAL = 1e-3, 10, 110
 

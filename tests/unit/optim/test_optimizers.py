@@ -20,8 +20,7 @@ from trainer_lib.optim import (
     parameter_groups,
     parse_optim_args,
 )
-from trainer_lib.optim.lion import Lion
-from trainer_lib.optim.muon import MuonAdamW
+from trainer_lib.optim.optimizers import Lion, MuonAdamW
 from trainer_lib.optim.packages import PACKAGED, matches
 
 SERVED = [name for name in OptimizerNames if name not in PACKAGED and not name.value.endswith("_layerwise")]

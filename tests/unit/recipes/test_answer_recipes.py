@@ -17,8 +17,13 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, 
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipes.answer_scores import find_nearest_sentence, find_usual_answers, measure_answers, score_answer
-from trainer_lib.recipes.text_scores import score_text
+from trainer_lib.recipes.question_answering import (
+    find_nearest_sentence,
+    find_usual_answers,
+    measure_answers,
+    score_answer,
+)
+from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft

@@ -20,9 +20,13 @@ from torch import nn
 from flows.new_project.starter_data import digits
 from tests.support.named_recipes import Prepared, collate_of, prepare_sources, refusal, trainer_of
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError, TrainflowError
+from trainer_lib.recipes.image_classification import (
+    augment_training,
+    find_image_settings,
+    load_image_model,
+    new_image_model,
+)
 from trainer_lib.recipes.image_files import ImageForm, count_pixels, mean_and_spread
-from trainer_lib.recipes.image_models import find_image_settings, load_image_model, new_image_model
-from trainer_lib.recipes.image_net import augment_training
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 TINY = {"model_type": "vit", **VIT}

@@ -21,8 +21,8 @@ from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo
-from trainer_lib.recipes.retrieval import find_ranks, measure_ranks
-from trainer_lib.recipes.tag_metrics import find_usual_tags, measure_tags
+from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
+from trainer_lib.recipes.token_classification import find_usual_tags, measure_tags
 from trainer_lib.recipes.tokenizing import learn_tokenizer, new_config
 from trainer_lib.requests import PrepareRequest, RecipeFile
 

@@ -15,8 +15,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.data.source_parts import FirstColumns, SourceParts
-from trainer_lib.data.statistics import merge
+from trainer_lib.data.source_parts import FirstColumns, SourceParts, merge
 from trainer_lib.errors import CodeError, ConfigError, DataError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.records import to_record
