@@ -251,42 +251,35 @@ def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path
 
 
 # -- metrics that may change a training -------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "more",
-    [
-        "def callbacks(options):\n    return [Stop()]\n\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
-        "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
-        "from library import StopCallback as Stop\n\n\ndef callbacks(options):\n    return [Stop()]",
-        "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
-        "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
-        "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
-        "from library import Stopper\n\n\ndef callbacks(options):\n    return [Stopper()]",
-        "import library.stops as stops\n\n\ndef callbacks(options):\n    return [stops.early(3)]",
-        "def callbacks(options):\n    from library import Stopper\n\n    return [Stopper()]",
-        "from library import Base\n\n\nclass Stop(Base): ...\n\n\ndef callbacks(options):\n    return [Stop()]",
-        "from library import Trainer",
-        "from library import Base\n\n\nclass Trainer(Base): ...",
-        "class Stop:\n    def __getattr__(self, event):\n        return self.stop\n\n\n"
-        "def callbacks(options):\n    return [Stop()]",
-    ],
-)
-def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str) -> None:
-    assert "train" in changed(tmp_path, *SCORE, base=f"{BASE}\n\n{more}\n")
+STOPS = "def callbacks(options):\n    return [Stop()]\n"
+LOOKS = [
+    f"{STOPS}\n\nclass Stop:\n    def on_evaluate(self, *a, metrics): ...",
+    "from library import StopCallback\n\n\ndef callbacks(options):\n    return [StopCallback()]",
+    f"from library import StopCallback as Stop\n\n\n{STOPS}",
+    "import torch\n\n\nclass Trainer:\n    def create_scheduler(self, n, o=None):\n"
+    "        return torch.optim.lr_scheduler.ReduceLROnPlateau(o)",
+    "class Trainer:\n    def training_step(self, model, inputs):\n        self.evaluate()",
+    "from library import Stopper\n\n\ndef callbacks(options):\n    return [Stopper()]",
+    "import library.stops as stops\n\n\ndef callbacks(options):\n    return [stops.early(3)]",
+    "def callbacks(options):\n    from library import Stopper\n\n    return [Stopper()]",
+    f"from library import Base\n\n\nclass Stop(Base): ...\n\n\n{STOPS}",
+    "from library import Trainer",
+    "from library import Base\n\n\nclass Trainer(Base): ...",
+    f"class Stop:\n    def __getattr__(self, event):\n        return self.stop\n\n\n{STOPS}",
+]
+LOOKS_AWAY = [
+    "import time\nfrom trainer_lib import TrainerCallback\n\n\nclass Stop(TrainerCallback):\n"
+    f"    def on_step_end(self, args, state, control, **kwargs):\n        self.last = time.time()\n\n\n{STOPS}",
+    "from transformers import ProgressCallback\n\n\ndef callbacks(options):\n    return [ProgressCallback()]",
+    "import torch\nfrom trainer_lib import Trainer as Base\n\n\nclass Trainer(Base):\n"
+    "    def compute_loss(self, model, inputs):\n        return torch.nn.functional.mse_loss(*model(inputs))",
+]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "import time\nfrom trainer_lib import TrainerCallback\n\n\nclass Timer(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n        self.last = time.time()\n\n\n"
-        "def callbacks(options):\n    return [Timer()]",
-        "from transformers import ProgressCallback\n\n\ndef callbacks(options):\n    return [ProgressCallback()]",
-        "import torch\nfrom trainer_lib import Trainer as Base\n\n\nclass Trainer(Base):\n"
-        "    def compute_loss(self, model, inputs):\n        return torch.nn.functional.mse_loss(*model(inputs))",
-    ],
-)
-def test_metrics_do_not_count_for_train_where_its_code_cannot_look_at_them(tmp_path: Path, more: str) -> None:
-    assert changed(tmp_path, *SCORE, base=f"{BASE}\n\n{more}\n") == {"evaluate"}
+@pytest.mark.parametrize(("more", "counts"), [*((more, True) for more in LOOKS), *((m, False) for m in LOOKS_AWAY)])
+def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, more: str, counts: bool) -> None:
+    stages = changed(tmp_path, *SCORE, base=f"{BASE}\n\n{more}\n")
+    assert "train" in stages if counts else stages == {"evaluate"}
 
 
 @pytest.mark.parametrize(

@@ -67,71 +67,41 @@ def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Pa
     assert str(tmp_path) not in json.dumps(keys[0].fields)
 
 
+OWN: dict[str, Any] = {"recipe": "OTHER", "options": {"x": 1}, "retries": 0}
+THREADS: dict[str, Any] = {"launch": LaunchSettings(threads=1)}
+INFERENCE = {**OWN, **THREADS, "enabled": False, "args": {"eval_use_gather_object": True}}
+MEASURED = {"require": {"test_error": "< 1"}, "resamples": 5, "confidence": 0.9, "metrics": ["f1_macro"]}
+CARD = {"title": "Digits", "description": "What it is for.", "license": "mit", "tags": ["a"], "base_model": "org/base"}
+PLACE = {"to": "hf://org/model", "private": False, "revision": "v2"}
 CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
     PrepareConfig: {
-        "recipe": "OTHER",
-        "options": {"x": 1},
-        "retries": 0,
+        **OWN,
+        **THREADS,
         "sources": ["RECIPE"],
         "shard_rows": 7,
         "allow_nan": True,
-        "launch": LaunchSettings(threads=1),
         "runner": RunnerSettings(kind="dask", workers=2),
     },
     TrainConfig: {
-        "recipe": "OTHER",
-        "options": {"x": 1},
-        "retries": 0,
+        **OWN,
         "model": {"width": 3},
         "args": {"seed": 7},
-        "launch": LaunchSettings(threads=1, max_restarts=2),
         "train_split": "other",
         "eval_split": "test",
+        "launch": LaunchSettings(threads=1, max_restarts=2),
         "preemption": PreemptionSettings(file="notice"),
     },
-    EvaluateConfig: {
-        "recipe": "OTHER",
-        "options": {"x": 1},
-        "retries": 0,
-        "enabled": False,
-        "splits": ["train"],
-        "require": {"test_error": "< 1"},
-        "resamples": 5,
-        "confidence": 0.9,
-        "metrics": ["f1_macro"],
-        "slices": ["sex"],
-        "rows_per_range": 5,
-        "args": {"eval_use_gather_object": True},
-        "launch": LaunchSettings(threads=1),
-    },
-    PredictConfig: {
-        "recipe": "OTHER",
-        "options": {"x": 1},
-        "retries": 0,
-        "enabled": False,
-        "split": "train",
-        "rows_per_file": 7,
-        "sort_by": "x",
-        "args": {"eval_use_gather_object": True},
-        "launch": LaunchSettings(threads=1),
-    },
+    EvaluateConfig: {**INFERENCE, **MEASURED, "splits": ["train"], "slices": ["sex"], "rows_per_range": 5},
+    PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
     PublishConfig: {
+        **OWN,
+        **PLACE,
+        **CARD,
         "enabled": False,
-        "to": "hf://org/model",
-        "private": False,
-        "revision": "v2",
-        "title": "Digits",
-        "description": "What it is for.",
-        "license": "mit",
-        "tags": ["a"],
-        "base_model": "org/base",
-        "recipe": "OTHER",
-        "options": {"x": 1},
         "args": {"bf16_full_eval": True},
         "code": False,
         "merge_adapters": True,
         "hardest_rows": True,
-        "retries": 0,
     },
 }
 """A changed value of every setting of every stage. OTHER and RECIPE stand for files of the test's project."""
