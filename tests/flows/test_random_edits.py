@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flows.spec import checks
-from tests.support.planned_edits import compare_plans_with_runs
-from tests.support.recipe_edits import Counts, check
+from tests.support.recipe_edits import Counts, check, compare_plans_with_runs
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -32,8 +32,7 @@ from tasks.stage.keys import Difference, differences, stage_key
 from tasks.stage.manifest import StageManifest, explain_miss, look_up_under, summary
 from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tasks.stage.sources import check, fingerprints
-from tests.support.planned_edits import FACTS, SPEC
-from tests.support.recipe_edits import ENTRIES
+from tests.support.recipe_edits import ENTRIES, FACTS, SPEC
 from tests.support.recorded import commit_stage
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, StorageError
