@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from flows.server.schedule import Schedule
 from flows.server.serving import _deployment, _forget_planned_runs
 from flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from tests.support import police, toy
-from tests.support.command import command_words, running, trainflow
+from tests.support.command import Done, command_words, running, trainflow
 from tests.support.prefect_home import make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
@@ -33,6 +32,10 @@ from tests.support.runs import IN_PROCESS
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
 SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
 ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
+
+
+def deploy(server: Server, spec: Path, *words: str) -> Done:
+    return deploy(server, spec, *words)
 
 
 def trained(store: Path) -> list[Path]:
@@ -63,30 +66,17 @@ def has_begun(store: Path) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- serve
-def test_a_served_schedule_fires_by_itself_and_trains(tmp_path: Path) -> None:
-    spec = toy.project(tmp_path / "project")
-    with running(
-        "serve", spec, *SHORT, "--interval", "5", log=tmp_path / "log", env={"TMPDIR": str(tmp_path)}
-    ) as serving:
-        serving.wait_for("Serving pipeline/toy: every 5 s")
-        [commit] = wait_for("a scheduled run that trains", lambda: trained(tmp_path / "project" / "store"))
-        assert (commit.parent / "model" / "model.safetensors").exists()
-        serving.wait_for("  train         ran")  # the summary that a terminal shows
-        wait_for("two firings", lambda: serving.output.count("Finished in state Completed()") >= 2)
-        assert serving.output.count("Next: ") == 1
-        assert serving.stop(signal.SIGTERM) == 0
-    assert "Traceback" not in serving.output, serving.output
-    log = (tmp_path / "project" / "store" / "logs" / "serve-toy.log").read_text()
-    assert log.count("Finished in state Completed()") >= 2
 
 
-def test_a_killed_serve_leaves_no_run_behind(tmp_path: Path, prefect_database: Path) -> None:
+def test_a_served_schedule_fires_and_trains_and_a_killed_serve_leaves_no_run_behind(
+    tmp_path: Path, prefect_database: Path
+) -> None:
     spec = toy.project(tmp_path / "project", recipe=SLOW_RECIPE)
     home = make_home(tmp_path / "prefect", prefect_database)
     env = {"TMPDIR": str(tmp_path), "PREFECT_HOME": str(home)}
     with running("serve", spec, *ENDLESS, "--interval", "5", log=tmp_path / "log", env=env) as serving:
-        store = tmp_path / "project" / "store"
-        wait_for("training", lambda: has_begun(store))
+        serving.wait_for("Serving pipeline/toy: every 5 s")
+        wait_for("training", lambda: has_begun(tmp_path / "project" / "store"))
         assert embedded_servers(home)
         serving.process.kill()
         wait_for("the end of everything it had started", lambda: not training() and not embedded_servers(home), 60)
@@ -108,9 +98,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 @pytest.mark.timeout(400)
 def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project")
-    deployed = trainflow("deploy", spec, *SHORT, "--pool", "main", "--interval", "5", env=server.environ)
+    deployed = deploy(server, spec, *SHORT, "--pool", "main", "--interval", "8")
     assert deployed.code == 0, deployed.err
-    assert "Deployed pipeline/toy to the work pool main: every 5 s." in deployed.out
+    assert "Deployed pipeline/toy to the work pool main: every 8 s." in deployed.out
     wait_for("two runs that complete", lambda: len(server.runs("toy", "COMPLETED")) > 1, 240)
     assert {run["auto_scheduled"] for run in server.runs("toy", "COMPLETED")} == {True}
     # The worker's log has what a terminal shows at the end of each run.
@@ -134,7 +124,7 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     )
     store, repaired = folder / "store", folder / "r"
     ways = (*SHORT, *IN_PROCESS)
-    assert trainflow("deploy", spec, *ways, "--pool", "main", "--name", "retried", env=server.environ).code == 0
+    assert deploy(server, spec, *ways, "--pool", "main", "--name", "retried").code == 0
     run = server.run("retried")
     wait_for("the failure", lambda: server.runs("retried", "FAILED"))
     repaired.write_text("now")
@@ -165,7 +155,7 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(serv
     recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
     store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
     retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
-    deployed = trainflow("deploy", spec, *SHORT, *retried, env=server.environ)
+    deployed = deploy(server, spec, *SHORT, *retried)
     assert deployed.code == 0, deployed.err
     run = server.run("killed")
     wait_for("training", lambda: has_begun(store))
@@ -189,7 +179,7 @@ def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path)
     data.mkdir()
     # No worker takes its runs: that they start is the point.
     unattended = ("--pool", "unattended", "--create-pool", "--name", "watched")
-    assert trainflow("deploy", spec, *unattended, env=server.environ).code == 0
+    assert deploy(server, spec, *unattended).code == 0
     watching = ("watch", data, "pipeline/watched", "--every", "1")
 
     def notes() -> list[Path]:
@@ -216,21 +206,21 @@ def attempts(store: Path, stage: str) -> int:
 
 def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path)
-    absent = trainflow("deploy", spec, "--pool", "other", env=server.environ)
+    absent = deploy(server, spec, "--pool", "other")
     assert absent.code == 2
     assert "--create-pool" in absent.err
-    near = trainflow("deploy", spec, "--pool", "mian", env=server.environ)
+    near = deploy(server, spec, "--pool", "mian")
     assert near.code == 2
     assert "Did you mean 'main'?" in near.err
-    made = trainflow("deploy", spec, "--pool", "other", "--create-pool", "--cron", "0 3 * * *", env=server.environ)
+    made = deploy(server, spec, "--pool", "other", "--create-pool", "--cron", "0 3 * * *")
     assert made.code == 0, made.err
     assert server.api("GET", "work_pools/other")["type"] == "process"
     server.prefect("work-pool", "create", "--type", "docker", "containers")
-    wrong = trainflow("deploy", spec, "--pool", "containers", "--pool-type", "process", env=server.environ)
+    wrong = deploy(server, spec, "--pool", "containers", "--pool-type", "process")
     assert wrong.code == 2
     assert "of type docker, not process" in wrong.err
     image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
-    deployed = trainflow("deploy", spec, *image, "--name", "boxed", "--limit-runs", "1", env=server.environ)
+    deployed = deploy(server, spec, *image, "--name", "boxed", "--limit-runs", "1")
     assert deployed.code == 0, deployed.err
     deployment = server.deployment("boxed")
     variables = deployment["job_variables"]
