@@ -35,7 +35,7 @@ ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
 
 
 def deploy(server: Server, spec: Path, *words: str) -> Done:
-    return deploy(server, spec, *words)
+    return trainflow("deploy", spec, *words, env=server.environ)
 
 
 def trained(store: Path) -> list[Path]:
