@@ -42,6 +42,7 @@ from prefect.settings import (
 from flows.server.api import prefect_api, quiet_environment
 from tasks.prefect_internals import patient_events, send_little, send_queued, settings_for_every_thread
 from tests.support import repository
+from tests.support.prefect_home import make_home
 from tests.support.prefect_server import wait_for
 from tests.support.repository import relative, sources, tree
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
@@ -105,9 +106,9 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> Path:
     """A Prefect home of these tests' own: the other tests of this session keep a server in theirs."""
-    return tmp_path_factory.mktemp("prefect-home")
+    return make_home(tmp_path_factory.mktemp("prefect-home"), prefect_database)
 
 
 @pytest.fixture
