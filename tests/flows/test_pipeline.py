@@ -55,7 +55,7 @@ def test_settings_that_change_no_result_and_a_batch_cut_up_otherwise_run_nothing
 
 
 def test_a_training_argument_runs_train_and_what_follows_but_not_prepare(folder: Path) -> None:
-    planned = {one.stage: one for one in explain(spec_of(folder, "train.args.learning_rate=1e-2"))}
+    planned = plan_of(folder, "train.args.learning_rate=1e-2")
     assert str(planned["train"].differences[0]) == "args.learning_rate: 0.05 -> 0.01"
     result = run(folder, "train.args.learning_rate=1e-2")
     assert ran(result) == AFTER_TRAIN
@@ -93,7 +93,7 @@ def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Pat
     for stage, pattern in DAMAGED.items():
         [file, *_] = sorted(folder.glob(f"store/stages/{stage}/*/{pattern}"))
         file.write_bytes(file.read_bytes()[:-1])
-        planned = {one.stage: one for one in explain(spec_of(folder))}
+        planned = plan_of(folder)
         assert file.name in planned[stage].reason
         result = run(folder)
         assert ran(result) == {stage}
@@ -101,41 +101,36 @@ def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Pat
         assert file.name in reason(result, stage)
 
 
-def edit(folder: Path, old: str, new: str) -> int:
-    """Edit the recipe, and return the line of what was edited."""
-    recipe = folder / "recipe.py"
-    text = recipe.read_text()
-    assert old in text
-    recipe.write_text(text.replace(old, new))
-    return text[: text.index(old)].count("\n") + 1
+def plan_of(folder: Path, *overrides: str) -> dict[str, StageReason]:
+    return {reason.stage: reason for reason in explain(spec_of(folder, *overrides))}
 
 
 def test_a_fixed_metric_runs_evaluate_and_what_follows_and_a_comment_nothing(folder: Path) -> None:
     recipe = folder / "recipe.py"
     recipe.write_text("# a comment\n" + recipe.read_text())
     assert ran(run(folder)) == set()
-    line = edit(folder, '    return {"error"', '    p = p\n    return {"error"') - 1
-    planned = {one.stage: one for one in explain(spec_of(folder))}
+    line = broken(folder, '    return {"error"', '    p = p\n    return {"error"') - 1
+    planned = plan_of(folder)
     assert planned["evaluate"].reason == f"compute_metrics changed (recipe.py:{line})"
     result = run(folder)
     assert ran(result) == {"evaluate", "push-to-hub"}  # the model card shows the key of what measured
     assert reason(result, "evaluate") == planned["evaluate"].reason
-    edit(folder, "abs(p.predictions", "2 * abs(p.predictions")
+    broken(folder, "abs(p.predictions", "2 * abs(p.predictions")
     assert ran(run(folder)) == {"evaluate", "push-to-hub"}
 
 
 def test_a_stage_that_runs_whatever_comes_before_it_gives_its_own_reason(folder: Path) -> None:
-    edit(folder, "rows = int(", "rows = 0 + int(")
-    planned = {one.stage: one for one in explain(spec_of(folder))}
+    broken(folder, "rows = int(", "rows = 0 + int(")
+    planned = plan_of(folder)
     assert planned["prepare-data"].reason == "prepare changed (recipe.py:5)"
     assert (planned["train"].certain, planned["train"].reason.partition(";")[0]) == (False, "prepare-data runs first")
-    line = edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
-    planned = {one.stage: one for one in explain(spec_of(folder))}
+    line = broken(folder, "Linear(1, 1)", "Linear(1, 1, bias=True)")
+    planned = plan_of(folder)
     start = (folder / "recipe.py").read_text().splitlines().index("def build_model(options, data):") + 1
     assert start < line
     assert (planned["train"].certain, planned["train"].reason) == (True, f"build_model changed (recipe.py:{start})")
-    edit(folder, "def compute_metrics", "points.__doc__ = 'x'\n\n\ndef compute_metrics")
-    shown = {one.stage: one for one in explain(spec_of(folder))}["evaluate"].reason
+    broken(folder, "def compute_metrics", "points.__doc__ = 'x'\n\n\ndef compute_metrics")
+    shown = plan_of(folder)["evaluate"].reason
     assert "a statement that runs at import added (recipe.py:" in shown
     assert "points.__doc__ = 'x'" in shown
 
@@ -149,7 +144,7 @@ def test_a_stage_with_its_own_recipe_is_edited_alone(folder: Path) -> None:
     assert ran(result) == {"evaluate", "push-to-hub"}
     assert reason(result, "evaluate") == "compute_metrics changed (metrics.py:1)"
     # The model is the pipeline's: what the file does not define comes from there.
-    edit(folder, "Linear(1, 1)", "Linear(1, 1, bias=False)")
+    broken(folder, "Linear(1, 1)", "Linear(1, 1, bias=False)")
     assert {"train", "evaluate"} <= ran(run(folder, f"evaluate.recipe={own}"))
 
 
@@ -164,15 +159,15 @@ def test_sources_and_declared_paths_reach_the_recipe_resolved_from_any_folder(
     spec.write_text(text.replace("train:\n", "train:\n  model: {words: words}\n"))
     read = "    out.info['read'] = Path(out.sources[0]).read_text() + options['table'].read_text() + out.sources[1]\n"
     read += "    out.info['also'] = [options['also'][0].read_text(), options['also'][1]]\n"
-    edit(folder, "    rows = int(", f"{read}    rows = int(")
-    edit(folder, "def prepare(options, out)", "def prepare(options: Options, out)")
-    edit(folder, "def build_model(options, data):", "def build_model(options: Words, data):")
-    edit(folder, "    import torch\n", "    import torch\n\n    assert options['words'].read_text() == 'a b'\n")
+    broken(folder, "    rows = int(", f"{read}    rows = int(")
+    broken(folder, "def prepare(options, out)", "def prepare(options: Options, out)")
+    broken(folder, "def build_model(options, data):", "def build_model(options: Words, data):")
+    broken(folder, "    import torch\n", "    import torch\n\n    assert options['words'].read_text() == 'a b'\n")
     declared = (
         "from pathlib import Path\nfrom typing import TypedDict\n\n\nclass Options(TypedDict):\n    table: Path\n"
     )
     declared += "    also: list[Path]\n\n\nclass Words(TypedDict):\n    words: Path\n"
-    edit(folder, "\n\ndef prepare", f"\n{declared}\n\ndef prepare")
+    broken(folder, "\n\ndef prepare", f"\n{declared}\n\ndef prepare")
     monkeypatch.chdir("/")
     result = run(folder)
     result.raise_for_error()

@@ -221,13 +221,12 @@ FAILS = '    import os\n    if "REPAIRED" not in os.environ:\n        raise Valu
 
 def project(folder: Path, storage: Path) -> Path:
     """A project that reads a source and fails in evaluate; the path of its spec."""
-    recipe = toy.RECIPE.replace("    rows = int(", f"{READS}    rows = int(").replace(
-        '    return {"error"', f'{FAILS}    return {{"error"'
-    )
+    recipe = toy.RECIPE.replace("    rows = int(", f"{READS}    rows = int(")
+    recipe = recipe.replace('    return {"error"', f'{FAILS}    return {{"error"')
     spec = toy.SPEC.replace("storage: store", f"storage: {storage}").replace("tracking: {enabled: false}", "")
-    spec = spec.replace("prepare:\n", "prepare:\n  sources: [data/table.csv]\n")
-    spec = spec.replace("{kind: process, processes: 1}", "in_process")
-    spec = spec.replace("{kind: process, processes: 1, threads: 1}", "in_process")
+    spec = spec.replace("prepare:\n", "prepare:\n  sources: [data/table.csv]\n").replace(
+        "kind: process", "kind: in_process"
+    )
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "table.csv").write_text("7")
     return toy.project(folder, recipe=recipe, spec=f"{spec}\nroot: .\n")
@@ -258,32 +257,19 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
     assert f"The recipe is the one that the run kept: {elsewhere / 'cache'}" in done.err
     assert "Changed since" not in done.err
     answer = json.loads(done.out)
-    assert {each["stage"]: each["status"] for each in answer["stages"]} == {
-        "prepare-data": "cached",
-        "train": "cached",
-        "evaluate": "ran",
-        "predict": "skipped",
-        "push-to-hub": "ran",
-    }
+    assert [each["status"] for each in answer["stages"]] == ["cached", "cached", "ran", "skipped", "ran"]
     [finished] = list_runs(str(storage))
     assert (finished.id, finished.status) == (failed.id, "FINISHED")
     assert finished.mlflow_run_id == failed.mlflow_run_id == answer["mlflow_run_id"]
     # Where the project is, the next run reads it, and not the copy.
-    assert load_spec_text(storage, finished)["recipe"] == str(spec.parent / "recipe.py")
-    for word, answer in (
-        (finished.id[:7], "has finished"),
-        ("train.args.seed=1", "with the settings"),
-        ("x", "No run"),
-    ):
+    kept_spec: Any = parse_yaml((kept.parents[1] / "spec.yaml").read_text())
+    assert kept_spec["recipe"] == str(spec.parent / "recipe.py")
+    refusals = {finished.id[:7]: "has finished", "train.args.seed=1": "with the settings", "x": "No run"}
+    for word, answer in refusals.items():
         with pytest.raises(ConfigError, match=answer) as caught:
             _choose(str(storage), word, print)
         assert caught.value.field == "RUN"
         assert caught.value.remedy
-
-
-def load_spec_text(storage: Path, past: PastRun) -> dict[str, object]:
-    found: dict[str, object] = parse_yaml((storage / "runs" / past.id / "spec.yaml").read_text())
-    return found
 
 
 def recorded(folder: Path) -> tuple[PastRun, PipelineSpec, list[str]]:

@@ -37,11 +37,13 @@ def reason(result: PipelineResult, stage: str) -> str:
     return outcome.reason
 
 
-def broken(folder: Path, old: str, new: str) -> None:
+def broken(folder: Path, old: str, new: str) -> int:
+    """Edit the recipe of a project, and return the line of what was edited."""
     recipe = folder / "recipe.py"
     text = recipe.read_text()
     assert old in text
     recipe.write_text(text.replace(old, new))
+    return text[: text.index(old)].count("\n") + 1
 
 
 def newest_flow_run() -> Any:
