@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-from flows.pipeline import run_pipeline
 from flows.run_status import find_statuses, sweep
-from flows.spec.spec import load_spec
 from tasks.notify_settings import NotifySettings
 from tasks.notifying import Message, send
-from tests.support.runs import IN_PROCESS, broken
+from tests.support.runs import broken, run
 from trainer_lib.errors import CodeError
 
 
@@ -78,18 +76,16 @@ def mailbox() -> Iterator[tuple[str, list[str]]]:
         yield f"mailto://127.0.0.1:{port}/?mode=insecure&from=runs@example.org&to=team@example.org", received
 
 
-def test_a_failed_and_a_finished_run_are_told(
-    folder: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = (*IN_PROCESS, "notify.to=[TEAM_HOOK, TEAM_MAIL]", "publish.enabled=false")
+def test_a_failed_and_a_finished_run_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ("notify.to=[TEAM_HOOK, TEAM_MAIL]", "publish.enabled=false")
     with webhook() as (hook, posts), mailbox() as (mail, mails):
         monkeypatch.setenv("TEAM_HOOK", hook)
         monkeypatch.setenv("TEAM_MAIL", mail)
-        run_pipeline(load_spec(folder / "pipeline.yaml", given)).raise_for_error()
+        run(folder, *told).raise_for_error()
         assert posts == [], "nothing ran"
 
         broken(folder, 'return {"error"', 'raise ValueError("not today")\n    return {"error"')
-        failed = run_pipeline(load_spec(folder / "pipeline.yaml", given))
+        failed = run(folder, *told)
         assert isinstance(failed.error, CodeError)
         [post], [first] = posts, mails
         assert post["title"] == f"{failed.run_name} failed"
@@ -98,9 +94,7 @@ def test_a_failed_and_a_finished_run_are_told(
         assert "not today" in first
         assert "To: team@example.org" in first.replace("<", "").replace(">", "")
 
-        done = run_pipeline(
-            load_spec(folder / "pipeline.yaml", (*given, "train.args.seed=2", "evaluate.enabled=false"))
-        )
+        done = run(folder, *told, "train.args.seed=2", "evaluate.enabled=false")
         done.raise_for_error()
         assert posts[1]["title"] == f"{done.run_name} finished"
         assert len(mails) == 2
@@ -111,8 +105,8 @@ def test_a_run_that_was_killed_is_told_once_by_whoever_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(started: str) -> None:
-        run = {"name": "toy", "run_name": "toy-7", "status": "RUNNING", "started": started}
-        (folder / "run.json").write_text(json.dumps(run))
+        record = {"name": "toy", "run_name": "toy-7", "status": "RUNNING", "started": started}
+        (folder / "run.json").write_text(json.dumps(record))
 
     folder = tmp_path / "runs" / "0123456789abcdef"
     folder.mkdir(parents=True)
@@ -137,16 +131,11 @@ def test_a_run_that_was_killed_is_told_once_by_whoever_finds_it(
         assert len(posts) == 2, "it died again"
 
 
-def test_a_block_of_prefect_sends_too(folder: Path, prefect_server: str) -> None:
+@pytest.mark.usefixtures("prefect_server")
+def test_a_block_of_prefect_sends_too() -> None:
     with webhook() as (hook, posts):
-        block = CustomWebhookNotificationBlock(
-            name="team",
-            url=hook.replace("json://", "http://"),
-            method="POST",
-            headers={},
-            cookies={},
-            json_data={"text": "{{subject}}"},
-        )
+        rest: dict[str, Any] = {"method": "POST", "headers": {}, "cookies": {}, "json_data": {"text": "{{subject}}"}}
+        block = CustomWebhookNotificationBlock(name="team", url=hook.replace("json://", "http://"), **rest)
         block.save("trainflow-test", overwrite=True, _sync=True)  # type: ignore[call-arg]
         send(NotifySettings(to=["block:custom-webhook/trainflow-test"]), Message("failed", "toy failed", ["train"]))
     assert posts == [{"text": "toy failed"}]

@@ -65,10 +65,8 @@ def _inputs(storage: str, weights: bytes = WEIGHTS, accuracy: float = 0.984) -> 
     }
 
 
-def _push(
-    storage: str, config: PublishConfig, inputs: dict[str, Any], *, force: bool = False
-) -> StageManifest[PublishFacts]:
-    return push_to_hub.fn(config, _context(storage, *(["push-to-hub"] if force else [])), **inputs)
+def _push(storage: str, config: PublishConfig, inputs: dict[str, Any], *force: str) -> StageManifest[PublishFacts]:
+    return push_to_hub.fn(config, _context(storage, *force), **inputs)
 
 
 def test_a_folder_below_the_storage_is_the_default_hub_and_its_card_tells_lineage(storage: str) -> None:
@@ -128,7 +126,7 @@ def test_the_hub_gets_nothing_new_from_a_second_or_forced_run_and_a_revision_of_
     inputs = _inputs(storage)
     first = _push(storage, PublishConfig(), inputs)
     assert _push(storage, PublishConfig(), inputs) == first
-    again = _push(storage, PublishConfig(), inputs, force=True)
+    again = _push(storage, PublishConfig(), inputs, "push-to-hub")
     assert (first.facts.created, again.facts.created) == (True, False)
     assert again.facts.revision == first.facts.revision
     assert len(FolderHub(f"{storage}/hub/digits").revisions()) == 1
@@ -173,7 +171,7 @@ def test_what_the_author_writes_into_the_card_stays_when_a_better_model_is_publi
     for text in (published, card.read_text()):
         assert "Not for cheques." in text and "| accuracy | 0.99 |" in text and "0.984" not in text
     assert second.facts.revision in card.read_text()
-    forced = _push(storage, PublishConfig(description="Reads digits."), better, force=True)
+    forced = _push(storage, PublishConfig(description="Reads digits."), better, "push-to-hub")
     assert (forced.facts.created, forced.facts.revision) == (False, second.facts.revision)
 
 
@@ -204,7 +202,7 @@ def test_the_authors_edits_on_the_hub_are_kept_in_the_next_commit(storage: str, 
     results = {(each.dataset_type, each.metric_type): each.metric_value for each in card.eval_results}
     assert results["bank/cheques", "accuracy"] == 0.5
     assert [value for (kind, name), value in results.items() if name == "accuracy" and kind != "bank/cheques"] == [0.99]
-    assert _push(storage, to, _inputs(storage, accuracy=0.99), force=True).facts.created is False
+    assert _push(storage, to, _inputs(storage, accuracy=0.99), "push-to-hub").facts.created is False
 
 
 def test_the_card_names_base_hardware_curve_and_the_librarys_own_way_to_load_it(storage: str) -> None:
@@ -254,7 +252,7 @@ def test_an_upload_to_the_hub_comes_back_with_equal_digests(storage: str, hub: H
     assert hub.repos["org/digits"].private
 
     assert _push(storage, config, _inputs(storage)) == manifest  # a hit
-    _push(storage, config, _inputs(storage), force=True)
+    _push(storage, config, _inputs(storage), "push-to-hub")
     assert len(hub.repos["org/digits"].commits) == 2
 
 
