@@ -103,7 +103,9 @@ def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Pa
     assert all(each is other for each, other in zip(mine, one.accelerator.prepare(*mine), strict=True))
 
 
-def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) -> None:
+def test_a_reference_model_computes_in_the_trainers_precision_until_autocast_is_off(tmp_path: Path) -> None:
+    from accelerate.utils import AutocastKwargs
+
     helper, frozen = trainer(tmp_path, ROWS, bf16=True).accelerator, nn.Linear(2, 2)
     x = torch.rand(3, 2)
     plain = frozen(x)
@@ -113,6 +115,10 @@ def test_a_reference_model_computes_in_the_trainers_precision(tmp_path: Path) ->
     assert torch.equal(prepared(x), wanted) and prepared(x).dtype is torch.float32
     restored = helper.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert torch.equal(restored(x), plain)
+    with helper.autocast():
+        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
+        with helper.autocast(AutocastKwargs(enabled=False)):
+            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.float32
 
 
 def test_save_and_state_dict_of_models(tmp_path: Path) -> None:
@@ -208,16 +214,6 @@ def test_a_skipped_step_is_reported(tmp_path: Path) -> None:
     assert not one.accelerator.optimizer_step_was_skipped
     one = trained(tmp_path, ROWS, cls=Once, max_steps=2)
     assert one.accelerator.optimizer_step_was_skipped
-
-
-def test_autocast_can_be_switched_off(tmp_path: Path) -> None:
-    from accelerate.utils import AutocastKwargs
-
-    helper = trainer(tmp_path, ROWS, bf16=True).accelerator
-    with helper.autocast():
-        assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
-        with helper.autocast(AutocastKwargs(enabled=False)):
-            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------------- the rest

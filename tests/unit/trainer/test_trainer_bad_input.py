@@ -166,8 +166,7 @@ def test_evaluation_says_what_it_lacks(tmp_path: Path) -> None:
         one.evaluate("dev")
     with pytest.raises(DataError, match="nothing to evaluate"):
         one.evaluate([])
-    best: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
-    wrong = trainer(tmp_path / "b", ROWS, eval_dataset=ROWS, metric_for_best_model="f1", **best)
+    wrong = trainer(tmp_path / "b", ROWS, metric_for_best_model="f1", **BEST)
     with pytest.raises(ConfigError, match="metric_for_best_model = f1: The evaluation gave only eval_loss"):
         wrong.train()
 
@@ -203,11 +202,8 @@ def test_a_step_that_is_not_finite_is_never_taken_but_counted_and_shown(optim: s
 
 
 def test_the_filter_hides_only_what_is_displayed(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "train_sampling_strategy": "sequential",
-        "logging_strategy": "epoch",
-        "num_train_epochs": 1,
-    }
+    given: dict[str, Any] = {"train_sampling_strategy": "sequential", "logging_strategy": "epoch"}
+    given["num_train_epochs"] = 1
     shown = trained(tmp_path / "a", rows_with_outliers(9), model=Exploding(), logging_nan_inf_filter=False, **given)
     hidden = trained(tmp_path / "b", rows_with_outliers(9), model=Exploding(), **given)
     assert shown.state.log_history[0]["loss"] == float("inf")
@@ -226,12 +222,6 @@ def test_too_many_in_a_row_end_the_run(given: dict[str, Any], tmp_path: Path) ->
 def test_a_model_in_trouble_is_never_the_best(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best"}
     given |= {"train_sampling_strategy": "sequential", "metric_for_best_model": "loss", "num_train_epochs": 1}
-    one = trained(
-        tmp_path,
-        rows_with_outliers(*range(4, 40)),
-        eval_dataset=ROWS,
-        model=Exploding(),
-        max_nonfinite_steps=99,
-        **given,
-    )
+    given |= {"max_nonfinite_steps": 99, "eval_dataset": ROWS}
+    one = trained(tmp_path, rows_with_outliers(*range(4, 40)), model=Exploding(), **given)
     assert one.state.best_global_step == 1
