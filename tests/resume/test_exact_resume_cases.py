@@ -40,13 +40,13 @@ Case = dict[str, Any]
 
 def maker(case: Case) -> Callable[..., Trainer]:
     """Build a Trainer of a case: "model" and "rows" are called for each, the rest are its arguments."""
-    given = {**TWICE, **case}
-    build, rows = given.pop("model", Classifier), given.pop("rows", lambda: ROWS)
-    make_trainer = given.pop("trainer", trainer)
+    settings = {**TWICE, **case}
+    build, rows = settings.pop("model", Classifier), settings.pop("rows", lambda: ROWS)
+    make_trainer = settings.pop("trainer", trainer)
 
     def make(folder: Path, *callbacks: TrainerCallback) -> Trainer:
         torch.manual_seed(0)
-        made: Trainer = make_trainer(folder, rows(), model=build(), callbacks=list(callbacks), **given)
+        made: Trainer = make_trainer(folder, rows(), model=build(), callbacks=list(callbacks), **settings)
         return made
 
     return make
@@ -88,8 +88,8 @@ def masked(**more: Any) -> Case:
     return {"rows": lambda: rows, "model": lambda: bert(cls="BertForMaskedLM"), "data_collator": collate, **more}
 
 
-def sortish_trainer(folder: Path, rows: Any, *, model: Any, callbacks: list[Any], **given: Any) -> Any:
-    made = seq2seq_trainer(folder, model, train_dataset=rows, processing_class=Tokens(), **given)
+def sortish_trainer(folder: Path, rows: Any, *, model: Any, callbacks: list[Any], **settings: Any) -> Any:
+    made = seq2seq_trainer(folder, model, train_dataset=rows, processing_class=Tokens(), **settings)
     for callback in callbacks:
         made.add_callback(callback)
     return made
@@ -152,10 +152,10 @@ def test_streams_of_datasets(shuffled: bool, stop: int, tmp_path: Path, caplog: 
 
 
 def test_another_number_of_workers_reads_another_stream(tmp_path: Path) -> None:
-    given: dict[str, Any] = {**TWICE, "max_steps": 9}
-    preempted_at(trainer(tmp_path, Stream(ROWS), callbacks=[StopAt(2)], **given))
+    settings: dict[str, Any] = {**TWICE, "max_steps": 9}
+    preempted_at(trainer(tmp_path, Stream(ROWS), callbacks=[StopAt(2)], **settings))
     with pytest.raises(ConfigError, match="dataloader_num_workers = 2: The value was 0 when the checkpoint was"):
-        trainer(tmp_path, Stream(ROWS), dataloader_num_workers=2, **given).train(True)
+        trainer(tmp_path, Stream(ROWS), dataloader_num_workers=2, **settings).train(True)
 
 
 # ----------------------------------------------------------------------------------- models, optimizers and schedules
@@ -249,7 +249,7 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(param.grad, alpha=group["lr"])
 
 
-def own_optimizer(folder: Path, rows: Any, *, model: Any, **given: Any) -> Trainer:
+def own_optimizer(folder: Path, rows: Any, *, model: Any, **settings: Any) -> Trainer:
     """With an optimizer and a schedule that the user built."""
     groups: list[dict[str, Any]] = [{"params": list(model.body.parameters()), "lr": 0.1}]
     groups += [{"params": list(model.norm.parameters())}]
@@ -258,7 +258,7 @@ def own_optimizer(folder: Path, rows: Any, *, model: Any, **given: Any) -> Train
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
     then = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, then], [3])
-    return trainer(folder, rows, model=model, optimizers=(optimizer, schedule), **given)
+    return trainer(folder, rows, model=model, optimizers=(optimizer, schedule), **settings)
 
 
 def half_rows() -> list[dict[str, Any]]:
@@ -328,10 +328,10 @@ class Average(TrainerCallback, ExportableState):
         return {"args": {"decay": self.decay}, "attributes": {"shadow": self.shadow, "last": self.last}}
 
 
-@pytest.mark.parametrize("given", [{"save_async": True}, {"restore_callback_states_from_checkpoint": True}])
-def test_an_average_of_the_weights_in_a_callback(given: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"save_async": True}, {"restore_callback_states_from_checkpoint": True}])
+def test_an_average_of_the_weights_in_a_callback(settings: dict[str, Any], tmp_path: Path) -> None:
     def make(folder: Path, *callbacks: Any) -> Trainer:
-        return trainer(folder, ROWS, callbacks=[Average(), *callbacks], **{**COSINE, "save_steps": 1, **given})
+        return trainer(folder, ROWS, callbacks=[Average(), *callbacks], **{**COSINE, "save_steps": 1, **settings})
 
     averages = [made.pop_callback(Average) for made in prove(make, tmp_path, 3)]
     ours, theirs = (average.shadow for average in averages if isinstance(average, Average))
@@ -342,10 +342,10 @@ def test_an_average_of_the_weights_in_a_callback(given: dict[str, Any], tmp_path
 
 
 def test_memory_of_other_batches_is_not_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def make(**given: Any) -> Trainer:
+    def make(**settings: Any) -> Trainer:
         torch.manual_seed(0)
-        given = {"num_train_epochs": 2, "global_batch_size": 8, "past_index": 2, **given}
-        return trainer(tmp_path, ROWS, model=Recurrent(nested=False), **given)
+        settings = {"num_train_epochs": 2, "global_batch_size": 8, "past_index": 2, **settings}
+        return trainer(tmp_path, ROWS, model=Recurrent(nested=False), **settings)
 
     assert preempted_at(make(callbacks=[StopAt(2)])) == 2
     make(per_device_train_batch_size=8).train(True)

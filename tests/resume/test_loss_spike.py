@@ -253,7 +253,7 @@ class Rows(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("given", "first"),
+    ("changes", "first"),
     [
         pytest.param({"save_steps": 50, "num_train_epochs": 1}, 36, id="before the first checkpoint, to the start"),
         pytest.param({"save_steps": 50, "num_train_epochs": 1, "cls": OwnLoader}, 36, id="a loader of the user's"),
@@ -262,9 +262,9 @@ class Rows(IterableDataset[Any]):
     ],
 )
 def test_the_samples_after_the_spike_follow(
-    given: dict[str, Any], first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    changes: dict[str, Any], first: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = {"rows": spiky_rows(ROW), **given}
+    settings = {"rows": spiky_rows(ROW), **changes}
     one = make(str(tmp_path), settings.pop("rows"), **settings)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
         assert one.train().metrics["loss_spikes"] == 1

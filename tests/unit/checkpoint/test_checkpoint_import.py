@@ -117,7 +117,7 @@ def copied(peers: Peers, name: str, tmp_path: Path, step: int = 6) -> Path:
     return Path(shutil.copytree(peers(name)[0] / f"checkpoint-{step}", tmp_path / "source"))
 
 
-def goes_on(folder: Path, peers: Peers, name: str) -> Any:
+def check_continues(folder: Path, peers: Peers, name: str) -> Any:
     """Continue what was imported: the same losses as the peer's to 2e-6, and the same weights."""
     build, rows = MODELS[name]
     ours = trainer(folder, rows(), model=build(seed=5), **{**SETTINGS, **BUILT, "save_strategy": "no"})
@@ -136,7 +136,7 @@ def goes_on(folder: Path, peers: Peers, name: str) -> Any:
     ("name", "step"),
     [("llama", 3), ("llama", 6), ("llama", 9), ("bert", 6), ("layers", 6), ("tied", 6), ("experts", 6)],
 )
-def test_a_model_goes_on_as_with_transformers(name: str, step: int, peers: Peers, tmp_path: Path) -> None:
+def test_a_model_continues_as_with_transformers(name: str, step: int, peers: Peers, tmp_path: Path) -> None:
     """Also one that its shapes alone tell (layers), and experts that lie apart in the file."""
     source = peers(name)[0] / f"checkpoint-{step}"
     told = import_here(source, tmp_path)
@@ -144,7 +144,7 @@ def test_a_model_goes_on_as_with_transformers(name: str, step: int, peers: Peers
     assert told.parameters == 21 or name != "llama"
     assert get_last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{step}")
     assert any("experts.0" in key for key in load_file(source / "model.safetensors")) == (name == "experts")
-    model = goes_on(tmp_path, peers, name)
+    model = check_continues(tmp_path, peers, name)
     assert name != "tied" or model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -156,7 +156,7 @@ def test_sharded_weights_are_taken_together(peers: Peers, tmp_path: Path) -> Non
     (source / "model.safetensors").unlink(missing_ok=True)
     assert len(list(source.glob("model-*.safetensors"))) > 1
     import_here(source, tmp_path / "ours")
-    goes_on(tmp_path / "ours", peers, "llama")
+    check_continues(tmp_path / "ours", peers, "llama")
 
 
 def test_a_folder_without_random_states_says_what_that_means(peers: Peers, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_folder_without_random_states_says_what_that_means(peers: Peers, tmp_p
     (source / "rng_state.pth").unlink()
     told = import_here(source, tmp_path / "ours")
     assert any("no random states" in note for note in told.notes)
-    goes_on(tmp_path / "ours", peers, "layers")
+    check_continues(tmp_path / "ours", peers, "layers")
 
 
 def test_the_imported_checkpoint_is_whole_and_says_where_it_came_from(peers: Peers, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_model_that_its_shapes_do_not_tell_is_asked_for(peers: Peers, tmp_path
     assert not (tmp_path / "ours").exists()
     file.write_text(MODEL.format("Layers", 4))
     import_here(source, tmp_path / "ours", f"{file}:build")
-    goes_on(tmp_path / "ours", peers, "equal layers")
+    check_continues(tmp_path / "ours", peers, "equal layers")
     for text, function, message in (
         ("", "absent", "no function absent"),
         ("def number():\n    return 5\n", "number", "must return a torch.nn.Module"),
@@ -242,7 +242,7 @@ def test_an_adapter_goes_on_with_its_base(peers: Peers, tmp_path: Path) -> None:
         import_here(source, tmp_path / "ours")
     file.write_text(MODEL.format("adapted", ""))
     import_here(source, tmp_path / "ours", f"{file}:build")
-    goes_on(tmp_path / "ours", peers, "adapter")
+    check_continues(tmp_path / "ours", peers, "adapter")
 
 
 def test_the_order_in_pytorch_model_bin_tells_equal_shapes_apart(peers: Peers, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_order_in_pytorch_model_bin_tells_equal_shapes_apart(peers: Peers, t
     (source / "model.safetensors").unlink()
     torch.save(ordered, source / "pytorch_model.bin")
     import_here(source, tmp_path / "ours")
-    goes_on(tmp_path / "ours", peers, "equal layers")
+    check_continues(tmp_path / "ours", peers, "equal layers")
 
 
 def test_names_are_dealt_in_order_or_not_at_all() -> None:

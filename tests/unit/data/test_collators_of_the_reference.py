@@ -108,10 +108,10 @@ EQUAL: dict[str, tuple[bool, list[list[Any]], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_batches_are_those_of_transformers(name: str, side: str, kind: str) -> None:
     has_tokenizer, features, settings = EQUAL[name]
-    given = (tokens(padding_side=side),) if has_tokenizer else ()
+    positional = (tokens(padding_side=side),) if has_tokenizer else ()
     for rows in features:
         for more in settings:
-            assert_same(*both(name, *given, features=rows, kind=kind, **more))
+            assert_same(*both(name, *positional, features=rows, kind=kind, **more))
 
 
 def test_the_default_function_and_flattening_take_settings_by_call() -> None:
