@@ -100,7 +100,7 @@ def test_children_end_with_a_notebook_that_is_killed(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------- a script that ends with its process group formed
-PAIRS = {"trainer": 3, "caller's group": 3, "own end": 3, "failing": 1}
+PAIRS = {"trainer": 5, "caller's group": 5, "own end": 5, "failing": 1}
 # All pairs of processes are forked from one that has imported torch: each pair forms a group and forgets it.
 SCRIPT = """
 import atexit, gc, json, os, sys
