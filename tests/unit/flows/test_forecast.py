@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +98,12 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     assert found.own is not None
     assert found.peak_bytes == 1000 + (found.own.total or 0)
     assert (found.seconds, found.time_source) == (None, "")
+    # The plan shows what each rank writes.
+    lines = [line.plain for line in describe(prepared(load_spec(path)), found, [])]
+    rows = {words[0]: words for line in lines if (words := line.replace("*", "").split())}
+    assert rows["parameters"][-1] == "writes"
+    assert (" ".join(rows["DDP"][-2:]), " ".join(rows["FSDP"][-3:])) == ("120 B", "60 B ×2")
+    assert any("with ×N each of N ranks" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -123,16 +127,6 @@ def test_what_ranks_write_follows_from_the_arguments(
     assert (row["checkpoint"], row["writers"]) == (written, writers)
     assert found.room is not None
     assert found.room.checkpoint_bytes == written * writers + 20_000
-
-
-def test_the_plan_shows_what_each_rank_writes(path: Path) -> None:
-    plan = prepared(load_spec(path))
-    lines = [line.plain for line in describe(plan, planned(plan, Found(ESTIMATE)), [])]
-    rows = {words[0]: words for line in lines if (words := line.replace("*", "").split())}
-    assert rows["parameters"][-1] == "writes"
-    assert " ".join(rows["DDP"][-2:]) == "120 B"
-    assert " ".join(rows["FSDP"][-3:]) == "60 B ×2"
-    assert any("with ×N each of N ranks" in line for line in lines)
 
 
 def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[Obstacle]:
@@ -160,28 +154,20 @@ def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.Monke
     assert "2 checkpoints of 5 kB, and the model), and 1 kB are free" in found.what
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_TOKEN", server.token)
-        yield server
-
-
-def test_a_hub_that_refuses_or_does_not_answer_is_found(
-    path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_refuses_or_does_not_answer_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish = "publish.to=hf://acme/model"
-    assert obstacles(path, publish) == []
-    [absent] = obstacles(path, publish, "train.model.base=hf://acme/base")
-    assert absent.field == "train.model.base"
-    assert "(404)" in absent.what
-    monkeypatch.delenv("HF_TOKEN")
-    [stranger] = obstacles(path, publish)
-    assert stranger.field == "publish.to"
-    hub.fault = lambda method, target: "drop"
-    [silent] = obstacles(path, publish)
-    assert "cannot be reached" in silent.what
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        assert obstacles(path, publish) == []
+        [absent] = obstacles(path, publish, "train.model.base=hf://acme/base")
+        assert absent.field == "train.model.base" and "(404)" in absent.what
+        monkeypatch.delenv("HF_TOKEN")
+        [stranger] = obstacles(path, publish)
+        assert stranger.field == "publish.to"
+        hub.fault = lambda method, target: "drop"
+        [silent] = obstacles(path, publish)
+        assert "cannot be reached" in silent.what
 
 
 def test_a_folder_that_cannot_be_published_to_is_found_and_nothing_is_left(path: Path, tmp_path: Path) -> None:
@@ -196,22 +182,18 @@ def test_a_folder_that_cannot_be_published_to_is_found_and_nothing_is_left(path:
     assert obstacles(path, f"publish.to={tmp_path / 'file'}", "publish.enabled=false") == []
 
 
-def test_an_object_store_that_cannot_be_published_to_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_that_do_not_answer_are_found_and_that_of_mlflow_is_not_fatal(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     away = {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
     for name, value in away.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    [found] = obstacles(path, "publish.to=s3://bucket/models")
-    assert (found.field, found.value, found.is_fatal) == ("publish.to", "s3://bucket/models", True)
-    assert "does not answer" in found.what
-
-
-def test_an_mlflow_server_that_does_not_answer_is_said_and_not_fatal(path: Path) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    [found] = obstacles(path, "tracking.enabled=true", f"tracking.uri={address}")
-    assert (found.field, found.value, found.is_fatal) == ("tracking.uri", address, False)
-    assert "Connection refused" in found.what
+    [store] = obstacles(path, "publish.to=s3://bucket/models")
+    assert (store.field, store.value, store.is_fatal) == ("publish.to", "s3://bucket/models", True)
+    assert "does not answer" in store.what
+    [mlflow] = obstacles(path, "tracking.enabled=true", "tracking.uri=http://127.0.0.1:9")
+    assert (mlflow.field, mlflow.value, mlflow.is_fatal) == ("tracking.uri", "http://127.0.0.1:9", False)
+    assert "Connection refused" in mlflow.what
 
 
 def test_plan_and_outcome_are_kept_side_by_side(tmp_path: Path) -> None:

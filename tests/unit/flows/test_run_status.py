@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 
 from flows import followed_training as module
 from flows import following, heartbeat
+from flows.cli import follow
+from flows.cli.main import main
 from flows.followed_training import Training, Watch
 from flows.heartbeat import PAUSE_S
 from flows.past_runs import read_run
@@ -268,42 +269,28 @@ def test_a_process_of_another_machine_counts_while_its_beat_changes(tmp_path: Pa
     assert ending is not None and ending.state == "silent"
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`trainflow follow` in this process; returns its exit code."""
-    from flows.cli import follow
-    from flows.cli.main import main
-
-    # It sets variables of the environment for Prefect, which this command does not start.
-    monkeypatch.setattr(follow, "quiet_environment", lambda: None)
-
-    def call(*words: str | Path) -> int:
-        with pytest.raises(SystemExit) as ended:
-            main(["follow", *map(str, words), "--once"])
-        return int(ended.value.code or 0)
-
-    return call
-
-
 @pytest.mark.parametrize(
-    ("words", "field"),
+    ("words", "code", "printed"),
     [
-        ("train.eval_split=", "train.eval_split"),
-        ("train.evaluation_split=test", "train.evaluation_split"),
-        ("--every soon", "--every"),
+        ("train.eval_split=", 2, "train.eval_split"),
+        ("train.evaluation_split=test", 2, "train.evaluation_split"),
+        ("--every soon", 2, "--every"),
+        ("train.eval_split=test", 0, "No data is prepared for this spec yet. Nothing is evaluated.\n"),
     ],
 )
-def test_follow_refuses_bad_input_with_exit_code_2(
-    words: str, field: str, command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_follow_refuses_bad_input_and_shows_a_spec_that_never_ran(
+    words: str,
+    code: int,
+    printed: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert command(project(tmp_path / "project"), *words.split()) == 2
-    printed = capsys.readouterr()
-    assert field in printed.err
-    assert "Traceback" not in printed.err + printed.out
-
-
-def test_a_spec_that_never_ran_is_shown_as_such(
-    command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(project(tmp_path / "project"), "train.eval_split=test") == 0
-    assert capsys.readouterr().out == "No data is prepared for this spec yet. Nothing is evaluated.\n"
+    # It sets variables of the environment for Prefect, which this command does not start.
+    monkeypatch.setattr(follow, "quiet_environment", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["follow", str(project(tmp_path / "project")), *words.split(), "--once"])
+    assert int(ended.value.code or 0) == code
+    out, err = capsys.readouterr()
+    assert printed in err if code else out == printed
+    assert "Traceback" not in out + err
