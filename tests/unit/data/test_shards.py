@@ -111,7 +111,8 @@ def test_lists_of_texts_come_back_and_new_rows_have_them_too(tmp_path: Path) -> 
 
 
 def test_an_empty_split_or_one_without_a_name_is_refused(tmp_path: Path) -> None:
-    for rows in ([], iter(())):
+    nothing: list[Any] = [[], iter(())]
+    for rows in nothing:
         with pytest.raises(DataError, match="split 'train' is empty"):
             write(tmp_path, rows)
     for name in ("", "../up", "a/b", ".hidden", "a b"):
