@@ -214,15 +214,10 @@ def test_a_link_in_the_folder_stops_the_import(peers: Path, tmp_path: Path) -> N
 def test_a_configuration_runs_nothing_and_builds_nothing_absurd(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     (tmp_path / "modeling.py").write_text(f"open({str(touched)!r}, 'w')")
-    small = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 1,
-        "vocab_size": 9,
-    }
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
     config: dict[str, Any] = {
         **small,
+        "vocab_size": 9,
         "architectures": ["LlamaForCausalLM"],
         "auto_map": {"AutoModelForCausalLM": "modeling.Anything"},
         "_attn_implementation": "somebody/kernels",
