@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tabular_rows import COMMON, FIELD, TabularRows
 
 SOURCES = "prepare.sources"
 _OWN = ("labels", "row_id", "answer_span", "trivial")
@@ -38,14 +38,10 @@ class QuestionRows(TabularRows):
 
     label_option = "answers"
     defaults: Mapping[str, Any] = {
-        **{name: DEFAULTS[name] for name in ("rename", "id", "files", "split")},
+        **COMMON,
         "question": "question",
         "context": "context",
         "answers": "answers",
-        "pretrained": None,
-        "folder": None,
-        "pad_token": None,
-        "vocabulary": 4000,
         "max_length": 384,
         "stride": 128,
         "max_answer": 30,

@@ -42,7 +42,7 @@ from trainer_lib.recipes.causal_models import (
 )
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.lora_adapters import add_adapters
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, one_of
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.packed_batches import (
     NO_TARGET,
@@ -121,14 +121,9 @@ class Options(TypedDict):
     """How documents of a row are kept apart: positions or mask."""
 
 
-class ModelOptions(TypedDict):
+class ModelOptions(PlacedModel):
     """The settings of `build_model`."""
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form instead of the model's weights."""
     dtype: NotRequired[str]
     """Type of a loaded model's weights."""
     flatten: NotRequired[bool]

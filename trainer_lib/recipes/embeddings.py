@@ -24,8 +24,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -35,11 +34,11 @@ from typing_extensions import override
 from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
 from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
+from trainer_lib.recipes.paired_texts import PairedTexts
 from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import FIELD
+from trainer_lib.recipes.tabular_rows import COMMON, FIELD
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
     keep_tokenizer,
@@ -165,7 +164,7 @@ def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray
 POOLINGS = ("mean", "first")
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
 
     query: NotRequired[str]
@@ -176,28 +175,13 @@ class Options(TypedDict):
     """What stands before a query, for models that expect it."""
     positive_prefix: NotRequired[str]
     """What stands before a text that belongs to one."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short texts, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a text; longer ones are cut."""
 
 
-class ModelOptions(TypedDict):
+class ModelOptions(PlacedModel):
     """The settings of `build_model`."""
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form in place of all weights."""
     pooling: NotRequired[str]
     """What of the tokens' vectors is the text's: their mean, or the first one."""
     temperature: NotRequired[float]

@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
-
-COMMON = {name: DEFAULTS[name] for name in ("rename", "id", "files", "split")} | {
-    "pretrained": None,
-    "folder": None,
-    "pad_token": None,
-    "vocabulary": 4000,
-    "max_length": 128,
-}
-"""Options of recipes for pairs, with their defaults."""
+from trainer_lib.recipes.tabular_rows import FIELD, TabularRows
 
 
 class PairedTexts(TabularRows):

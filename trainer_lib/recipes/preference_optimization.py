@@ -38,9 +38,9 @@ from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.answered_questions import read_context
 from trainer_lib.recipes.causal_models import DTYPES, ENDS, load_causal_model, new_causal_model, require_positions
 from trainer_lib.recipes.lora_adapters import add_adapters
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import TokenizerOptions, one_of
 from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
+from trainer_lib.recipes.paired_texts import PairedTexts
 from trainer_lib.recipes.preference_scores import (
     LOSSES,
     log_probabilities,
@@ -51,7 +51,7 @@ from trainer_lib.recipes.preference_scores import (
 from trainer_lib.recipes.raw_texts import batch_prompts, continue_prompts
 from trainer_lib.recipes.table_files import SOURCES, Reader
 from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import FIELD
+from trainer_lib.recipes.tabular_rows import COMMON, FIELD
 from trainer_lib.recipes.tokenizing import (
     keep_tokenizer,
     kept_tokenizer,
@@ -250,7 +250,7 @@ MODEL: dict[str, Any] = {
 NAMES = ["chosen", "rejected"]
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
 
     prompt: NotRequired[str]
@@ -259,22 +259,12 @@ class Options(TypedDict):
     """Column with the answers that are preferred; they follow the prompt at once."""
     rejected: NotRequired[str]
     """Column with the other answers."""
-    pretrained: NotRequired[str]
-    """Name on the Hub of the model that training begins with."""
-    folder: NotRequired[Path]
-    """Folder of the model that training begins with."""
     config: NotRequired[dict[str, Any]]
     """Configuration of a model that begins at random."""
     seed: NotRequired[int]
     """What the weights at random are drawn by."""
     dtype: NotRequired[str]
     """Type of a loaded model's weights."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short texts, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a prompt with an answer; longer answers are cut."""
 

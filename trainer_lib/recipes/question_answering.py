@@ -24,8 +24,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from trainer_lib.errors import DataError
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.answered_questions import QuestionRows
 from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.row_trainer import RowTrainer
 from trainer_lib.recipes.table_form import note_form
@@ -133,7 +132,7 @@ def measure_answers(scores: np.ndarray) -> dict[str, float]:
     }
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
 
     question: NotRequired[str]
@@ -142,32 +141,12 @@ class Options(TypedDict):
     """Column with the texts that have the answers."""
     answers: NotRequired[str]
     """Column with the answers."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short sequences, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a window, with its question."""
     stride: NotRequired[int]
     """Tokens of a context that two windows share."""
     max_answer: NotRequired[int]
     """The most tokens of an answer."""
-
-
-class ModelOptions(TypedDict):
-    """The settings of `build_model`."""
-
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form, and the head, in place of all weights."""
 
 
 def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -235,7 +214,7 @@ def _require_room(questions: Sequence[str], tokenizer: Any, info: Mapping[str, A
             )
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PlacedModel, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
     Raises:

@@ -22,8 +22,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -32,13 +31,13 @@ from typing_extensions import override
 
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
-from trainer_lib.recipes.paired_texts import COMMON, PairedTexts
+from trainer_lib.recipes.paired_texts import PairedTexts
 from trainer_lib.recipes.row_trainer import RowTrainer
 from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import FIELD
+from trainer_lib.recipes.tabular_rows import COMMON, FIELD
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
@@ -95,7 +94,7 @@ SMALL: dict[str, Any] = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff":
 """The model that is built at random where `config` says nothing else."""
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
 
     text: str
@@ -104,30 +103,15 @@ class Options(TypedDict):
     """Column with the texts to write."""
     prefix: NotRequired[str]
     """What stands before each text to read, for models that need the name of their task."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short texts, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a text to read; longer ones are cut."""
     target_length: NotRequired[int]
     """Tokens of a text to write; longer ones are cut."""
 
 
-class ModelOptions(TypedDict):
+class ModelOptions(PlacedModel):
     """The settings of `build_model`."""
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form in place of all weights."""
     beams: NotRequired[int]
     """Texts that are followed at a time when a text is generated."""
 

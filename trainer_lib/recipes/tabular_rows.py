@@ -40,6 +40,14 @@ DEFAULTS: dict[str, Any] = {
     "missing": "refuse",
     "absent_classes": False,
 }
+COMMON = {name: DEFAULTS[name] for name in ("rename", "id", "files", "split")} | {
+    "pretrained": None,
+    "folder": None,
+    "pad_token": None,
+    "vocabulary": 4000,
+    "max_length": 128,
+}
+"""Options of recipes for texts, with their defaults."""
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers

@@ -21,8 +21,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -33,11 +32,11 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.classifier_models import MODEL, build_classifier
 from trainer_lib.recipes.held_out_metrics import measure_classes
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
 from trainer_lib.recipes.named_classes import name_classes
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tabular_rows import COMMON, DEFAULTS, FIELD, TabularRows
 from trainer_lib.recipes.tokenizing import (
     count_cut_texts,
     keep_tokenizer,
@@ -50,51 +49,32 @@ if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `label`, `rename`, `id`, `files`, `split` and `absent_classes` are as of a table."""
 
     text: str
     """Column with the texts."""
     pair: NotRequired[str]
     """Column with second texts, for questions about two."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short texts, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a text; longer ones are cut."""
 
 
-class ModelOptions(TypedDict):
+class ModelOptions(PlacedModel):
     """The settings of `build_model`."""
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
     new_head: NotRequired[bool]
     """Replace a head that was trained for other classes."""
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form, and the head, in place of all weights."""
 
 
 class TextRows(TabularRows):
     """The texts of a table by split; no other column is read."""
 
     defaults: Mapping[str, Any] = {
-        **{name: DEFAULTS[name] for name in ("label", "rename", "id", "files", "split", "absent_classes")},
+        **COMMON,
+        **{name: DEFAULTS[name] for name in ("label", "absent_classes")},
         "text": None,
         "pair": None,
-        "pretrained": None,
-        "folder": None,
-        "pad_token": None,
-        "vocabulary": 4000,
-        "max_length": 128,
     }
 
     @override

@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired
 
 import numpy as np
 import torch
@@ -35,12 +34,12 @@ from typing_extensions import override
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.classifier_models import MODEL, build_classifier
-from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
 from trainer_lib.recipes.row_trainer import RowTrainer
 from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
+from trainer_lib.recipes.tabular_rows import COMMON, FIELD, TabularRows
 from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_tokenizer, load_word_tokenizer
 
 if TYPE_CHECKING:
@@ -148,52 +147,28 @@ def _entities(tags: Sequence[int], classes: Sequence[str]) -> set[tuple[int, int
 _USUAL = "usual_tags"
 
 
-class Options(TypedDict):
+class Options(TokenizerOptions):
     """The options of `prepare`; `label`, `rename`, `id`, `files` and `split` are as of a table."""
 
     words: NotRequired[str]
     """Column with the lists of words."""
     label: NotRequired[str]
     """Column with the lists of tags."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    pad_token: NotRequired[str]
-    """Token that fills up short sequences, for a tokenizer that has none."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
     max_length: NotRequired[int]
     """Tokens of a sequence; a longer row becomes several."""
 
 
-class ModelOptions(TypedDict):
+class ModelOptions(PlacedModel):
     """The settings of `build_model`."""
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
     new_head: NotRequired[bool]
     """Replace a head that was trained for other tags."""
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form, and the head, in place of all weights."""
 
 
 class TaggedRows(TabularRows):
     """The words and tags of a table by split; no other column is read."""
 
-    defaults: Mapping[str, Any] = {
-        **{name: DEFAULTS[name] for name in ("rename", "id", "files", "split")},
-        "words": "words",
-        "label": "tags",
-        "pretrained": None,
-        "folder": None,
-        "pad_token": None,
-        "vocabulary": 4000,
-        "max_length": 128,
-    }
+    defaults: Mapping[str, Any] = {**COMMON, "words": "words", "label": "tags"}
 
     @override
     def _lists(self) -> Sequence[str]:
