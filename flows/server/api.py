@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
 from trainer_lib.json_text import read_json
+from trainer_lib.kept_process import objects_set_aside
 
 if TYPE_CHECKING:
     from flows.server.early import EarlyServer
@@ -105,22 +106,6 @@ def _without_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _imports_set_aside() -> Iterator[None]:
-    """Inside the block collections pass over what was made before it; a quarter of a second for each of the large ones.
-
-    Afterwards all of it is looked at again. Nothing is done in a process that has set objects aside itself.
-    """
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
 def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> Iterator[str]:
     with warnings.catch_warnings(), _without_collections():
         # Prefect creates its home only below an existing folder. We create the folders above it, or raise the reason.
@@ -138,7 +123,7 @@ def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> I
         require_answer(settings.api.url)
         retries = settings.client.max_retries if "max_retries" in settings.client.model_fields_set else _RETRIES
         fewer = settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries})
-        with _imports_set_aside(), fewer, _flushed(), reachable(settings.api.url):
+        with objects_set_aside(), fewer, _flushed(), reachable(settings.api.url):
             yield settings.api.url
         return
     membership = Membership(settings, early)
@@ -148,7 +133,7 @@ def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> I
                 meanwhile()
         url, password = membership.wait()
         membership.look_after()
-        with _imports_set_aside(), _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):
+        with objects_set_aside(), _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):
             yield f"{url}/api"
     finally:
         membership.leave()

@@ -28,7 +28,7 @@ from tasks.stage.project_files import (
     recipe_module,
 )
 from tasks.stage.search_paths import Additions, find_additions
-from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
+from tasks.stage.syntax import digest_syntax, parse_file, reads_any
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipe_names import FOLDER
 
@@ -189,7 +189,7 @@ class _Walk:
             tree, self.digests[name] = parse_or_digest(path)
         else:
             tree = parse_file(path, self.field)
-            self.digests[name] = digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+            self.digests[name] = digest_syntax([tree], keep_docstrings=reads_any(tree))
         self.trees[name] = tree
         self.paths[name] = path
         found = self._additions[path] = find_additions(path, tree)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from tasks.stage.closure import Closure
 from tasks.stage.references import ImportTarget, References, bound_names, find_references, import_targets
-from tasks.stage.syntax import digest_syntax, reads_docstrings
+from tasks.stage.syntax import digest_syntax, reads_any
 
 _READS_ANNOTATIONS = {"get_type_hints", "__annotations__", "get_annotations", "signature", "getfullargspec"}
 
@@ -112,8 +112,8 @@ def cut_modules(closure: Closure) -> dict[str, Module]:
     """Each file of a closure, cut into pieces."""
     trees = closure.trees
     # Code of one file may read the docstrings and annotations of another.
-    docstrings = any(reads_docstrings(tree) for tree in trees.values())
-    hints = any(_reads_annotations(tree) for tree in trees.values())
+    docstrings = any(reads_any(tree) for tree in trees.values())
+    hints = any(reads_any(tree, _READS_ANNOTATIONS) for tree in trees.values())
     return {name: _cut(name, tree, docstrings, hints or not _is_deferred(tree)) for name, tree in trees.items()}
 
 
@@ -172,12 +172,4 @@ def _is_deferred(tree: ast.Module) -> bool:
         and node.module == "__future__"
         and any(alias.name == "annotations" for alias in node.names)
         for node in tree.body
-    )
-
-
-def _reads_annotations(tree: ast.Module) -> bool:
-    return any(
-        (isinstance(node, ast.Name) and node.id in _READS_ANNOTATIONS)
-        or (isinstance(node, ast.Attribute) and node.attr in _READS_ANNOTATIONS)
-        for node in ast.walk(tree)
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from tasks.stage.syntax import digest_syntax, parse_file, reads_docstrings
+from tasks.stage.syntax import digest_syntax, parse_file, reads_any
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipe_names import FOLDER
 
@@ -89,7 +89,7 @@ def parse_or_digest(path: Path) -> tuple[ast.Module, str]:
         tree = parse_file(path, "recipe")
     except ConfigError:
         return contents_tree([path])
-    return tree, digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+    return tree, digest_syntax([tree], keep_docstrings=reads_any(tree))
 
 
 def contents_tree(paths: Iterable[Path]) -> tuple[ast.Module, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
 
-_READS_DOCSTRINGS = {"__doc__", "getdoc"}
+_READS_DOCSTRINGS = frozenset({"__doc__", "getdoc"})
 _MAX_BYTES = 16 << 20
 
 
@@ -43,13 +43,9 @@ def parse_file(path: Path, field: str) -> ast.Module:
         ) from error
 
 
-def reads_docstrings(tree: ast.AST) -> bool:
-    """Whether code in the tree reads docstrings, so that they count."""
-    return any(
-        (isinstance(node, ast.Name) and node.id in _READS_DOCSTRINGS)
-        or (isinstance(node, ast.Attribute) and node.attr in _READS_DOCSTRINGS)
-        for node in ast.walk(tree)
-    )
+def reads_any(tree: ast.AST, names: Set[str] = _READS_DOCSTRINGS) -> bool:
+    """Whether code in the tree uses one of these names; by default those that read docstrings, so that they count."""
+    return any(getattr(node, "id", getattr(node, "attr", None)) in names for node in ast.walk(tree))
 
 
 def digest_syntax(nodes: Iterable[ast.AST], *, keep_docstrings: bool) -> str:

@@ -6,8 +6,6 @@ own. So a run that was killed and continued, and one by several workers, write t
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from trainer_lib.data.row_predictions import RowPredictionWriter
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.kept_process import objects_set_aside
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
 from trainer_lib.requests import ScoreRequest
@@ -50,7 +49,7 @@ def run(work: Work[ScoreRequest]) -> ScoreResult:
         )
     scoring = _Scoring(work, loaded)
     try:
-        with _without_old_objects():
+        with objects_set_aside():
             return scoring.run()
     finally:
         scoring.close()
@@ -379,19 +378,6 @@ def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError
         value=place,
         remedy="Mend the rows, or raise the limit.",
     )
-
-
-@contextlib.contextmanager
-def _without_old_objects() -> Iterator[None]:
-    """Have Python's collector leave out what is there: rows are many, and it would look at torch each time."""
-    frozen = gc.get_freeze_count() == 0
-    if frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if frozen:
-            gc.unfreeze()
 
 
 def _is_of_row(error: Exception) -> bool:

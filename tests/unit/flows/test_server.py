@@ -25,11 +25,11 @@ from prefect import Flow
 from flows.pipeline import pipeline
 from flows.server import automations, early, embedded, membership
 from flows.server.answers import reachable, require_answer
-from flows.server.api import _imports_set_aside
 from flows.server.early import EarlyServer
 from flows.server.membership import Membership, _Keeper
 from flows.spec.spec import load_spec
 from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.kept_process import objects_set_aside
 
 
 @pytest.fixture
@@ -188,14 +188,14 @@ def looked_at() -> Iterator[None]:
 
 
 def test_imports_are_not_looked_at_inside_a_command_and_are_afterwards(looked_at: None) -> None:
-    with _imports_set_aside():
+    with objects_set_aside():
         assert gc.get_freeze_count() > 1000
-        with _imports_set_aside():
+        with objects_set_aside():
             pass
         assert gc.get_freeze_count() > 1000  # the outer block's
     assert gc.get_freeze_count() == 0
     gc.freeze()  # what a process has set aside itself stays so
-    with contextlib.suppress(ValueError), _imports_set_aside():
+    with contextlib.suppress(ValueError), objects_set_aside():
         raise ValueError
     assert gc.get_freeze_count() > 1000
 
