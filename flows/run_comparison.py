@@ -14,7 +14,6 @@ from tasks.stage.keys import Difference, differences
 from tasks.stage.reach import Place
 
 _CODE = "recipe."
-_VERSIONS = "versions."
 _DATA = ("sources", "data", "model", "inputs")
 
 

@@ -12,7 +12,6 @@ from tasks.configs import Settings
 
 SWEEP, TRIAL, OBJECTIVE = "trainflow.sweep", "trainflow.trial", "trainflow.objective"
 """Tags of the runs of a sweep: its name, the number of the trial, and the metrics that it is for."""
-Scalar = bool | int | float | str | None
 
 
 def _problem(what: str, remedy: str) -> PydanticCustomError:

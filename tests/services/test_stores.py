@@ -217,21 +217,20 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_are_read_from_anywhere_in_any_order_and_none_beyond_the_end(any_store: Store) -> None:
     data, dice = os.urandom(20_000), random.Random(1)
     any_store.write_bytes("x", data)
-    for start, end in ((0, 8), (0, 20_000), (999, 1001), (19_999, 20_000), (7, 7), (1500, 4500)):
-        assert any_store.read_range("x", start, end) == data[start:end]
-    spans = [(start, dice.randrange(start, 20_001)) for start in (dice.randrange(20_000) for _ in range(40))]
+    spans = [(0, 8), (0, 20_000), (999, 1001), (19_999, 20_000), (7, 7), (1500, 4500)]
+    spans += [(start, dice.randrange(start, 20_001)) for start in (dice.randrange(20_000) for _ in range(40))]
     spans += [(100, 110), (100, 110), (0, 0), (20_000, 20_000)]
     buffers = [bytearray(end - start) for start, end in spans]
     any_store.read_into("x", [(start, memoryview(buffer)) for (start, _), buffer in zip(spans, buffers, strict=True)])
     assert buffers == [data[start:end] for start, end in spans]
     for start, end in ((19_990, 20_001), (20_000, 20_001), (20_500, 20_600)):
         with pytest.raises(StorageError) as caught:
-            any_store.read_range("x", start, end)
+            any_store.read_into("x", [(start, memoryview(bytearray(end - start)))])
         assert caught.value.field == f"{any_store.url}/x"
     with pytest.raises(StorageError):
-        any_store.read_range("absent", 0, 1)
+        any_store.read_into("absent", [(0, memoryview(bytearray(1)))])
     with pytest.raises(ConfigError):
-        any_store.read_range("../x", 0, 1)
+        any_store.read_into("../x", [(0, memoryview(bytearray(1)))])
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -272,12 +272,6 @@ class Store:
             raise DamagedError(f"The file has more than {limit:,} bytes.", field=self._where(rel), remedy=remedy)
         return data
 
-    def read_range(self, rel: str, start: int, end: int) -> bytes:
-        """Read the bytes [start, end) of a file. Raises StorageError when it is absent or shorter."""
-        data = bytearray(end - start)
-        self.read_into(rel, [(start, memoryview(data))])
-        return bytes(data)
-
     def read_into(self, rel: str, parts: Sequence[tuple[int, memoryview]]) -> None:
         """Fill buffers with parts of a file, with several requests in flight on a remote store.
 

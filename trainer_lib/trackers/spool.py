@@ -44,7 +44,6 @@ from trainer_lib.storage.local import make_folders
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 # Of a pipeline's run, for its workers: JSON with its token and its experiment.
 TRACKED_RUN = "TRAINFLOW_TRACKED_RUN"
-READ_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20  # records kept in memory while the disk is full
 _RESERVE_BYTES = 64 << 10
 _SETTLE_S = 60.0  # a session that was being made for so long belongs to a process that is gone
