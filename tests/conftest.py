@@ -114,6 +114,13 @@ def _hear_signals() -> None:
             signal.signal(number, handler)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which a run has no test: each of its processes would import them."""
+    is_test = collection_path.name.startswith("test_") and collection_path.is_relative_to(TESTS)
+    chosen = _RUNS.get(config.option.markexpr) if is_test else None
+    return True if chosen is not None and not chosen(collection_path.relative_to(TESTS).as_posix()) else None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what `make test` leaves to `make slow`, and what that leaves to `make nightly`."""
     if not item.path.is_relative_to(TESTS):
@@ -133,6 +140,14 @@ def is_nightly(test: str) -> bool:
 def is_slow(file: str) -> bool:
     """Whether tests/slow.txt names a file below tests/, or its room."""
     return file in _SLOW or (file.partition("/")[0] in _SLOW and file not in _QUICK)
+
+
+#: The runs of the Makefile: whether one has tests of a file.
+_RUNS: dict[str, Callable[[str], bool]] = {
+    "not slow and not nightly": lambda file: not is_slow(file),
+    "slow": is_slow,
+    "nightly": lambda file: any(pattern.partition("::")[0] == file for pattern in _NIGHTLY),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)

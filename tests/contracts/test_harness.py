@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import _NIGHTLY, _QUICK, _SLOW, is_nightly, is_slow
+from tests.conftest import _NIGHTLY, _QUICK, _RUNS, _SLOW, is_nightly
 from tests.support import police
 from tests.support.repository import ROOT
 
@@ -186,7 +187,15 @@ def test_patterns_fit_the_names_of_tests(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not is_nightly(test)
 
 
-def test_the_main_job_is_tested_with_every_change() -> None:
-    assert not is_slow("e2e/test_digits.py")
-    assert is_slow("e2e/test_howto.py")
-    assert not is_slow("unit/storage/test_store.py")
+def test_a_run_imports_the_files_of_which_it_has_tests_and_the_main_job_is_tested_with_every_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.conftest._NIGHTLY", ["e2e/test_howto.py::test_a*"])
+    files = ("unit/storage/test_store.py", "e2e/test_howto.py", "e2e/test_digits.py")
+    assert {run: [file for file in files if has(file)] for run, has in _RUNS.items()} == {
+        "not slow and not nightly": ["unit/storage/test_store.py", "e2e/test_digits.py"],
+        "slow": ["e2e/test_howto.py"],
+        "nightly": ["e2e/test_howto.py"],
+    }
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert set(re.findall(r'-m "?([a-z ]+?)"? \$\(BARE\)', makefile)) == set(_RUNS)
