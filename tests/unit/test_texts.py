@@ -163,10 +163,11 @@ def test_what_is_wrong_is_named_with_its_line_and_without_values(text: str, prob
 
 
 def test_every_reader_understands_what_is_written() -> None:
+    texts = ["1e-3", "0o7", "010", "1_000", "12:30", "2026-01-01", "null", "", "# x", "é: x", "a\nb\n", "="]
     data = {
         "language": "no",
         "on": ["yes", "off", "y"],
-        "texts": ["1e-3", "0o7", "010", "1_000", "12:30", "2026-01-01", "null", "", "# x", "é: x", "a\nb\n", "="],
+        "texts": texts,
         "numbers": [1e-05, 1e20, 0.1, 3, -0.0, float("inf")],
         "nested": {"empty": {}, "none": None, "flags": [True, False]},
     }

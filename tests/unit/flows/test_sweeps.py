@@ -36,6 +36,8 @@ def path(tmp_path: Path) -> Path:
 def test_a_trial_differs_in_its_values_and_shares_the_rest(path: Path) -> None:
     spec = load_spec(path, ("register.name=toy", "register.metric=test_error", "evaluate.require={test_error: '< 1'}"))
     check_sweep(spec)
+    with pytest.raises(ConfigError, match=r"docs/sweeps\.md"):
+        sweep_of(load_spec(path, ("sweep=",)))
     one = trial_spec(spec, {"train.args.learning_rate": 0.5}, {"trainflow.trial": "3"})
     assert one.train.args["learning_rate"] == 0.5
     assert one.tracking.tags["trainflow.trial"] == "3"
@@ -97,11 +99,6 @@ def test_what_train_reports_may_be_the_objective(path: Path, overrides: list[str
     recipe = path.parent / "recipe.py"
     recipe.write_text(f"import trainer_lib\n{recipe.read_text('utf-8')}\n\n{added}", "utf-8")
     check_sweep(load_spec(path, overrides))
-
-
-def test_a_spec_without_a_sweep_says_where_one_is_shown(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"docs/sweeps\.md"):
-        sweep_of(load_spec(path, ("sweep=",)))
 
 
 @pytest.mark.parametrize(
