@@ -66,7 +66,7 @@ def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------------------------------- stores that fail
 
 
-@pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "slow", "die"])
+@pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "die"])
 def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(kind: Kind, faulty_url: str) -> None:
     root = Store.open(faulty_url)
     tally = fault_each_write(root, root, kind)
