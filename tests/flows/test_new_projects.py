@@ -142,8 +142,22 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
         plain = AutoModelForCausalLM.from_pretrained(base)(**batch).logits
     assert not torch.allclose(adapted, plain, atol=1e-4), "three steps changed something"
 
+    merged = publish_merged(folder, small)
+    # Plain transformers, without peft and without the base: what the adapters give.
+    base.rename(tmp_path / "away")
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(merged)(**batch).logits
+    (tmp_path / "away").rename(base)
+    torch.testing.assert_close(logits, adapted, atol=1e-5, rtol=1e-4)
+    again: Any = load_model(str(merged), trust_code=True).predict([{"text": "Return the names.", "new_tokens": 3}])
+    assert np.allclose(again["perplexity"], predicted["perplexity"], rtol=1e-4)
+    remove_fetched_code()
+
+
+def publish_merged(folder: Path, small: tuple[str, ...]) -> Path:
+    """Publish the run's adapters merged, and check what was published; return its folder."""
     # The setting belongs to the publication alone.
-    result = run(folder, *small, "publish.merge_adapters=true")
+    result, limited = run(folder, *small, "publish.merge_adapters=true"), folder / ".trainflow" / "limited"
     result.raise_for_error()
     assert ran(result) == {"push-to-hub"}
     assert "merge_adapters" in reason(result, "push-to-hub")
@@ -151,17 +165,6 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
     assert not list(merged.parent.glob("adapter_*")) and not list(limited.glob("stages/push-to-hub/*/merged"))
     [trained] = limited.glob("stages/train/*/model/adapter_model.safetensors")
     assert (merged / "adapter_model.safetensors").read_bytes() == trained.read_bytes()
-    # Plain transformers, without peft and without the base: what the adapters give.
-    base.rename(tmp_path / "away")
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(merged.parent)(**batch).logits
-    (tmp_path / "away").rename(base)
-    torch.testing.assert_close(logits, adapted, atol=1e-5, rtol=1e-4)
-    again: Any = load_model(str(merged.parent), trust_code=True).predict(
-        [{"text": "Return the names.", "new_tokens": 3}]
-    )
-    assert np.allclose(again["perplexity"], predicted["perplexity"], rtol=1e-4)
-    remove_fetched_code()
     card = (merged.parent / "README.md").read_text()
     assert "with the trained adapters merged in" in card and "AutoPeftModel" not in card
     lineage = read_lineage_file(Store.open(merged.parent))
@@ -170,6 +173,7 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
     chain = find_chain(str((result.report_url or "").rpartition("/")[0]))
     checks = {check.link: check for check in verify_chain(chain, TrackingConfig(enabled=False))}
     assert checks["publication"].state == "held", checks["publication"]
+    return merged.parent
 
 
 def write_base(where: Path) -> Path:
