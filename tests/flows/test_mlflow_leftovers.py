@@ -160,12 +160,13 @@ def purge(uri: str, run_id: str) -> None:
 @pytest.mark.parametrize("is_purged", [False, True])
 def test_a_failed_run_that_was_deleted_gets_a_new_one_under_its_token(storage: Store, *, is_purged: bool) -> None:
     first = delivered(storage, 1, "FAILED")
-    client(first.tracking_uri).delete_run(first.run_id)
+    deleted = first.run_id or ""
+    client(first.tracking_uri).delete_run(deleted)
     if is_purged:
-        purge(first.tracking_uri, first.run_id or "")
+        purge(first.tracking_uri, deleted)
     for ending in ("FAILED", "FINISHED"):
         again = delivered(storage, 2, ending, first.token)
-    assert again.run_id != first.run_id
+    assert again.run_id != deleted
     assert statuses(again) == {"digits": "FINISHED"}
     assert points(again.tracking_uri, again.run_id or "", "loss") == [(2, 0.5)]
     assert find_waiting(storage) is None
