@@ -364,7 +364,7 @@ def test_json_is_one_object(project: Path, name: str, cli: Cli) -> None:
     assert code == 0 or answer["error"]["message"] in done.err
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in {*NO_QUIET, "sweep"}])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in {*NO_QUIET, "sweep", "reproduce"}])
 def test_quiet_is_the_result_or_the_failure_alone(project: Path, name: str, cli: Cli) -> None:
     code, words = CASES[name]
     done = cli(*name.split(), *words.format(free="new-quiet").split(), "--quiet", cwd=project)
