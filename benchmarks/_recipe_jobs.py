@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from flows.new_project.starter_data import FILES
-from flows.new_project.starting import write_project
+from flows.new_project.starting import FILES, write_project
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.evaluation.resamples import Remembered, intervals
 from trainer_lib.recipe_names import recipe_file

@@ -33,7 +33,7 @@ import transformers
 
 from benchmarks._recipe_jobs import trainer_settings
 from benchmarks._result import arguments, publish, spread
-from flows.new_project.starter_data import code_lines, modules
+from flows.new_project.starting import code_lines, modules
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load

@@ -26,10 +26,9 @@ from typing_extensions import override
 
 from flows.ending import StopRequest, expect_ending, expected_ending
 from flows.heartbeat import beating
-from flows.live_report import live_report
 from flows.past_runs import read_run
 from flows.plan import Plan
-from flows.prefect_artifacts import run_artifacts
+from flows.prefect_artifacts import live_report, run_artifacts
 from flows.prefect_runs import created_by_this_process, own_flow_run
 from flows.results import RUN_ID_CHARS, PipelineResult
 from flows.run_logs import keep_logs

@@ -12,13 +12,110 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from flows.charts import LOSS
+from flows.plan import Plan
+from flows.report import REPORT, render_report
+from flows.report_facts import collect_facts
 from flows.results import PipelineResult
 from flows.run_summary import summarize
 from tasks.prefect_client import quick_client
+from tasks.stage.progress import Event, describe, subscribe
+from trainer_lib.storage import Store
+
+# The report while the run is at work: rewritten every few seconds from the events of its stages.
+#
+# The page reloads itself as long as it says that the run is at work; the report of the end takes its place. Nothing
+# here fails a run or holds it up.
+
+
+EVERY_S = 10.0
+_MOST_ENTRIES = 20_000
+
+
+@contextlib.contextmanager
+def live_report(plan: Plan, result: PipelineResult, folder: Store) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Keep the report in `folder` up to date inside the block, from the start of the first stage that runs.
+
+    Yields what returns the log of the training so far.
+    """
+    writer = _Writer(plan, result, folder)
+    with subscribe(writer.listen):
+        try:
+            yield lambda: list(writer.history)
+        finally:
+            writer.stop()
+
+
+class _Writer:
+    """The newest state of the run, and the thread that writes it down."""
+
+    def __init__(self, plan: Plan, result: PipelineResult, folder: Store) -> None:
+        self._plan, self._result, self._folder = plan, result, folder
+        self._began, self._moment = time.monotonic(), time.time()
+        self.history: list[dict[str, Any]] = []
+        self._running: dict[str, dict[str, Any]] = {}
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def listen(self, event: Event) -> None:
+        """Take note of an event."""
+        stage, kind = str(event.get("stage") or ""), event.get("event")
+        if kind == "stage":
+            self._note_stage(stage, event)
+        elif stage in self._running and kind in ("progress", "log", "resume", "wait"):
+            known = self._running[stage]
+            known |= {name: value for name, value in event.items() if value is not None}
+            known["reason"] = describe(known) or event.get("message") or known.get("reason")
+        if kind == "resume" and isinstance(event.get("history"), list):
+            self.history = [dict(entry) for entry in event["history"]]
+        if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
+            self.history.append({**event["logs"], "step": event.get("step")})
+            # The curve is too dense to read: keep every other point.
+            if len(self.history) > _MOST_ENTRIES:
+                self.history = self.history[::2]
+
+    def stop(self) -> None:
+        """End the thread; nothing is written afterwards."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _note_stage(self, stage: str, event: Event) -> None:
+        if event.get("status") == "started":
+            self._running[stage] = {"since": time.monotonic(), "reason": event.get("reason")}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="trainflow-live-report", daemon=True)
+                self._thread.start()
+        elif event.get("status") != "waiting":
+            self._running.pop(stage, None)
+
+    def _keep(self) -> None:
+        while not self._done.wait(EVERY_S):
+            try:
+                self._write()
+            except Exception as unwritten:  # the next one may succeed; the work does not depend on it
+                _log.debug("The report could not be written: %s", unwritten)
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        running = [
+            {"stage": name, "status": "running", "reason": each.get("reason") or "", "seconds": now - each["since"]}
+            for name, each in list(self._running.items())
+        ]
+        plain = self._result.to_dict()
+        known = {outcome["stage"] for outcome in plain["stages"]}
+        stages = [*plain["stages"], *(each for each in running if each["stage"] not in known)]
+        url = f"{self._folder.url}/{REPORT}"
+        state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
+        facts = collect_facts(self._plan, self._result)
+        page = render_report(state, list(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
+        if not self._done.is_set():
+            self._folder.replace(REPORT, page.encode())
+
 
 LIMIT_S = 3.0
 _log = logging.getLogger(__name__)

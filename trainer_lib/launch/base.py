@@ -17,15 +17,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
 from trainer_lib.guard import OWNER, start_time
-from trainer_lib.launch import accelerate, deepspeed, engine_files, in_process, nodes, process, torchrun, warm
+from trainer_lib.launch import accelerate, engine_files, in_process, nodes, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.gpu_selection import name_devices, selection_variables
@@ -38,6 +40,7 @@ from trainer_lib.requests import Request
 
 SAY_S = 60.0  # between two messages about one wait
 CPU = "the CPU"
+_PYTHON = (sys.executable, "-P", "-u", "-m")
 
 
 @contextlib.contextmanager
@@ -294,17 +297,30 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
         nodes.write_settings(run_dir, config)
         return nodes.build_command(path)
     if config.kind == "torchrun":
-        return torchrun.build_command(verb, path, processes)
+        # It calls torch.distributed.run; its store listens on loopback only, and it records how each rank ended.
+        return [*_PYTHON, "trainer_lib.machines.agent", str(processes), verb, str(path)]
     if config.kind == "accelerate":
         threads = environment["OMP_NUM_THREADS"]
         return accelerate.build_command(verb, path, processes, threads, config.config_file, free_port())
     if config.kind == "deepspeed":
-        return deepspeed.build_command(verb, path, processes, free_port(), environment)
+        return _deepspeed_command(verb, path, processes, environment)
     if config.kind == "process":
-        return process.build_command(verb, path)
+        return [*_PYTHON, "trainer_lib.worker", verb, str(path)]
     raise ConfigError(
         "This launcher starts no command.",
         field="train.launch.kind",
         value=config.kind,
         remedy="Resolve the configuration first (resolve_config): auto and environment become another launcher there.",
     )
+
+
+def _deepspeed_command(verb: str, run_dir: Path, processes: int, environment: Mapping[str, str]) -> list[str]:
+    """Return the command line of DeepSpeed's runner, which is executed, never imported: that takes seconds."""
+    # Given a number only, the runner takes the machine's first devices.
+    visible = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    which = ["--include", f"localhost:{','.join(visible[:processes])}"] if visible else ["--num_gpus", str(processes)]
+    return [
+        *(*_PYTHON, "deepspeed.launcher.runner", "--quiet", *which, "--no_local_rank"),
+        *("--master_addr", "127.0.0.1", "--master_port", str(free_port())),
+        *("--module", "trainer_lib.worker", verb, str(run_dir)),
+    ]

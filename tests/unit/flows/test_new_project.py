@@ -11,7 +11,7 @@ import pytest
 
 from flows.cli.completion import complete_override, complete_recipe
 from flows.new_project import starting
-from flows.new_project.starter_data import FILES, diabetes, elnino, wine
+from flows.new_project.starting import FILES, diabetes, elnino, wine
 from flows.spec.schema import argument_schemas, spec_schema
 from flows.spec.spec import load_spec
 from tests.support.repository import ROOT

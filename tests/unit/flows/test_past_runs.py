@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.cli.run_filters import parse_age, parse_filter, sort_key
+from flows.cli.runs import parse_age, parse_filter, sort_key
 from flows.garbage import find_garbage, remove_garbage
 from flows.past_runs import (
     find_run,

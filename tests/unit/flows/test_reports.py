@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flows import live_report as _live
 from flows import prefect_artifacts as _artifacts
+from flows import prefect_artifacts as _live
 from flows import run_tracking
 from flows.charts import draw_charts, draw_images
 from flows.plan import Plan

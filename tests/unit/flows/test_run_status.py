@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import pytest
 
-from flows import followed_training as module
 from flows import following, heartbeat
+from flows import following as module
 from flows.cli import follow
 from flows.cli.main import main
-from flows.followed_training import Training, Watch
+from flows.following import Training, Watch
 from flows.heartbeat import PAUSE_S
 from flows.past_runs import read_run
 from flows.run_status import RunStatus, State, find_statuses, look

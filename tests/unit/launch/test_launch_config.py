@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, base, deepspeed, from_settings, gpu_selection, resolve_config
+from trainer_lib.launch import LaunchConfig, base, from_settings, gpu_selection, resolve_config
 from trainer_lib.launch.config import check_rendezvous
 from trainer_lib.launch.installed import check_installed, require_torch
 from trainer_lib.launch.pool import apart
@@ -146,9 +146,9 @@ def test_devices_that_are_not_there_are_refused(
 
 
 def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
-    told = deepspeed.build_command("train", Path("run"), 2, 1, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
+    told = base._deepspeed_command("train", Path("run"), 2, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
     assert told[told.index("--include") + 1] == "localhost:3,1"
-    told = deepspeed.build_command("train", Path("run"), 2, 1, {})
+    told = base._deepspeed_command("train", Path("run"), 2, {})
     assert told[told.index("--num_gpus") + 1] == "2"
 
 

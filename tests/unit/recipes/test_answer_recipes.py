@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starter_data import character_names, code_questions
+from flows.new_project.starting import character_names, code_questions
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError, TrainflowError

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from flows.new_project.starter_data import digits
+from flows.new_project.starting import digits
 from tests.support.named_recipes import Prepared, collate_of, prepare_sources, refusal, trainer_of
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError, TrainflowError
 from trainer_lib.recipes.image_classification import (

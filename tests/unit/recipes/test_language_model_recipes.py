@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starter_data import word_orders
+from flows.new_project.starting import word_orders
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError, DamagedError, DataError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.new_project.starter_data import elnino, modules
+from flows.new_project.starting import elnino, modules
 from tests.support.named_recipes import RecipeCase
 
 CASES = {

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from flows.new_project.starter_data import elnino
+from flows.new_project.starting import elnino
 from tests.support.named_recipes import Prepared, RecipeCase, collate_of, prepare_sources, refusal, trained
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction

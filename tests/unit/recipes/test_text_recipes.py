@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starter_data import code_lines, entity_names, modules
+from flows.new_project.starting import code_lines, entity_names, modules
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from trainer_lib import EvalPrediction, Trainer
 from trainer_lib.errors import ConfigError
