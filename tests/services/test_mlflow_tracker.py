@@ -11,10 +11,11 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import sqlalchemy.event
@@ -23,10 +24,15 @@ from flows.plan import Plan
 from flows.results import PipelineResult
 from flows.run_record import RunRecord
 from flows.spec.spec import load_spec
+from tasks.configs import TrackingConfig
+from tasks.follow.evaluations import Evaluation
+from tasks.follow.points import RunPoints
+from tasks.tracking import TrackedRun, find_waiting, open_run
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
+from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client, shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
 from trainer_lib.trackers.spool import Session, own_spool
@@ -379,3 +385,72 @@ def test_a_database_whose_birth_was_killed_at_any_step_is_used_by_the_next_proce
         assert (_run(copied, schema), _run(copied, filled)) == (_run(first, schema), _run(first, filled))
         assert connected.create_run(connected.create_experiment("one")).info.run_id
     assert client(f"sqlite:///{first}").create_experiment("first")
+
+
+# -- metrics of followed checkpoints, in the training's run -----------------------------------------------------------
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "storage")
+
+
+@pytest.fixture
+def run(uri: str, storage: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackedRun]:
+    monkeypatch.setattr(shipper, "POLL_S", 0.05)
+    run = open_run(TrackingConfig(), storage, name="toy", pipeline_key="k" * 64, params={}, resume=True)
+    assert run is not None
+    yield run
+    run.finish("FINISHED")
+
+
+def evaluation(step: int, loss: float) -> Evaluation:
+    metrics = {"eval_loss": loss, "eval_runtime": 0.1, "epoch": step / 4}
+    return Evaluation(f"checkpoint-{step}", step, "c" * 64, metrics, 1_700_000_000_000 + step, 0.1)
+
+
+def log(run: TrackedRun, *evaluations: Evaluation) -> None:
+    followed = RunPoints(run.handle)
+    assert all(followed.log(evaluation) for evaluation in evaluations)
+    followed.close()
+
+
+def test_points_of_followed_checkpoints_join_the_run_once_also_out_of_order_and_after_its_end(
+    run: TrackedRun, uri: str, storage: Store
+) -> None:
+    with mock.patch.dict(os.environ, run.handle.worker_env()):
+        inside = MLflowTracker(None)
+        inside.start(run_name=None, params={}, resume_step=0)
+        inside.log({"eval_loss": 0.5, "epoch": 1.0}, 4)  # the training has evaluated this step itself
+        inside.close()
+    log(run, evaluation(12, 0.3))
+    # Another process was slower with an earlier checkpoint, and logs again what a killed one may have logged.
+    log(run, evaluation(4, 0.5), evaluation(8, 0.4), evaluation(12, 0.3))
+    run.finish("FINISHED")
+    log(run, evaluation(12, 0.3), evaluation(16, 0.2))
+    [found] = runs(uri)
+    assert points(uri, found.info.run_id, "eval/loss") == [(4, 0.5), (8, 0.4), (12, 0.3), (16, 0.2)]
+    assert found.info.status == "FINISHED"
+    assert set(found.data.metrics) == {"eval/loss", "train/epoch"}
+    assert find_waiting(storage) is None
+
+
+def test_a_tracker_that_is_away_costs_a_follower_nothing_and_gets_everything_later(
+    run: TrackedRun, uri: str, storage: Store
+) -> None:
+    run.finish("FINISHED")
+    database = Path(uri.removeprefix("sqlite:///"))
+    away = database.with_name("away.db")
+    database.rename(away)
+    database.mkdir()  # no database can be opened there
+    began = time.monotonic()
+    followed = RunPoints(run.handle)
+    assert followed.log(evaluation(4, 0.5))
+    assert time.monotonic() - began < 5
+    followed.close()
+    assert find_waiting(storage) is not None
+    database.rmdir()
+    away.rename(database)
+    log(run, evaluation(8, 0.4))
+    [found] = runs(uri)
+    assert points(uri, found.info.run_id, "eval/loss") == [(4, 0.5), (8, 0.4)]
