@@ -1,6 +1,6 @@
 """A PyTorch trainer library, independent of any orchestrator. Importing it does not import torch.
 
-`_NAMES` lists every public name with its module, which is imported when the name is first used. The imports under
+`_MODULES` lists every public name by its module, which is imported when the name is first used. The imports under
 `TYPE_CHECKING` and `__all__` repeat the list for type checkers and editors, which cannot follow `__getattr__`.
 """
 
@@ -71,140 +71,58 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 # Name -> module. Written out, because looking into a module would import torch.
-_NAMES = {
-    "ArgumentParser": "trainer_lib.arguments",
-    "AzureMLCallback": "trainer_lib.trackers.vendors",
-    "BestRun": "trainer_lib.outputs",
-    "CallbackHandler": "trainer_lib.callbacks.base",
-    "ClearMLCallback": "trainer_lib.trackers.vendors",
-    "CodeCarbonCallback": "trainer_lib.trackers.vendors",
-    "CometCallback": "trainer_lib.trackers.vendors",
-    "DVCLiveCallback": "trainer_lib.trackers.vendors",
-    "DagsHubCallback": "trainer_lib.trackers.vendors",
-    "DataCollator": "trainer_lib.data.collators",
-    "DataCollatorForLanguageModeling": "trainer_lib.data.masking",
-    "DataCollatorForMultipleChoice": "trainer_lib.data.collators",
-    "DataCollatorForPermutationLanguageModeling": "trainer_lib.data.masking",
-    "DataCollatorForSeq2Seq": "trainer_lib.data.collators",
-    "DataCollatorForTokenClassification": "trainer_lib.data.collators",
-    "DataCollatorWithFlattening": "trainer_lib.data.masking",
-    "DataCollatorWithPadding": "trainer_lib.data.collators",
-    "DefaultDataCollator": "trainer_lib.data.collators",
-    "DefaultFlowCallback": "trainer_lib.callbacks.flow",
-    "EarlyStoppingCallback": "trainer_lib.callbacks.early_stopping",
-    "EvalLoopOutput": "trainer_lib.outputs",
-    "EvalPrediction": "trainer_lib.outputs",
-    "ExportableState": "trainer_lib.state",
-    "FlyteCallback": "trainer_lib.trackers.vendors",
-    "HPSearchBackend": "trainer_lib.arguments.enums",
-    "HfArgumentParser": "trainer_lib.arguments",
-    "HubStrategy": "trainer_lib.arguments",
-    "IntervalStrategy": "trainer_lib.arguments",
-    "JsonlCallback": "trainer_lib.trackers.vendors",
-    "KubeflowCallback": "trainer_lib.trackers.vendors",
-    "LoadedModel": "trainer_lib.model_folder.loaded",
-    "MLflowCallback": "trainer_lib.trackers.vendors",
-    "ModelOutput": "trainer_lib.outputs",
-    "NeptuneCallback": "trainer_lib.trackers.vendors",
-    "OptimizerNames": "trainer_lib.arguments",
-    "PredictionOutput": "trainer_lib.outputs",
-    "PrinterCallback": "trainer_lib.callbacks.progress_bar",
-    "ProgressCallback": "trainer_lib.callbacks.progress_bar",
-    "SaveStrategy": "trainer_lib.arguments",
-    "SchedulerType": "trainer_lib.arguments",
-    "Seq2SeqTrainer": "trainer_lib.seq2seq",
-    "Seq2SeqTrainingArguments": "trainer_lib.arguments",
-    "SwanLabCallback": "trainer_lib.trackers.vendors",
-    "TFTrainer": "trainer_lib.keras_models.tf_trainer",
-    "TFTrainingArguments": "trainer_lib.arguments",
-    "TensorBoardCallback": "trainer_lib.trackers.vendors",
-    "TrackioCallback": "trainer_lib.trackers.vendors",
-    "TrainOutput": "trainer_lib.outputs",
-    "Trainer": "trainer_lib.trainer",
-    "TrainerCallback": "trainer_lib.callbacks.base",
-    "TrainerControl": "trainer_lib.state",
-    "TrainerState": "trainer_lib.state",
-    "TrainingArguments": "trainer_lib.arguments",
-    "WandbCallback": "trainer_lib.trackers.vendors",
-    "default_compute_objective": "trainer_lib.search.base",
-    "default_data_collator": "trainer_lib.data.collators",
-    "default_hp_space_optuna": "trainer_lib.search.base",
-    "default_hp_space_ray": "trainer_lib.search.backends",
-    "enable_full_determinism": "trainer_lib.trainer.seeding",
-    "get_last_checkpoint": "trainer_lib.checkpoint.catalogue",
-    "install": "trainer_lib.installation",
-    "load_model": "trainer_lib.model_folder.loaded",
-    "set_seed": "trainer_lib.trainer.seeding",
-    "uninstall": "trainer_lib.installation",
+_MODULES = {
+    "trainer_lib.arguments": (
+        "ArgumentParser HfArgumentParser HubStrategy IntervalStrategy OptimizerNames SaveStrategy SchedulerType "
+        "Seq2SeqTrainingArguments TFTrainingArguments TrainingArguments"
+    ),
+    "trainer_lib.arguments.enums": "HPSearchBackend",
+    "trainer_lib.callbacks.base": "CallbackHandler TrainerCallback",
+    "trainer_lib.callbacks.early_stopping": "EarlyStoppingCallback",
+    "trainer_lib.callbacks.flow": "DefaultFlowCallback",
+    "trainer_lib.callbacks.progress_bar": "PrinterCallback ProgressCallback",
+    "trainer_lib.checkpoint.catalogue": "get_last_checkpoint",
+    "trainer_lib.data.collators": (
+        "DataCollator DataCollatorForMultipleChoice DataCollatorForSeq2Seq DataCollatorForTokenClassification "
+        "DataCollatorWithPadding DefaultDataCollator default_data_collator"
+    ),
+    "trainer_lib.data.masking": (
+        "DataCollatorForLanguageModeling DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening"
+    ),
+    "trainer_lib.installation": "install uninstall",
+    "trainer_lib.keras_models.tf_trainer": "TFTrainer",
+    "trainer_lib.model_folder.loaded": "LoadedModel load_model",
+    "trainer_lib.outputs": "BestRun EvalLoopOutput EvalPrediction ModelOutput PredictionOutput TrainOutput",
+    "trainer_lib.search.backends": "default_hp_space_ray",
+    "trainer_lib.search.base": "default_compute_objective default_hp_space_optuna",
+    "trainer_lib.seq2seq": "Seq2SeqTrainer",
+    "trainer_lib.state": "ExportableState TrainerControl TrainerState",
+    "trainer_lib.trackers.vendors": (
+        "AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DVCLiveCallback DagsHubCallback "
+        "FlyteCallback JsonlCallback KubeflowCallback MLflowCallback NeptuneCallback SwanLabCallback "
+        "TensorBoardCallback TrackioCallback WandbCallback"
+    ),
+    "trainer_lib.trainer": "Trainer",
+    "trainer_lib.trainer.seeding": "enable_full_determinism set_seed",
 }
+_NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # Written out: type checkers and editors do not evaluate an expression.
-__all__ = [
-    "ArgumentParser",
-    "AzureMLCallback",
-    "BestRun",
-    "CallbackHandler",
-    "ClearMLCallback",
-    "CodeCarbonCallback",
-    "CometCallback",
-    "DVCLiveCallback",
-    "DagsHubCallback",
-    "DataCollator",
-    "DataCollatorForLanguageModeling",
-    "DataCollatorForMultipleChoice",
-    "DataCollatorForPermutationLanguageModeling",
-    "DataCollatorForSeq2Seq",
-    "DataCollatorForTokenClassification",
-    "DataCollatorWithFlattening",
-    "DataCollatorWithPadding",
-    "DefaultDataCollator",
-    "DefaultFlowCallback",
-    "EarlyStoppingCallback",
-    "EvalLoopOutput",
-    "EvalPrediction",
-    "ExportableState",
-    "FlyteCallback",
-    "HPSearchBackend",
-    "HfArgumentParser",
-    "HubStrategy",
-    "IntervalStrategy",
-    "JsonlCallback",
-    "KubeflowCallback",
-    "LoadedModel",
-    "MLflowCallback",
-    "ModelOutput",
-    "NeptuneCallback",
-    "OptimizerNames",
-    "PredictionOutput",
-    "PrinterCallback",
-    "ProgressCallback",
-    "SaveStrategy",
-    "SchedulerType",
-    "Seq2SeqTrainer",
-    "Seq2SeqTrainingArguments",
-    "SwanLabCallback",
-    "TFTrainer",
-    "TFTrainingArguments",
-    "TensorBoardCallback",
-    "TrackioCallback",
-    "TrainOutput",
-    "Trainer",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "WandbCallback",
-    "default_compute_objective",
-    "default_data_collator",
-    "default_hp_space_optuna",
-    "default_hp_space_ray",
-    "enable_full_determinism",
-    "get_last_checkpoint",
-    "install",
-    "load_model",
-    "set_seed",
-    "uninstall",
-]
+__all__ = ["ArgumentParser", "AzureMLCallback", "BestRun", "CallbackHandler", "ClearMLCallback"]
+__all__ += ["CodeCarbonCallback", "CometCallback", "DVCLiveCallback", "DagsHubCallback", "DataCollator"]
+__all__ += ["DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice"]
+__all__ += ["DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq"]
+__all__ += ["DataCollatorForTokenClassification", "DataCollatorWithFlattening", "DataCollatorWithPadding"]
+__all__ += ["DefaultDataCollator", "DefaultFlowCallback", "EarlyStoppingCallback", "EvalLoopOutput"]
+__all__ += ["EvalPrediction", "ExportableState", "FlyteCallback", "HPSearchBackend", "HfArgumentParser"]
+__all__ += ["HubStrategy", "IntervalStrategy", "JsonlCallback", "KubeflowCallback", "LoadedModel"]
+__all__ += ["MLflowCallback", "ModelOutput", "NeptuneCallback", "OptimizerNames", "PredictionOutput"]
+__all__ += ["PrinterCallback", "ProgressCallback", "SaveStrategy", "SchedulerType", "Seq2SeqTrainer"]
+__all__ += ["Seq2SeqTrainingArguments", "SwanLabCallback", "TFTrainer", "TFTrainingArguments"]
+__all__ += ["TensorBoardCallback", "TrackioCallback", "TrainOutput", "Trainer", "TrainerCallback"]
+__all__ += ["TrainerControl", "TrainerState", "TrainingArguments", "WandbCallback", "default_compute_objective"]
+__all__ += ["default_data_collator", "default_hp_space_optuna", "default_hp_space_ray"]
+__all__ += ["enable_full_determinism", "get_last_checkpoint", "install", "load_model", "set_seed", "uninstall"]
 
 
 def __getattr__(name: str) -> Any:
