@@ -16,26 +16,193 @@ import itertools
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from trainer_lib import devices, exits, in_flight
+from trainer_lib import devices, in_flight
 from trainer_lib.arguments import environment, schedulers
 from trainer_lib.arguments.environment import Ranks
-from trainer_lib.communicator import Communicator as Communicator
-from trainer_lib.communicator import DataParallel as DataParallel
-from trainer_lib.communicator import Pending as Pending
-from trainer_lib.communicator import SingleProcess as SingleProcess
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
 from trainer_lib.json_text import parse_json
+
+_failed = False
+
+
+def report_failures() -> None:
+    """Report what ends this process to torchrun, beside the usual traceback. Later calls change nothing."""
+    if getattr(sys.excepthook, "ours", False):
+        return
+    before = sys.excepthook
+
+    def report(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
+        # First, so that the traceback is printed even if the report fails.
+        before(cls, error, trace)
+        _report_to_torchrun(error)
+
+    report.ours = True  # type: ignore[attr-defined]
+    sys.excepthook = report
+
+
+def has_failed() -> bool:
+    """Return whether an exception that the program did not catch is ending it."""
+    return _failed
+
+
+def _report_to_torchrun(error: BaseException) -> None:
+    """Write what ended this process where torchrun reads it; torchrun otherwise prints only "exitcode 1"."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise error  # the handler records the exception that is being handled
+    except BaseException:
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+class DataParallel(NamedTuple):
+    """Which share of the data this process works on; batches, data order and loss weights follow it, not the world.
+
+    Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
+    context parallelism).
+
+    Attributes:
+        rank: number of this process's share, from 0.
+        size: number of shares.
+    """
+
+    rank: int
+    size: int
+
+
+class Pending(Protocol):
+    """A collective that is under way."""
+
+    def result(self) -> bool:
+        """Wait on the host, and return whether the flag is true on any rank."""
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Messages between ranks beside the gradients. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    data_parallel: DataParallel
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        """Return every rank's object on rank 0, in rank order; None elsewhere."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Return every rank's bytes on rank 0, in rank order; None elsewhere. Nothing is padded to the longest."""
+
+    def broadcast_json(self, obj: Any) -> Any:
+        """Return rank 0's object on every rank. It went through JSON on rank 0 as well, so all are equal."""
+
+    def agree(self, error: TrainflowError | None) -> None:
+        """Raise the error of the lowest rank that has one, on every rank; return when no rank has one."""
+
+    def any(self, flag: bool) -> bool:
+        """Return True on every rank when `flag` is true on one."""
+
+    def any_later(self, flag: bool) -> Pending:
+        """Start `any` and return at once: the message travels while the caller computes."""
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Return the element-wise sum over ranks of a few integers, without touching a device."""
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
+
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor `[...]`, all of one shape, in the order of the ranks, on the same device."""
+
+    def twin(self, timeout_s: float) -> Communicator:
+        """Return the same ranks over connections of their own, for the messages of one other thread."""
+
+
+class _Known:
+    """The result of a collective that needed no message."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def result(self) -> bool:
+        return self._value
+
+
+class SingleProcess(Communicator):
+    """A world of one: each message is a plain return, through JSON where several ranks would use it."""
+
+    rank = 0
+    world_size = 1
+    local_rank = 0
+    local_world_size = 1
+    data_parallel = DataParallel(0, 1)
+
+    @override
+    def barrier(self) -> None:
+        return
+
+    @override
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        return [parse_json(json.dumps(obj))]
+
+    @override
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        return [data]
+
+    @override
+    def broadcast_json(self, obj: Any) -> Any:
+        return parse_json(json.dumps(obj))
+
+    @override
+    def agree(self, error: TrainflowError | None) -> None:
+        if error is not None:
+            raise error
+
+    @override
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    @override
+    def any_later(self, flag: bool) -> Pending:
+        return _Known(flag)
+
+    @override
+    def sum_ints(self, values: list[int]) -> list[int]:
+        return list(values)
+
+    @override
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    @override
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.detach().clone()]
+
+    @override
+    def twin(self, timeout_s: float) -> Communicator:
+        return self
+
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +370,7 @@ def init(args: DistributedSettings) -> Communicator:
     if _current is not None:
         return _current
     if dist.is_available() and dist.is_initialized():
-        exits.report_failures()
+        report_failures()
         _current = _adopt_formed_group(args)
         return _current
     ranks = ranks_from_environment()
@@ -218,7 +385,7 @@ def init(args: DistributedSettings) -> Communicator:
     if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    exits.report_failures()
+    report_failures()
     backend = _backend(args.ddp_backend, device)  # its ConfigError is a ValueError: not one of torch's below
     try:
         _form_group(backend, ranks, timedelta(seconds=args.ddp_timeout))
@@ -298,7 +465,7 @@ def _end_group_at_exit() -> None:
     A program that fails leaves the group as it is: its peers may be gone, and ending the group could wait for them.
     In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
     """
-    failed = exits.has_failed()
+    failed = has_failed()
     in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
     if dist.is_available() and dist.is_initialized() and not failed:
         # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.

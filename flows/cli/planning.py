@@ -2,15 +2,157 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from flows.cli import plan_text, presentation, terminal
+from flows.cli import presentation, terminal
 from flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
 from flows.cli.spec_choice import choose_spec_file
+from flows.sizes import describe_bytes
 from flows.spec.spec import load_spec
+from tasks.stage.progress import duration
 from tasks.stage.resolver import Resolver
+from trainer_lib.suggestions import counted
+
+if TYPE_CHECKING:
+    from flows.forecast import Forecast, Length
+    from flows.obstacles import Obstacle
+    from flows.plan import Plan
+    from trainer_lib.footprint import Footprint
+
+_NAMES = {
+    "single": "one process",
+    "ddp": "DDP",
+    "fsdp": "FSDP",
+    "zero-1": "ZeRO stage 1",
+    "zero-2": "ZeRO stage 2",
+    "zero-3": "ZeRO stage 3",
+}
+_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
+_WRITES = "writes"
+_UNKNOWN = "?"
+
+
+def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list[Text]:
+    """What the training takes, section by section, then what is missing and what cannot work."""
+    lines = [*_arguments(plan), *_length(found), *_memory(found), *_room(found), *_time(found)]
+    lines += [_row("missing", sentence, "yellow") for sentence in found.missing]
+    for obstacle in obstacles:
+        lines += _obstacle(obstacle)
+    return [*lines, Text()]
+
+
+def _arguments(plan: Plan) -> list[Text]:
+    from flows.full_plan import effective_arguments
+    from trainer_lib.arguments import TrainingArguments
+
+    values, defaults = effective_arguments(plan), TrainingArguments().to_dict()
+    differ = [f"{name} {value}" for name, value in values.items() if value != defaults.get(name)]
+    rest = len(values) - len(differ)
+    note = f"the other {rest} have their defaults (--json lists them)"
+    return [_row("arguments", "; ".join([*differ, note]))]
+
+
+def _length(found: Forecast) -> Iterator[Text]:
+    length = found.length
+    if length is None:
+        return
+    tokens = "" if found.tokens is None else f", {found.tokens:,} tokens"
+    yield _row("training", f"{counted(length.steps, 'step')}, {length.samples:,} samples{tokens}")
+    yield _row("", length.step)
+    yield _row("", f"{length.epochs:g} passes over the data, {_often(length)}")
+
+
+def _often(length: Length) -> str:
+    evaluated = f"{counted(length.evaluations, 'evaluation')} of {counted(length.evaluated_rows, 'row')}"
+    return f"{evaluated if length.evaluations else 'no evaluation'}, {length.saves:,} saves"
+
+
+def _memory(found: Forecast) -> list[Text]:
+    if found.estimate is None:
+        return []
+    size = found.estimate.size
+    frozen = "" if size.trainable == size.parameters else f", {size.trainable:,} of them trained"
+    lines = [_row("model", f"{size.parameters:,} parameters{frozen}")]
+    ranks = found.footprints()
+    processes = max(each.processes for each in ranks)
+    heading = f"memory of a rank on {processes} processes ({found.estimate.device}), by strategy; * is the spec's"
+    lines.append(_row("memory", heading))
+    table = [("", *_COLUMNS, _WRITES), *(_cells(each, own=each.strategy == found.strategy) for each in ranks)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for number, row in enumerate(table):
+        cells = "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        lines.append(Text(f"    {cells}", "dim" if number == 0 else "bold" if row[0].startswith("*") else ""))
+    lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
+    if found.peak_bytes is not None:
+        lines.append(_row("", _peak(found)))
+    return lines + [_row("", note, "yellow") for note in found.estimate.notes]
+
+
+def _peak(found: Forecast) -> str:
+    peak = describe_bytes(found.peak_bytes or 0)
+    if found.probe is not None:
+        return f"peak of a process, measured: {peak}"
+    if found.estimate is not None and found.estimate.device == "cpu":
+        own = describe_bytes(found.estimate.process_bytes)
+        return f"peak of a process: {peak}, of which the interpreter and its libraries take {own}"
+    return f"peak of a process: {peak}"
+
+
+def _cells(rank: Footprint, *, own: bool) -> tuple[str, ...]:
+    values = [_bytes(getattr(rank, name)) for name in _COLUMNS]
+    mark = "* " if own else "  "
+    each = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
+    return (mark + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + each)
+
+
+def _bytes(value: int | None) -> str:
+    return _UNKNOWN if value is None else describe_bytes(value)
+
+
+def _room(found: Forecast) -> Iterator[Text]:
+    room = found.room
+    if room is None:
+        return
+    if room.checkpoint_bytes is None or room.needed_bytes is None:
+        size = "the size of a checkpoint is not known"
+    else:
+        kept = f"{room.kept} at most" if room.kept != 1 else "one"
+        size = f"a checkpoint {describe_bytes(room.checkpoint_bytes)}, {kept} at a time; with the model "
+        size += f"{describe_bytes(room.needed_bytes)}"
+    free = (
+        "the store does not say what is free"
+        if room.free_bytes is None
+        else f"free are {describe_bytes(room.free_bytes)}"
+    )
+    yield _row("storage", f"{size}; {free}")
+
+
+def _time(found: Forecast) -> Iterator[Text]:
+    if found.length is None:
+        return
+    if found.seconds is None:
+        yield _row("time", "not known: no earlier run shows it; --probe measures a few steps")
+    else:
+        yield _row("time", f"about {duration(found.seconds)} for train, from {found.time_source}")
+
+
+def _obstacle(obstacle: Obstacle) -> Iterator[Text]:
+    place = " = ".join(each for each in (obstacle.field, obstacle.value) if each)
+    style, word = ("bold red", "cannot work") if obstacle.is_fatal else ("yellow", "note")
+    yield Text.assemble((f"  {word:<12} ", style), f"{place}: {obstacle.what}" if place else obstacle.what)
+    if obstacle.remedy:
+        yield _row("", obstacle.remedy)
+
+
+def _row(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"  {label:<12} ", "dim"), (text, style))
+
 
 ProbeOption = Annotated[
     bool,
@@ -40,6 +182,6 @@ def plan(
         print_json(full.to_dict())
     else:
         terminal.show(presentation.reasons(list(full.plan.reasons.values()), full.warnings), bare=bare)
-        terminal.show(plan_text.describe(full.plan, full.forecast, full.obstacles), bare=bare)
+        terminal.show(describe(full.plan, full.forecast, full.obstacles), bare=bare)
     if not full.can_work:
         raise typer.Exit(2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows import full_plan
-from flows.cli.plan_text import describe
+from flows.cli.planning import describe
 from flows.forecast import Forecast, Found, Length, find_similar, forecast
 from flows.obstacles import Obstacle, find_obstacles
 from flows.plan import Plan
