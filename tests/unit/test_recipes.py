@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -55,6 +56,14 @@ def test_defaults_of_a_minimal_recipe(tmp_path: Path) -> None:
     assert recipe.preprocess_logits_for_metrics is None
     assert recipe.callbacks({}) == []
     assert recipe.trainer_class(dict) is dict
+
+
+def test_an_edit_of_equal_size_in_the_same_second_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for size in (7, 8):
+        path = written(tmp_path, MINIMAL.replace("return 7", f"return {size}"))
+        os.utime(path, (1e9, 1e9))
+        assert load(path, tmp_path).build_model({}, data()) == size
 
 
 def test_what_a_recipe_defines_is_used(tmp_path: Path) -> None:
