@@ -389,19 +389,6 @@ class RowReader:
             self.position += opened.skip(wanted - self.position)
         return self.position - first
 
-    def take(self, rows: int) -> list[Row]:
-        """Read the next rows, fewer at the end.
-
-        Raises:
-            DataError: a row or a file cannot be read; the error names it.
-        """
-        taken = []
-        for row in self.take_all(rows):
-            if isinstance(row, BadRow):
-                raise row.error
-            taken.append(row)
-        return taken
-
     def take_all(self, rows: int) -> Iterator[Row | BadRow]:
         """Read the next rows, fewer at the end, with those that cannot be read.
 

@@ -19,7 +19,7 @@ import pytest
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import GivenRows, convert_together
 from trainer_lib.data.predictions import build_table, to_parquet
-from trainer_lib.data.row_files import RowReader
+from trainer_lib.data.row_files import BadRow, Row, RowReader
 from trainer_lib.data.row_predictions import RowPredictionWriter
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
@@ -77,8 +77,17 @@ def _reader(path: Path | str, **how: Any) -> RowReader:
     return _OPEN[-1]
 
 
+def _rows(reader: RowReader, most: int) -> list[Row]:
+    taken = []
+    for row in reader.take_all(most):
+        if isinstance(row, BadRow):
+            raise row.error
+        taken.append(row)
+    return taken
+
+
 def _take(reader: RowReader) -> list[dict[str, Any]]:
-    return [{"id": row.id, **row.values} for row in reader.take(10_000)]
+    return [{"id": row.id, **row.values} for row in _rows(reader, 10_000)]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,7 @@ def test_every_format_gives_the_same_rows_and_can_skip(
 ) -> None:
     write(tmp_path / name)
     reader = _reader(tmp_path / name)
-    assert [row.values for row in reader.take(3)] == [{k: v for k, v in row.items() if k != "id"} for row in ROWS[:3]]
+    assert [row.values for row in _rows(reader, 3)] == [{k: v for k, v in row.items() if k != "id"} for row in ROWS[:3]]
     assert _take(reader) == ROWS[3:]
     assert (reader.position, reader.share, reader.id_column) == (2500, 1.0, "id")
     again = _reader(tmp_path / name)
@@ -111,20 +120,20 @@ def test_files_are_one_sequence_and_rows_without_ids_are_numbered_over_all_of_th
         (tmp_path / f"day={day}").mkdir(exist_ok=True)
         (tmp_path / f"day={day}" / name).write_text(f"n,text\n{day}0,x\n{day}1,y\n")
     for address in (tmp_path, tmp_path / "day=*" / "*.csv", tmp_path / "**" / "*.csv", f"{tmp_path}/day=[12]/?.csv"):
-        taken = _reader(address).take(10)
+        taken = _rows(_reader(address), 10)
         assert [(row.id, row.values["n"]) for row in taken] == [(0, 10), (1, 11), (2, 20), (3, 21)]
     assert taken[3].place.endswith("day=2/b.csv, row 1 (line 3)")
 
 
 def test_ids_come_from_the_column_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"key": 7, "n": 1, "note": "x"}\n')
-    [row] = _reader(tmp_path / "a.jsonl", id_column="key", ignored=["note"]).take(9)
+    [row] = _rows(_reader(tmp_path / "a.jsonl", id_column="key", ignored=["note"]), 9)
     assert (row.id, row.values) == (7, {"n": 1})
     with pytest.raises(DataError, match=r"a.jsonl, row 0 \(line 1\), column 'keys'.*the nearest is 'key'"):
-        _reader(tmp_path / "a.jsonl", id_column="keys").take(1)
+        _rows(_reader(tmp_path / "a.jsonl", id_column="keys"), 1)
     (tmp_path / "b.jsonl").write_text('{"id": 1.5, "n": 1}\n')
     with pytest.raises(DataError, match="an integer or a text, not float"):
-        _reader(tmp_path / "b.jsonl").take(1)
+        _rows(_reader(tmp_path / "b.jsonl"), 1)
 
 
 def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refused_with_its_place(
@@ -135,7 +144,7 @@ def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refuse
     for name, text in (("a.csv", 'scan\n"[1, 2, 3, 4]"\n'), ("a.jsonl", '{"scan": [[1, 2], [3]]}\n')):
         (tmp_path / name).write_text(text)
         reader = RowReader(find_row_files([str(tmp_path / name)]), column)
-        rows += reader.take(1)
+        rows += _rows(reader, 1)
         reader.close()
     assert rows[0].values["scan"].tolist() == [[1, 2], [3, 4]]
     with pytest.raises(DataError, match=r"a\.jsonl, row 0, column 'scan': the value is not float32\[2,2\]"):
@@ -162,7 +171,7 @@ def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refuse
 def test_a_bad_row_or_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
-        _reader(tmp_path / name).take(100_000)
+        _rows(_reader(tmp_path / name), 100_000)
     assert re.search(words, str(refused.value)), str(refused.value)
     assert str(tmp_path / name) in str(refused.value)
 
@@ -192,11 +201,11 @@ def test_what_python_calls_json_is_read_whatever_reads_it(tmp_path: Path) -> Non
         '{"n": 18446744073709551615, "longer": 18446744073709551616}',
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(["", *lines, ""]))
-    rows = [row.values for row in _reader(tmp_path / "a.jsonl").take(9)]
+    rows = [row.values for row in _rows(_reader(tmp_path / "a.jsonl"), 9)]
     assert str(rows) == str([json.loads(line) for line in lines])
     (tmp_path / "a.jsonl").write_text('{"text": "fine \\ud83d\\ude00"}\n{"text": "\\ud83d"}')
     with pytest.raises(DataError, match=r"a.jsonl, row 1 \(line 2\): a text has half of a surrogate pair"):
-        _reader(tmp_path / "a.jsonl").take(9)
+        _rows(_reader(tmp_path / "a.jsonl"), 9)
 
 
 def test_the_id_of_a_row_whose_text_is_bad_is_known(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, k
     ids = {row["x"]: str(row["row_id"]) for row in predicted}
     assert [ids[row] for row in range(40)] == texts
     new = RowReader(find_row_files([str(path)]), {}, id_column="id")
-    assert [str(row.id) for row in new.take(99)] == texts
+    assert [str(row.id) for row in new.take_all(99)] == texts
 
 
 # -- hidden files -----------------------------------------------------------------------------------------------------
