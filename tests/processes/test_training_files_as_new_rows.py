@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.repository import ROOT
 from trainer_lib import load_model
-from trainer_lib.errors import DataError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
 
 BERT = {
@@ -232,3 +233,145 @@ def test_what_prepare_refused_is_refused_or_counted(row: Any, words: str, remedy
     facts, rows = _predict(tmp_path / "model", data, tmp_path / "alone", max_errors=1)
     assert (facts.errors, rows[0]["row_id"]) == (1, 0)
     assert re.search(words, rows[0]["error"])
+
+
+# -- a table of steps ---------------------------------------------------------------------------------------------
+
+
+SEA = {"time": "month", "target": "temperature", "context": 12, "horizon": 3, "season": 12}
+SHOPS = {
+    "time": "day",
+    "target": ["sales", "visits"],
+    "series": "shop",
+    "known": ["holiday"],
+    "rename": {"Sold": "sales"},
+    "context": 5,
+    "horizon": 2,
+    **CUT,
+}
+
+
+def _shops(days: int = 30, to_come: int = 0) -> list[dict[str, Any]]:
+    """Two shops by turns, on days such as 31.01.2024, with days to come that have holidays only."""
+    begin = date(2024, 1, 20)
+    return [
+        {
+            "day": f"{begin + timedelta(day):%d.%m.%Y}",
+            "shop": shop,
+            "Sold": (day * factor) % 11 + 0.1 if day < days else None,
+            "visits": (day * 3) % 7 + factor if day < days else None,
+            "holiday": int(day % 7 == 6),
+        }
+        for day in range(days + to_come)
+        for shop, factor in (("north", 2), ("7", 5))
+    ]
+
+
+def _publish_series(folder: Path, rows: list[dict[str, Any]], options: dict[str, Any]) -> Any:
+    publish_recipe(folder / "model", "time-series-forecasting", _write(folder / "train.csv", rows), options, {})
+    return load_model(str(folder / "model"), trust_code=True)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_the_steps_after_the_last_one_of_a_table_are_forecast(kind: str, tmp_path: Path) -> None:
+    rows = _table("forecasting/elnino.csv", 60)
+    model = _publish_series(tmp_path, rows, SEA)
+    facts, found = _predict(tmp_path / "model", _write(tmp_path / f"new.{kind}", rows), tmp_path / "out")
+    by_hand = model.predict([{"temperature": [row["temperature"] for row in rows[-12:]]}])
+    assert (facts.id_column, [row["row_id"] for row in found]) == (None, [0])
+    assert found[0]["temperature_forecast"] == by_hand["temperature_forecast"][0].tolist()
+    assert found[0]["time"] == ["1955-01-01", "1955-02-01", "1955-03-01"]
+    # Steps without a value at the end are those to come.
+    later = [{"month": f"1955-0{month}-01", "temperature": None} for month in (1, 2)]
+    _, again = _predict(tmp_path / "model", _write(tmp_path / f"more.{kind}", rows + later), tmp_path / "again")
+    assert again == found
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_each_series_of_a_table_is_forecast_with_what_is_known_of_the_steps_to_come(kind: str, tmp_path: Path) -> None:
+    model = _publish_series(tmp_path, _shops(), SHOPS)
+    # These days alone can be read as months as well, and those of the training cannot.
+    new = [row for row in _shops(22, to_come=4) if row["day"][3:] == "02.2024" and row["day"] < "13"]
+    new = [row | dict.fromkeys(("Sold", "visits")) if row["day"] > "10.02.2024" else row for row in new][::-1]
+    facts, found = _predict(tmp_path / "model", _write(tmp_path / f"new.{kind}", new), tmp_path / "out")
+    assert (facts.id_column, [row["row_id"] for row in found]) == ("shop", ["7", "north"])
+    assert [row["time"] for row in found] == [["2024-02-11", "2024-02-12"]] * 2
+    for row in found:
+        window = sorted((each for each in new if each["shop"] == row["row_id"]), key=lambda each: each["day"])[-7:]
+        given = {"sales": [each["Sold"] for each in window[:5]], "visits": [each["visits"] for each in window[:5]]}
+        by_hand = model.predict([given | {"holiday": [each["holiday"] for each in window]}])
+        for name in ("sales_forecast", "visits_forecast"):
+            assert row[name] == by_hand[name][0].tolist()
+    pieces = _predict(tmp_path / "model", tmp_path / f"new.{kind}", tmp_path / "pieces", rows_per_file=1)[1]
+    assert pieces == [{key: pytest.approx(value) if "_" in key else value for key, value in row.items()}
+                      for row in found]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_history_in_each_row_is_taken_as_well(kind: str, tmp_path: Path) -> None:
+    model = _publish_series(
+        tmp_path, _table("forecasting/elnino.csv", 60), SEA | {"rename": {"month": "time"}, "time": "time"}
+    )
+    rows = [{"time": "1955-01-01", "temperature": [20.5 + row + step for step in range(12)]} for row in range(3)]
+    _, found = _predict(tmp_path / "model", _write(tmp_path / f"new.{kind}", rows), tmp_path / "out")
+    by_hand = model.predict(rows)["temperature_forecast"]
+    assert [row["temperature_forecast"] for row in found] == [pytest.approx(forecast) for forecast in by_hand]
+
+
+def _without(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key != name} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "words", "remedy"),
+    [
+        (_shops(4, to_come=2), {}, "The series 'north' has 4 steps, and the model needs 5", "leave the series out"),
+        (_shops(), {}, "'north' has 0 of the next 2 steps .2024-02-19 to 2024-02-20.* needs their 'holiday'",
+         "Append rows for 2024-02-19 to 2024-02-20 with an empty 'sales'"),
+        (_shops(9, 1), {}, "has 1 of the next 2 steps", "Append rows"),
+        (_shops(9, 2)[2:8] + _shops(9, 2)[10:], {}, r"new\.jsonl, row 6 .* lacks 1 steps", "Correct the files"),
+        ([row | {"holiday": None} for row in _shops(9, 2)], {}, "column 'holiday': there is no value", "Correct the"),
+        ([row | {"visits": None} for row in _shops(9, 2)], {}, "column 'visits': there is no value", "Correct the"),
+        (_shops(9, 2)[::4] + _shops(9, 2)[1::4], {}, "is not on the grid|lacks", "Correct the files"),
+        (_without(_shops(9, 2), "Sold"), {}, "NEW_DATA = Sold: .* no such column", ""),
+        (_without(_shops(9, 2), "day"), {}, "NEW_DATA = day: .* no such column", ""),
+        (_without(_shops(9, 2), "holiday"), {}, "NEW_DATA = holiday: .* no such column", ""),
+        (_shops(9, 2), {"id_column": "visits"}, "a table of steps", "names of the series"),
+        (_shops(9, 2), {"constants": {"holiday": "[0]"}}, "a table of steps", "Leave it out"),
+    ],
+)  # fmt: skip
+def test_a_table_from_which_nothing_can_be_forecast_is_refused(
+    rows: Any, more: Any, words: str, remedy: str, tmp_path: Path
+) -> None:
+    _publish_series(tmp_path, _shops(), SHOPS)
+    with pytest.raises((ConfigError, DataError), match=words) as refused:
+        _predict(tmp_path / "model", _write(tmp_path / "new.jsonl", rows), tmp_path / "out", **more)
+    assert remedy in str(refused.value.remedy)
+    assert refused.value.field in ("NEW_DATA", "--id", "--set")
+
+
+def test_new_steps_are_on_the_grid_of_the_training_and_filled_as_it_was(tmp_path: Path) -> None:
+    rows = [{"t": 1_700_000_000 + 60 * step, "y": float(step % 5)} for step in range(40)]
+    options = {"time": "t", "target": "y", "context": 6, "horizon": 2, "missing": "previous"}
+    model = _publish_series(tmp_path, rows, options)
+    # Every other step, and the last one without a value, which is not filled but forecast.
+    new: list[dict[str, Any]] = [*rows[:11:2], {"t": 1_700_000_780, "y": None}]
+    _, found = _predict(tmp_path / "model", _write(tmp_path / "new.csv", new), tmp_path / "out")
+    assert found[0]["time"] == ["1700000660", "1700000720"]
+    past = [rows[step]["y"] for step in (4, 6, 6, 8, 8, 10)]
+    by_hand = model.predict([{"y": past}])
+    assert found[0]["y_forecast"] == by_hand["y_forecast"][0].tolist()
+    dates = [{"t": f"2024-01-{day:02}", "y": 1.0} for day in range(1, 11)]
+    with pytest.raises(ConfigError, match=r"not a step of time") as refused:
+        _predict(tmp_path / "model", _write(tmp_path / "dates.csv", dates), tmp_path / "none")
+    assert (refused.value.field, str(refused.value.remedy)[:18]) == ("NEW_DATA", "Correct the files:")
+
+
+def test_a_series_that_is_too_short_is_counted_where_bad_rows_are_allowed(tmp_path: Path) -> None:
+    _publish_series(tmp_path, _shops(), SHOPS)
+    rows = [row for row in _shops(9, 2) if row["shop"] == "7" or row["day"] > "26"]
+    facts, found = _predict(tmp_path / "model", _write(tmp_path / "new.csv", rows), tmp_path / "out", max_errors=1)
+    assert (facts.rows, facts.errors) == (2, 1)
+    bad, good = sorted(found, key=lambda row: row["error"] is None)
+    assert (bad["row_id"], bad["time"], bad["error"][:24]) == ("north", None, "The series 'north' has 3")
+    assert (good["row_id"], good["time"]) == ("7", ["2024-01-29", "2024-01-30"])

@@ -6,6 +6,7 @@ own. So a run that was killed and continued, and one by several workers, write t
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,11 @@ class _Scoring:
         self._size = request.batch_size or loaded.batch_size
         self._known = known_columns(loaded.description.columns)
         self._writer = RowPredictionWriter(Store.open(request.output, field="--to"), request.key, request.file_format)
+        self._series = None
+        if "new_steps" in loaded.description.info:
+            from trainer_lib.model_folder.series_rows import read_series  # pandas, which other rows do not need
+
+            self._series = read_series(request, loaded.description.info)
         self._reader = self._open()
         self._form = self._find_form()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="trainflow-rows")
@@ -97,6 +103,8 @@ class _Scoring:
         self._reader.close()
 
     def _open(self) -> RowReader:
+        if self._series is not None:
+            return copy.copy(self._series)  # which stays before its first row
         request = self._request
         constants = {
             name: parse_text("--set", name, text, self._known[name]) for name, text in request.constants.items()
@@ -185,6 +193,9 @@ class _Scoring:
                 notes["first_error"] = next(error for error in errors if error is not None)
             mixed = order if self._request.sort_by is not None else None
             columns = self._loaded.columns_of(spool, mixed) if num_bad < len(ids) else {}
+            if self._series is not None and columns:
+                good = [number for number, error in zip(ids, errors, strict=True) if error is None]
+                columns = {"time": [self._series.times[number] for number in good]} | columns
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                 self._writer.write(
                     part,

@@ -91,7 +91,7 @@ def cut_rows(
         found = _by_column(keys)
     elif split["by"] == "time":
         form, column = split["time_format"], split["column"]
-        times = read_times(keys, form, setting=f"{FIELD}.time_format", column=column, place=place)
+        times, _ = read_times(keys, form, setting=f"{FIELD}.time_format", column=column, place=place)
         found = _by_time(times, shares)
     elif split["by"] == "group":
         found = _by_group(keys, shares, draw)

@@ -12,7 +12,7 @@ import re
 import tempfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
 from itertools import islice, repeat
@@ -309,9 +309,10 @@ class Table:
         order[[number[text] for text in names]] = np.arange(len(names))
         return order[codes], names
 
-    def refuse_gaps(self, name: str, remedy: str) -> None:
-        """Raise DataError when a value is missing in a column."""
-        gaps = (row for row, value in enumerate(self.columns[name]) if value is None or value != value)
+    def refuse_gaps(self, name: str, remedy: str, *, but: Container[int] = ()) -> None:
+        """Raise DataError when a value is missing in a column, in other rows than those of `but`."""
+        values = enumerate(self.columns[name])
+        gaps = (row for row, value in values if (value is None or value != value) and row not in but)
         if (first := next(gaps, None)) is not None:
             count = 1 + sum(1 for _ in gaps)
             raise DataError(

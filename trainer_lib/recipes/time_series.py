@@ -39,6 +39,7 @@ class Series:
         labels: the times as texts ``[steps]``.
         values: ``[steps, columns]``.
         filled: steps that the table did not have, and values that were missing.
+        to_come: the last so many steps have no target: they are to be forecast.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Series:
     labels: list[str]
     values: np.ndarray
     filled: int
+    to_come: int
 
 
 class SeriesTable:
@@ -55,13 +57,17 @@ class SeriesTable:
         table: the rows, in any order.
         columns: the columns of numbers that a series has.
         options: `time`, `time_format`, `series`, `step` and `missing`.
+        targets: the first so many columns may all be empty in the last rows of a series, which are steps to come.
+
+    Attributes:
+        note: the options, with the form of the times and the step that were found.
 
     Raises:
         ConfigError: an option is wrong. DataError: a time is not one, is there twice or off the grid, or steps or
             values are missing; the error names file, row and column.
     """
 
-    def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any]) -> None:
+    def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any], *, targets: int = 0) -> None:
         require_choice(options["missing"], MISSING, field=f"{FIELD}.missing")
         self._table, self._columns, self._options = table, columns, options
         self._time = table.require(options["time"], field=f"{FIELD}.time")
@@ -70,17 +76,34 @@ class SeriesTable:
             if table.count(name) and table.find_numbers(name) is None:
                 what = f"The column '{name}' holds texts, such as '{table.texts(name)[0]}'."
                 raise DataError(what, field=SOURCES, remedy="Give it numbers, or leave it out.")
-            if options["missing"] == "refuse":
-                table.refuse_gaps(name, "Fill it in, or set prepare.options.missing=previous.")
         self._values = np.stack([table.numbers(name) for name in columns], axis=1)
-        times = pd.Series(self._read_times())
+        read, form = self._read_times()
+        times = pd.Series(read)
         self._counts = times.dtype.kind == "f"
         rows_of: dict[str, list[int]] = {}
         for row, name in enumerate(self._names()):
             rows_of.setdefault(name, []).append(row)
         ordered = {name: self._ordered(times, rows) for name, rows in rows_of.items()}
-        step = self._step([times.iloc[rows] for rows in ordered.values()])
-        self.series = [self._regular(name, times, rows, step) for name, rows in ordered.items()]
+        self._to_come = {row for rows in ordered.values() for row in self._last_without(targets, rows)}
+        for place, name in enumerate(columns if options["missing"] == "refuse" else ()):
+            remedy = "Fill it in, or set prepare.options.missing=previous."
+            table.refuse_gaps(name, remedy, but=self._to_come if place < targets else ())
+        self._step = self._find_step([times.iloc[rows] for rows in ordered.values()])
+        self.series = [self._regular(name, times, rows, self._step) for name, rows in ordered.items()]
+        step = float(self._step) if self._counts else self._step.freqstr
+        self.note = {**options, "step": step, "time_format": form}
+
+    def times_after(self, series: Series, count: int) -> list[str]:
+        """The times of the steps after the last one that has targets, as texts ``[count]``."""
+        last = series.times[len(series.times) - series.to_come - 1]
+        if self._counts:
+            return [self._text(last + self._step * number) for number in range(1, count + 1)]
+        return [self._text(time) for time in pd.date_range(last, periods=count + 1, freq=self._step)[1:]]
+
+    def _last_without(self, targets: int, rows: list[int]) -> list[int]:
+        """The last of the ordered rows of a series, which have none of the targets."""
+        has_target = ~np.isnan(self._values[rows, :targets]).all(axis=1)
+        return rows[max(np.flatnonzero(has_target), default=-1) + 1 :] if targets else []
 
     def _names(self) -> list[str]:
         column = self._options["series"]
@@ -90,15 +113,15 @@ class SeriesTable:
         self._table.refuse_gaps(column, "Give every row its series.")
         return self._table.texts(column)
 
-    def _read_times(self) -> np.ndarray:
+    def _read_times(self) -> tuple[np.ndarray, str | None]:
         setting, place = f"{FIELD}.time_format", self._table.places.__getitem__
         texts, form = self._table.texts(self._time), self._options["time_format"]
-        times = read_times(texts, form, setting=setting, column=self._time, place=place)
+        times, form = read_times(texts, form, setting=setting, column=self._time, place=place)
         if times.dtype.kind == "f" and self._options["step"] is None and are_dates_of_digits(times):
             what = f"The numbers of column '{self._time}', such as {texts[0]}, look like dates."
             remedy = f"Set {setting}=%Y%m%d, or for numbers their step: {FIELD}.step=1."
             raise DataError(what, field=setting, remedy=remedy)
-        return times
+        return times, form
 
     def _ordered(self, times: pd.Series[Any], rows: list[int]) -> list[int]:
         """The rows of a series by their times. Raises DataError for a time that is there twice."""
@@ -113,9 +136,9 @@ class SeriesTable:
         return ordered
 
     def _text(self, time: Any) -> str:
-        return f"{time:g}" if self._counts else pd.Timestamp(time).isoformat().removesuffix("T00:00:00")
+        return f"{time:.15g}" if self._counts else pd.Timestamp(time).isoformat().removesuffix("T00:00:00")
 
-    def _step(self, series: list[pd.Series[Any]]) -> Any:
+    def _find_step(self, series: list[pd.Series[Any]]) -> Any:
         """The step of the grid: a number, or an offset of pandas."""
         given = self._options["step"]
         if given is None and not self._counts:
@@ -165,7 +188,9 @@ class SeriesTable:
             what = f"{self._table.places[rows[0]]}, column '{column}': the first value{of} is missing."
             raise DataError(what, field=SOURCES, remedy="Remove the row: no value before it could stand for it.")
         filled = pd.DataFrame(values).ffill().to_numpy()
-        return Series(name, grid, [self._text(time) for time in grid], filled, int(unknown.sum()))
+        last = sum(row not in self._to_come for row in rows) - 1
+        to_come = len(grid) - 1 - int(places[last])
+        return Series(name, grid, [self._text(time) for time in grid], filled, int(unknown.sum()), to_come)
 
     def _grid(self, found: np.ndarray, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The grid ``[steps]``, the place on it of each of the times found, and the numbers of those off it."""

@@ -110,6 +110,7 @@ DEFAULTS: dict[str, Any] = {
 """Every option of `prepare`, with its default."""
 MODEL: dict[str, Any] = {"hidden": [], "dropout": 0.0}
 """The settings of `build_model` (`train.model`), with their defaults."""
+_NOTED = ("time", "series", "step", "time_format", "missing", "rename")
 _RESERVED = ("row_id", "series", "time", "scale", "labels")
 
 
@@ -159,7 +160,8 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     for option, names in (("target", targets), ("known", known)):
         for name in names:
             table.require(name, field=f"{FIELD}.{option}")
-    series = SeriesTable(table, [*targets, *known], chosen).series
+    read = SeriesTable(table, [*targets, *known], chosen)
+    series = read.series
     splits = WindowSplits(series, chosen)
     training = [each.values[:steps] for each, steps in zip(series, splits.train_steps, strict=True)]
     covariates = np.concatenate(training)[:, len(targets) :]
@@ -169,6 +171,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         targets=targets,
         known=dict(zip(known, described.tolist(), strict=True)),
         filled=sum(each.filled for each in series),
+        new_steps={name: read.note[name] for name in _NOTED},
         split_starts={name: str(start) for name, start in splits.starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
     )

@@ -24,8 +24,8 @@ _DIGITS = re.compile(r"\d{7,8}")
 
 def read_times(
     texts: Sequence[str], time_format: str | None, *, setting: str, column: str, place: Callable[[int], str]
-) -> np.ndarray:
-    """Times as datetime64 of UTC, or as float64 where all are numbers and no form is given, ``[rows]``.
+) -> tuple[np.ndarray, str | None]:
+    """Times as datetime64 of UTC, or float64 where all are numbers and no form is given, ``[rows]``; and their form.
 
     Args:
         time_format: their form, as for strptime; None: numbers, ISO 8601, or the one form that all of them have.
@@ -43,7 +43,7 @@ def read_times(
         numbers = None
     if numbers is not None and np.isfinite(numbers).all():
         if not _has_year_last(texts):
-            return numbers
+            return numbers, None
         what = f"The numbers of column '{column}', such as {texts[0]}, are dates that do not begin with the year."
         raise DataError(what, field=setting, remedy=remedy)
     fits: dict[str, np.ndarray] = {}
@@ -53,7 +53,7 @@ def read_times(
         if not (missing := np.flatnonzero(np.isnat(times))).size:
             fits[form] = times
             if form in (time_format, _ISO):
-                return times
+                return times, form
         wrong = max(wrong, *missing[:1].tolist(), 0)
     if not fits:
         what = f"{place(wrong)}, column '{column}': '{texts[wrong][:40]}' is not a time"
@@ -63,7 +63,7 @@ def read_times(
     if differ := [row for other in others for row in np.flatnonzero(one != other)[:1].tolist()]:
         what = f"{place(differ[0])}, column '{column}': '{texts[differ[0]]}' can be read in {len(fits)} ways"
         raise DataError(f"{what} ({', '.join(fits)}), as can all times of the column.", field=setting, remedy=remedy)
-    return one
+    return one, next(iter(fits)) if len(fits) == 1 else None
 
 
 def _parse(texts: Sequence[str], form: str) -> np.ndarray:
