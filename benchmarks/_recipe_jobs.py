@@ -11,7 +11,7 @@ import torch
 
 from flows.new_project.starting import FILES, write_project
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.evaluation.resamples import Remembered, intervals
+from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
@@ -114,5 +114,5 @@ def run_recipe(job: Job) -> dict[str, float]:
     trainer.train()
     found = trainer.evaluate(eval_dataset=job.splits["test"])
     metrics = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
-    # Each seed resamples the same rows.
-    return metrics | intervals(remembered.resampled("5eed" * 16, RESAMPLES), CONFIDENCE)
+    seed = "5eed" * 16  # resamples the same rows for every job
+    return metrics | remembered.intervals(remembered.resampled(seed, RESAMPLES), seed, CONFIDENCE)

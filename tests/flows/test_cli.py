@@ -25,6 +25,7 @@ from tests.support import toy
 from tests.support.checkpoints import save
 from tests.support.command import TRAINFLOW, Cli, Done, running, trainflow
 from tests.support.imported import peer_run
+from tests.support.sweeps import SLOW_RECIPE
 from tests.support.tiny_models import llama, lm_rows
 from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
 from trainer_lib.checkpoint.catalogue import list_checkpoints
@@ -171,6 +172,7 @@ def test_colours_are_for_terminals_and_turn_off(followed: Finished) -> None:
 
 
 def test_on_a_terminal_the_progress_is_drawn(spec: Path) -> None:
+    spec.with_name("recipe.py").write_text(SLOW_RECIPE)
     out = on_a_terminal("run", str(spec), *SHORT)
     assert re.search(r"step \d/8", out)  # how many of them is a matter of the machine's speed
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"

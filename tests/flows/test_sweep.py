@@ -174,6 +174,11 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
 # -- slots that Prefect shows ------------------------------------------------------------------------------------------
 
 SPACE = "sweep.space={train.model.width: [1, 2, 13]}"
+# The model of one of the widths cannot be built.
+UNLUCKY_RECIPE = SLOW_RECIPE.replace(
+    "def build_model(options, data):",
+    "def build_model(options, data):\n    if options.get('width') == 13:\n        raise ValueError('unlucky')",
+)
 WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "sweep.runner=prefect")
 
 
@@ -181,15 +186,10 @@ WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "swee
 def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
     tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # A rate that is no number of steps fails in training alone: of four trials one is to fail.
-    recipe = SLOW_RECIPE.replace(
-        "def build_model(options, data):",
-        "def build_model(options, data):\n    if options.get('width') == 13:\n        raise ValueError('unlucky')",
-    )
     with get_client(sync_client=True) as client:
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="one-training", limit=1))
     events: list[Any] = []
-    spec = load_spec(sweep_project(tmp_path, recipe=recipe), (*WORDS, "sweep.limits=one-training"))
+    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, "sweep.limits=one-training"))
     result = run_sweep(spec, listener=events.append)
     result.raise_for_error()
 
@@ -224,7 +224,7 @@ def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
 
 
 def test_a_limit_that_prefect_does_not_know_is_refused(tmp_path: Path, prefect_server: str) -> None:
-    spec = load_spec(sweep_project(tmp_path), (*WORDS, "sweep.limits=gpus"))
+    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, "sweep.limits=gpus"))
     with pytest.raises(ConfigError, match=r"(?s)no global concurrency limit.*prefect gcl create gpus"):
         run_sweep(spec)
     assert not (tmp_path / "store" / "stages").exists()
