@@ -26,7 +26,7 @@ from trainer_lib.data.order import (
 from trainer_lib.errors import DataError
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 65_536, 65_537])
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 65_536, 65_537, 100_003])
 def test_every_epoch_is_a_permutation(count: int) -> None:
     order = RandomOrder(count, seed=7)
     first, second = (order.indices(epoch, 0, count) for epoch in (0, 1))
