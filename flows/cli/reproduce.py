@@ -23,8 +23,6 @@ from trainer_lib.errors import BrokenLineageError, ConfigError, NotReproducibleE
 from trainer_lib.foreign_text import to_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from flows.lineage_chain import Chain
     from flows.lineage_checks import LinkCheck
     from flows.lineage_tracking import TrackedLinks

@@ -46,7 +46,6 @@ from trainer_lib.recipe_names import is_recipe_name
 
 if TYPE_CHECKING:
     from flows.stages import Stage
-    from tasks.stage.resolver import Resolver
     from trainer_lib.arguments import TrainingArguments
 
 # A check of a whole pipeline on a few rows: the spec that `limit` makes of a spec.

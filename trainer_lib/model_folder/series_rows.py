@@ -13,7 +13,7 @@ from trainer_lib.data.row_files import BadRow, Row, RowReader, read_rows
 from trainer_lib.data.row_sources import FIELD
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.table_files import read_table
-from trainer_lib.recipes.time_series import Series, SeriesTable
+from trainer_lib.recipes.time_series import Series, SeriesTable, window_columns
 from trainer_lib.requests import ScoreRequest
 from trainer_lib.suggestions import counted
 
@@ -75,8 +75,7 @@ class SeriesReader(RowReader):
             return BadRow(series.name or 0, self._file.address, error)
         values = series.values[end - info["context"] : end + len(times)].astype(np.float32)
         row: dict[str, Any] = {"time": times[0]} | ({"series": series.name} if series.name else {})
-        row |= {name: values[: info["context"], place] for place, name in enumerate(info["targets"])}
-        row |= {name: values[:, place] for place, name in enumerate(info["known"], len(info["targets"]))}
+        row |= window_columns(values, info["context"], info["targets"], list(info["known"]))
         return Row(series.name or 0, row, self._file, number, None)
 
 

@@ -296,6 +296,14 @@ class WindowSplits:
             raise DataError(f"{what}{known}.", field=f"{FIELD}.split", remedy=remedy)
 
 
+def window_columns(
+    values: np.ndarray, context: int, targets: Sequence[str], known: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """The columns of a row from values ``[steps, columns]``: targets ``[context]``, covariates ``[steps]``."""
+    columns = {name: values[:context, place] for place, name in enumerate(targets)}
+    return columns | {name: values[:, place] for place, name in enumerate(known, len(targets))}
+
+
 def naive_error(values: np.ndarray, season: int) -> np.ndarray:
     """The mean absolute error ``[columns]`` of repeating the value of a season ago, in values ``[steps, columns]``.
 

@@ -36,6 +36,7 @@ from trainer_lib.recipes.time_series import (
     WindowSplits,
     cut_windows,
     naive_error,
+    window_columns,
 )
 
 if TYPE_CHECKING:
@@ -190,8 +191,7 @@ def _row(window: SeriesWindow, targets: Sequence[str], known: Sequence[str]) -> 
         "row_id": window.number,
         **({"series": window.series.name} if window.series.name else {}),
         "time": window.series.labels[window.origin],
-        **{name: values[:past, place] for place, name in enumerate(targets)},
-        **{name: values[:, place] for place, name in enumerate(known, len(targets))},
+        **window_columns(values, past, targets, known),
         "labels": values[past:, : len(targets)],
     }
 

@@ -33,7 +33,6 @@ from trainer_lib.worker.assembly import add_metrics, arguments, build_model, bui
 from trainer_lib.worker.session import Work
 
 if TYPE_CHECKING:
-    from trainer_lib.arguments import TrainingArguments
     from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
 
