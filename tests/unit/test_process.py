@@ -33,7 +33,7 @@ from trainer_lib.errors import (
 from trainer_lib.footprint import STRATEGIES, Footprint, ModelSize, footprints
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.precision import create_precision, full_eval_dtype
-from trainer_lib.trainer.micro_batch_search import MemoryRanOut, call_within_memory
+from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 
 TASKS = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
 

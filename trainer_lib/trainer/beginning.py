@@ -14,10 +14,9 @@ from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
-from trainer_lib.trainer.history import StepHistory
+from trainer_lib.trainer.history import SpikeWatch, StepHistory
 from trainer_lib.trainer.output_dir import SavePlan
 from trainer_lib.trainer.run import TrainingRun
-from trainer_lib.trainer.spikes import SpikeWatch
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def begin_run(
     internals.loop.use_run(run)
     internals.checkpoints.open()
     _begin_state(trainer, internals, run, loaded)
-    internals.rollbacks.apply(run, trainer.state.global_step)
+    internals.attempts.apply_rollback(run, trainer.state.global_step)
     internals.events.show_parts()
     _log.info(
         "Training %d steps over %s, %s (%s, %s), %d trainable parameters%s.",
@@ -190,7 +189,7 @@ def _open_checkpoint(internals: Internals, url: str | None) -> Checkpoint | None
         return None
     internals.restore.hold(url)
     loaded = internals.restore.open(url)
-    internals.micro_batches.adopt(loaded.trainer_state.get("train_batch_size"))
+    internals.attempts.adopt_limit(loaded.trainer_state.get("train_batch_size"))
     return loaded
 
 

@@ -73,7 +73,7 @@ class Checkpoints:
         """
         args, world = self._trainer.args, self._internals.world
         recorded = None if resumed is None else resumed.earlier_runs
-        if self._internals.rollbacks.is_pending:  # back at the start of a resumed run, nothing of it names them
+        if self._internals.attempts.follows_rollback:  # back at the start of a resumed run, nothing of it names them
             recorded = self.occupied.names
         found = world.run_on_main_process(
             lambda: claim_output_dir(self.root(), args, plan, recorded=recorded, is_own=lambda url: url in self._own)

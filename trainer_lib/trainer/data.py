@@ -29,7 +29,7 @@ class DataMethods(TrainerBase):
     @property
     def _train_batch_size(self) -> int:
         """Samples of one micro-batch: as the arguments ask, or fewer where memory was short."""
-        return self._trainflow.micro_batches.limit(self._trainflow.world.train_batch_size(self.args))
+        return self._trainflow.attempts.limit(self._trainflow.world.train_batch_size(self.args))
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples behind a loader: its dataset's length, else an estimate from its batches."""

@@ -15,8 +15,7 @@ Events        callbacks, state, control              Counters           tokens a
 TrainingRun   what lives as long as one training     TrainingLoop       the order of it all
 Checkpoints   saving (Snapshots: what)               Restore            resuming
 Publisher     the Hub                                TrialRunner        the trials of a search
-MicroBatchSearch   halving after out of memory       AcceleratorSlot    `trainer.accelerator`
-Rollbacks     after loss spikes
+Attempts      after out of memory and spikes     AcceleratorSlot    `trainer.accelerator`
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from trainer_lib.distributed import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner
 from trainer_lib.trainer.accelerator.slot import AcceleratorSlot
+from trainer_lib.trainer.attempts import Attempts
 from trainer_lib.trainer.callback_events import Events
 from trainer_lib.trainer.checkpointing import Checkpoints
 from trainer_lib.trainer.counters import Counters
@@ -37,10 +37,8 @@ from trainer_lib.trainer.evaluator import Evaluator
 from trainer_lib.trainer.forward import Forward
 from trainer_lib.trainer.loaders import Loaders
 from trainer_lib.trainer.loop import TrainingLoop
-from trainer_lib.trainer.micro_batch_search import MicroBatchSearch
 from trainer_lib.trainer.model_facts import ModelFacts
 from trainer_lib.trainer.restore import Restore
-from trainer_lib.trainer.rollback import Rollbacks
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.signatures import Signatures, takes_trial
 from trainer_lib.trainer.snapshots import Snapshots
@@ -81,8 +79,7 @@ class Internals:
         self.snapshots = Snapshots(trainer, self)
         self.checkpoints = Checkpoints(trainer, self)
         self.restore = Restore(trainer, self)
-        self.micro_batches = MicroBatchSearch(trainer, self)
-        self.rollbacks = Rollbacks(trainer, self)
+        self.attempts = Attempts(trainer, self)
         self.loop = TrainingLoop(trainer, self)
         # A function, because `world` is set later.
         self.publisher = Publisher(trainer, comm=lambda: self.world.comm)

@@ -25,8 +25,9 @@ from trainer_lib.errors import DataError, InfrastructureError, Preempted
 from trainer_lib.memory import empty_device_cache
 from trainer_lib.outputs import TrainOutput, speed_metrics
 from trainer_lib.search.base import TrialPruned
+from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 from trainer_lib.trainer.beginning import begin_callbacks, begin_run
-from trainer_lib.trainer.micro_batch_search import call_within_memory
+from trainer_lib.trainer.history import SpikeFound
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.stop import StopAgreed, StopRequest
 
@@ -62,10 +63,13 @@ class TrainingLoop:
             url = internals.restore.find(resume_from)
             with StopRequest(comm, on_sigterm=trainer.args.enable_jit_checkpoint) as internals.stop:
                 try:
-                    return internals.micro_batches.train(
-                        url,
-                        lambda url: internals.rollbacks.train(url, lambda url: self._attempt(url, trial, ignore_keys)),
-                    )
+                    with internals.attempts.begin(url):
+                        while True:
+                            try:
+                                return self._attempt(internals.attempts.url, trial, ignore_keys)
+                            except (MemoryRanOut, SpikeFound) as error:
+                                failure = error.with_traceback(None)  # it would keep the attempt's tensors alive
+                            internals.attempts.recover(failure)
                 finally:
                     internals.checkpoints.close()
         except BaseException as error:
@@ -197,7 +201,7 @@ class TrainingLoop:
         if run.skip_until > self._trainer.state.global_step:  # after a loss spike
             engine.skip_step(run)
             return None, None
-        if not self._internals.micro_batches.is_on:
+        if not self._internals.attempts.halves:
             loss = self._forward_backward(model, samples, run)
             return loss, self._update(model, loss, samples, run)
         # A rank that runs out of memory in a backward would leave the others waiting for its gradients.
@@ -226,7 +230,7 @@ class TrainingLoop:
         """All micro-steps of a step: gradients are complete afterwards. The step's loss on this rank, 0-dim."""
         trainer, internals, weights = self._trainer, self._internals, run.weights
         with_items = internals.signatures.training_step_takes_items
-        syncs_last = not internals.micro_batches.is_on
+        syncs_last = not internals.attempts.halves
         syncs_each = syncs_last and internals.world.batching.sync_each_batch
         last, total = len(samples) - 1, None
         weights.computing = True

@@ -15,8 +15,7 @@ from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.trainer.batch_change import position_in, saved_batch
-from trainer_lib.trainer.history import StepHistory
-from trainer_lib.trainer.spikes import Spike, spikes_from_json, spikes_to_json
+from trainer_lib.trainer.history import Spike, StepHistory, spikes_from_json, spikes_to_json
 from trainer_lib.trainer.stop import StopRequest
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
 

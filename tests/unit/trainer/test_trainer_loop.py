@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,46 @@ def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
     one = trained(tmp_path, rows, num_train_epochs=6, learning_rate=0.1, logging_strategy="epoch", **given)
     losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
+
+
+#: What a training comes to -> the most frames and files between `Trainer.train` and it; measured plus two.
+DEPTHS = {"forward": (14, 6), "optimizer": (13, 6), "log": (15, 8), "commit": (28, 11)}
+
+
+def test_few_frames_and_files_lie_between_train_and_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names in a traceback or a debugger; a wrapper that only forwards is one more."""
+    seen: dict[str, tuple[int, int]] = {}
+
+    def note(name: str) -> None:
+        names = [frame.filename for frame in traceback.extract_stack() if "/trainer_lib/" in frame.filename]
+        seen.setdefault(name, (len(names), len(set(names))))
+
+    class Model(Classifier):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            note("forward")
+            return super().forward(x, labels)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            note("optimizer")
+            return super().step(closure)
+
+    def opened(path: Any, *given: Any, **more: Any) -> int:
+        if "COMMIT" in str(path) and any(frame.name == "save_checkpoint" for frame in traceback.extract_stack()):
+            note("commit")
+        return real(path, *given, **more)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", opened)
+    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **EVERY_STEP}
+    log = Note("on_log", lambda state, **_: note("log"))
+    trainer(
+        tmp_path, ROWS, model=Model(), optimizer_cls_and_kwargs=(Optimizer, {"lr": 0.1}), callbacks=[log], **given
+    ).train()
+    assert seen.keys() == DEPTHS.keys()
+    assert not {name: depth for name, depth in seen.items() if any(map(int.__gt__, depth, DEPTHS[name]))}
 
 
 # ------------------------------------------------------------------------------------------------------ the optimizer
