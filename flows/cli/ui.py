@@ -171,12 +171,11 @@ def prefect_served() -> Iterator[str]:
     Raises:
         TrainflowError: the configured server does not answer, or the embedded one did not start.
     """
-    from flows.server.api import prefect_api, server_folder
-    from flows.server.sign_in import find_page, sign_in_link
+    from flows.server.api import prefect_api
+    from flows.server.membership import find_page, sign_in_link
 
     with prefect_api() as url:
-        folder = server_folder(url)
-        yield sign_in_link(folder) if folder is not None else find_page() or url
+        yield sign_in_link(url) or find_page() or url
 
 
 @contextlib.contextmanager
@@ -255,7 +254,7 @@ def show(place: TrackingPlace, port: int | None, out: Console) -> None:
             address = stack.enter_context(served(place, port))
         out.print(f"MLflow:  {page(address, place.experiment)}")
         if place.server is not None:
-            from flows.server.sign_in import find_page
+            from flows.server.membership import find_page
 
             if link := find_page():
                 out.print(f"Prefect: {link}")

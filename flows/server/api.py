@@ -11,7 +11,7 @@ database.
 
 Prefect's own temporary server would not do: each command would have one, several on one sqlite file; it outlives a
 SIGKILL of its owner; every user of the machine may talk to it; and it makes the client import the whole server, two
-seconds more per command.
+seconds more per command. `prefect server start --background` never ends by itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
-from trainer_lib.json_text import read_json
 from trainer_lib.kept_process import objects_set_aside
-
-if TYPE_CHECKING:
-    from flows.server.early import EarlyServer
 
 # What we set unless the user did. Everything outward is off; see docs/deployments.md.
 QUIET = {
@@ -73,27 +68,6 @@ def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def prefect_api(*, meanwhile: Callable[[], object] | None = None) -> Iterator[str]:
-    """Give Prefect an API inside the block; yields its URL (``http://127.0.0.1:41234/api``).
-
-    Args:
-        meanwhile: called once while the embedded server starts (slow imports fit here: the start takes three seconds,
-            eight the first time, when it creates its database).
-
-    Raises:
-        ConfigError: the configured server does not answer, or PREFECT_HOME is not usable.
-        InfrastructureError: the embedded server did not start; names its log.
-    """
-    from flows.server.early import EarlyServer
-
-    with contextlib.ExitStack() as stack:
-        early = EarlyServer.start()
-        if early is not None:
-            stack.callback(early.close)
-        yield stack.enter_context(_api(early, meanwhile))
-
-
-@contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     """Inside the block no garbage is collected: imports make what stays, and each look at it costs more."""
     was_enabled = gc.isenabled()
@@ -106,7 +80,17 @@ def _without_collections() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> Iterator[str]:
+def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[str]:
+    """Give Prefect an API inside the block; yields its URL (``http://127.0.0.1:41234/api``).
+
+    Args:
+        meanwhile: called once while the embedded server starts (slow imports fit here: the start takes three seconds,
+            eight the first time, when it creates its database).
+
+    Raises:
+        ConfigError: the configured server does not answer, or PREFECT_HOME is not usable.
+        InfrastructureError: the embedded server did not start; names its log.
+    """
     with warnings.catch_warnings(), _without_collections():
         # Prefect creates its home only below an existing folder. We create the folders above it, or raise the reason.
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
@@ -117,39 +101,24 @@ def _api(early: EarlyServer | None, meanwhile: Callable[[], object] | None) -> I
 
         settings = get_current_settings()
     if settings.api.url:
-        if meanwhile is not None:
-            with _without_collections():
-                meanwhile()
+        with _without_collections():
+            meanwhile()
         require_answer(settings.api.url)
         retries = settings.client.max_retries if "max_retries" in settings.client.model_fields_set else _RETRIES
         fewer = settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries})
         with objects_set_aside(), fewer, _flushed(), reachable(settings.api.url):
             yield settings.api.url
         return
-    membership = Membership(settings, early)
+    membership = Membership(settings)
     try:
-        if meanwhile is not None:
-            with _without_collections():
-                meanwhile()
+        with _without_collections():
+            meanwhile()
         url, password = membership.wait()
         membership.look_after()
         with objects_set_aside(), _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):
             yield f"{url}/api"
     finally:
         membership.leave()
-
-
-def server_folder(url: str) -> Path | None:
-    """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
-    from prefect.settings import get_current_settings
-
-    from flows.server import embedded
-
-    for path in (get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}"):
-        with contextlib.suppress(OSError, ValueError):
-            if f"{read_json(path)['url']}/api" == url:
-                return path.parent
-    return None
 
 
 @contextlib.contextmanager

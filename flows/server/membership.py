@@ -6,6 +6,7 @@ if the same installation with the same settings has started it, and if it answer
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -20,15 +21,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from flows.server import embedded
-from flows.server.early import EarlyServer
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.json_text import read_json
 from trainer_lib.locks.file_lock import is_locked, try_lock
@@ -50,29 +48,28 @@ _START_S = 180
 _STOP_S = 12.0
 # Seconds after which a server that is not ending yet is assumed to serve others.
 _OTHERS_S = 1.0
-# Seconds between two looks at whether the embedded server is there, and at whether it answers.
-_LOOK_S = 0.5
-_HEALTH_S = 5.0
-# Seconds without an answer, and looks in a row, after which it is killed and started again: it writes to a local
-# database only. Both, because a machine that slept, or had no processor for us, has missed one look after a long time.
-_HUNG_S = 30.0
-_HUNG_LOOKS = 3
+# Seconds between two looks after the server, and for an answer to one of them.
+_LOOK_S = 1.0
+_ANSWER_S = 5.0
+# Looks in a row without an answer after which it is killed and started again: it writes to a local database only.
+# Counted, not timed: a machine that slept, or had no processor for us, has missed one look after a long time.
+_HUNG_LOOKS = 5
 _DAMAGED = ("file is not a database", "database disk image is malformed")  # as sqlite says it
 
 
 class Membership:
     """This process as one client of the embedded server: joined when made, until `leave`."""
 
-    def __init__(self, settings: Settings, early: EarlyServer | None = None) -> None:
-        self._early = early
+    def __init__(self, settings: Settings) -> None:
         self._timeout_s = max(_START_S, settings.server.ephemeral.startup_timeout_seconds)
         self._deadline = time.monotonic() + self._timeout_s
         # Settings of a profile or of prefect.toml are in no environment variable, and the server must share them.
-        own = settings.to_environment_variables(exclude_unset=True)
-        self._made_by = _identify(own)
-        self._environ = {**own, embedded.LINGER: str(_read_linger_s()), embedded.MADE_BY: self._made_by}
+        shared = settings.to_environment_variables(exclude_unset=True)
+        self._made_by = _identify(shared)
+        self._environ = {**shared, embedded.LINGER: str(_read_linger_s()), embedded.MADE_BY: self._made_by}
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeper: _Keeper | None = None
+        self._left = threading.Event()
+        self._keeper: threading.Thread | None = None
         self.folder = _private_folder(settings)
         self._database = _database_file(settings)
         self._makes_database = False
@@ -81,61 +78,44 @@ class Membership:
         try:
             self._join()
             self.start_if_absent()
-            if self._early is not None:
-                self._early.close()  # another one serves
-                self._early = None
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def _join(self) -> None:
         """Take the clients' lock, once a server without clients has ended if it is ending."""
-        hung_s = time.monotonic() + _HUNG_S
         while not try_lock(self._descriptor):
             if try_lock(self._descriptor, shared=True):
-                break
+                return
             if time.monotonic() > self._deadline:
                 raise self._failure(f"Another one has not ended within {self._timeout_s} s.")
-            if time.monotonic() > hung_s:
-                self._kill_hung()
-                hung_s += _HUNG_S
             time.sleep(0.01)
-        else:
-            # No other client is there, and none can come.
-            self._end_unfit()
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-        with contextlib.suppress(OSError):
-            os.utime(self._descriptor)  # a server that lingers sees also a client that is gone at its next look
+        # No other client is there, and none can come.
+        self._end_unfit()
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def _end_unfit(self) -> None:
         """End a server that lingers if it is another installation's, has other settings, or does not answer."""
-        found = self.description()
-        if found is None:  # none is there, or it is still starting
+        described = self.description()
+        if described is None:  # none is there, or it is still starting
             return
-        answers = is_healthy(found["url"])
-        if answers and found.get("made_by") == self._made_by:
+        if is_healthy(described["url"]) and described.get("made_by") == self._made_by:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL) if answers else (signal.SIGKILL,):
-            pid = self._server_pid()
-            if pid is None:
-                break
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-            deadline = time.monotonic() + _STOP_S
-            while self._is_serving() and time.monotonic() < deadline:
-                time.sleep(0.02)
+        self._kill()
+        deadline = time.monotonic() + _STOP_S
+        while self._is_serving() and time.monotonic() < deadline:
+            time.sleep(0.02)
         if not self._is_serving():
             # No client is left that would look for the next one at its address.
             (self.folder / embedded.DESCRIPTION).unlink(missing_ok=True)
 
-    def _kill_hung(self) -> None:
-        """Kill a server that was stopped with the clients' lock in its hand; one that works holds it for a moment."""
-        found, pid = self.description(), self._server_pid()
-        if pid is not None and (found is None or not is_healthy(found["url"])):
+    def _kill(self) -> None:
+        """Kill the server, whose database is consistent at any moment."""
+        if (pid := self.server_pid()) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _server_pid(self) -> int | None:
+    def server_pid(self) -> int | None:
         """The process that holds the server's lock; None without one."""
         text = (self.folder / embedded.SERVER_LOCK).read_text(encoding="ascii", errors="replace")
         return int(text) if text.isdecimal() and self._is_serving() else None
@@ -155,19 +135,43 @@ class Membership:
         raise self._failure(f"It did not answer within {self._timeout_s} s.")
 
     def look_after(self) -> None:
-        """From now on, start the server again whenever it is killed or hangs, until `leave`."""
-        self._keeper = _Keeper(self)
+        """From now on, until `leave`, start the server again whenever it is killed or hangs.
+
+        A run needs it at its end, hours from now.
+        """
+        self._keeper = threading.Thread(target=self._keep, name="trainflow-prefect-keeper", daemon=True)
         self._keeper.start()
+
+    def _keep(self) -> None:
+        pause_s, answering, missed = _LOOK_S, None, 0
+        while not self._left.wait(pause_s):
+            try:
+                if self.start_if_absent():
+                    # One that cannot start, on a full disk, is tried less and less often.
+                    pause_s = min(2 * pause_s, _START_S)
+                    continue
+                described, pid = self.description(), self.server_pid()
+                if described is not None and is_healthy(described["url"]):
+                    pause_s, answering, missed = _LOOK_S, pid, 0
+                elif pid is not None and pid == answering:
+                    missed += 1
+                    if missed > _HUNG_LOOKS and not self._left.is_set():
+                        _log.warning("The embedded Prefect server does not answer; it is started again.")
+                        self._kill()
+            # No process, descriptor or memory is free just now; the next look may succeed.
+            except (OSError, MemoryError) as error:
+                _log.debug("The embedded server could not be looked after: %s", error)
 
     def leave(self) -> None:
         """Give the membership up. The last client of a server that does not linger waits until it has ended."""
+        self._left.set()
         if self._keeper is not None:
-            self._keeper.close()
+            self._keeper.join()
         os.close(self._descriptor)
         start_s = time.monotonic()
         while (waited_s := time.monotonic() - start_s) < _STOP_S and self._is_serving():
-            found = self.description()
-            if found is not None and (found.get("linger_s") or waited_s > _OTHERS_S):
+            described = self.description()
+            if described is not None and (described.get("linger_s") or waited_s > _OTHERS_S):
                 break
             time.sleep(0.02)
         if self._process is not None:
@@ -182,16 +186,11 @@ class Membership:
             return False
         if self._database is not None and not self._database.exists():
             self._makes_database = not place(_DATABASES, self._database)
-        command = [sys.executable, "-P", str(Path(embedded.__file__).resolve()), str(self.folder)]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as log:
-            early, self._early = self._early, None
-            if early is not None and (process := early.serve(self.folder, self.log, self._environ)) is not None:
-                self._process = process
-                return True
             # In a session of its own: Ctrl-C is for us, and another command may be using it.
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", str(Path(embedded.__file__).resolve()), str(self.folder)],
                 env={**os.environ, **self._environ},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
@@ -234,57 +233,6 @@ class Membership:
         )
 
 
-class _Keeper(threading.Thread):
-    """Starts the embedded server again when it was killed or hangs: a run needs it at its end, hours from now."""
-
-    def __init__(self, membership: Membership) -> None:
-        super().__init__(name="trainflow-prefect-keeper", daemon=True)
-        self._membership = membership
-        self._done = threading.Event()
-        self._answered_s = time.monotonic()
-        self._answering: int | None = None
-        self._missed = 0  # looks in a row without an answer
-        self._pause_s = _LOOK_S
-
-    @override
-    def run(self) -> None:
-        asked_s = time.monotonic()
-        while not self._done.wait(self._pause_s):
-            try:
-                # A server that cannot start, on a full disk, is tried less and less often.
-                started = self._membership.start_if_absent()
-                self._pause_s = min(2 * self._pause_s, _START_S) if started else self._pause_s
-                if time.monotonic() - asked_s >= _HEALTH_S:
-                    self._look()
-                    asked_s = time.monotonic()
-            # No process, descriptor or memory is free just now; the next look may succeed.
-            except (OSError, MemoryError) as error:
-                _log.debug("The embedded server could not be looked after: %s", error)
-
-    def close(self) -> None:
-        """Stop looking; a look under way takes five seconds at most."""
-        self._done.set()
-        self.join()
-
-    def _look(self) -> None:
-        """Kill a server that used to answer, and has not done so for too long."""
-        description = self._membership.description()
-        if description is None or self._done.is_set():
-            return
-        pid = int(description["pid"])
-        if is_healthy(description["url"]):
-            self._answered_s, self._answering, self._missed = time.monotonic(), pid, 0
-            self._pause_s = _LOOK_S
-            return
-        self._missed += 1
-        hangs = self._missed >= _HUNG_LOOKS and time.monotonic() - self._answered_s > _HUNG_S
-        if self._answering == pid and hangs:
-            _log.warning("The embedded Prefect server does not answer; it is started again.")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            self._answering = None
-
-
 def _identify(settings: Mapping[str, str]) -> str:
     """A digest of what decides how a server behaves that this process starts: versions, interpreter, settings."""
     program = Path(embedded.__file__).read_bytes()
@@ -320,7 +268,12 @@ def _private_folder(settings: Settings) -> Path:
         with (folder / embedded.CLIENTS_LOCK).open("ab") as probe:
             try_lock(probe.fileno(), shared=True)  # whether there are locks at all
     except OSError as error:
-        raise _unusable(settings.home, error) from error
+        raise StorageError(
+            f"Prefect's home cannot be used: {error.strerror or error}.",
+            field="PREFECT_HOME",
+            value=str(settings.home),
+            remedy="Set PREFECT_HOME to a folder you may write, on a file system with locks.",
+        ) from error
     return folder
 
 
@@ -331,19 +284,10 @@ def _database_file(settings: Settings) -> Path | None:
     return Path(path) if scheme == "sqlite+aiosqlite" and path.startswith("/") and "?" not in path else None
 
 
-def _unusable(home: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"Prefect's home cannot be used: {error.strerror or error}.",
-        field="PREFECT_HOME",
-        value=str(home),
-        remedy="Set PREFECT_HOME to a folder you may write, on a file system with locks.",
-    )
-
-
 def is_healthy(url: str) -> bool:
     """Whether a Prefect server answers at `url` (``http://127.0.0.1:41234``)."""
     host, _, port = url.removeprefix("http://").partition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection = http.client.HTTPConnection(host, int(port), timeout=_ANSWER_S)
     try:
         connection.request("GET", "/api/health")
         return connection.getresponse().status == http.HTTPStatus.OK
@@ -351,3 +295,44 @@ def is_healthy(url: str) -> bool:
         return False
     finally:
         connection.close()
+
+
+def _described() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The folders of embedded servers with what each says about itself; some may have ended."""
+    from prefect.settings import get_current_settings
+
+    for path in sorted((get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}")):
+        with contextlib.suppress(OSError, ValueError):
+            yield path.parent, read_json(path, dict)
+
+
+def server_folder(url: str) -> Path | None:
+    """The folder of the embedded server that answers at `url` (as yielded by `prefect_api`); None: not embedded."""
+    return next((folder for folder, about in _described() if f"{about.get('url')}/api" == url), None)
+
+
+def sign_in_link(api: str | None = None) -> str | None:
+    """The link that opens the UI of an embedded server without its password prompt; None: there is none.
+
+    The UI keeps the password in the browser's storage. The server's page `SIGN_IN` gets it behind "#", a part that no
+    browser sends anywhere, stores it and opens the UI. The page alone holds no secret: other users stay outside.
+
+    Args:
+        api: the address of the server's API; None: any that answers.
+    """
+    for _, about in _described():
+        url = str(about.get("url"))
+        if f"{url}/api" == api or (api is None and is_healthy(url)):
+            password = base64.b64encode(str(about.get("auth")).encode()).decode()
+            return f"{url}{embedded.SIGN_IN}#{password}&/runs"
+    return None
+
+
+def find_page() -> str | None:
+    """The page of a Prefect server that runs already: the configured one, else a living embedded one; None: neither."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url:
+        return str(settings.ui_url or settings.api.url.removesuffix("/api"))
+    return sign_in_link()

@@ -28,9 +28,10 @@ from rich.text import Text
 from typing_extensions import override
 
 from flows.prefect_runs import FLOW
-from flows.server.api import prefect_api, server_folder
+from flows.server.api import prefect_api
 from flows.server.automations import run_environment, set_retries
 from flows.server.embedded import SERVED_TAG
+from flows.server.membership import server_folder
 from flows.server.new_data import EVERY_S, Watch
 from flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from flows.server.run_process import OWNER, SERVER_FOLDER

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from flows.past_runs import list_runs
-from flows.server.api import prefect_api, server_folder
+from flows.server.api import prefect_api
 from flows.server.embedded import SERVED_TAG
+from flows.server.membership import server_folder
 from flows.server.run_process import OWNER, SERVER_FOLDER
 from flows.server.schedule import Schedule
 from flows.server.serving import _deployment, _forget_planned_runs

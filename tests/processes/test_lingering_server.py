@@ -8,17 +8,19 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
 
 from flows.server import embedded, membership
 from flows.server.membership import Membership
 from tests.support.prefect_home import make_home
 from trainer_lib.errors import ConfigError
+from trainer_lib.locks.file_lock import is_locked
 
 
 # ------------------------------------------------------------------------------------------------ the locks alone
@@ -29,76 +31,55 @@ def lock(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-@pytest.fixture
-def linger(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    monkeypatch.setattr(embedded, "_LOOK_S", 0.05)
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "_LOOK_S", 0.02)
     monkeypatch.setattr(embedded, "_has_database", lambda: True)
-    return lambda seconds: monkeypatch.setenv(embedded.LINGER, str(seconds))
 
 
 def _open_lock(folder: Path) -> int:
     return os.open(folder / embedded.CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
 
 
-def _lingers(folder: Path, lock: int) -> bool:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return embedded._lingers(folder, lock, lambda: None)
-
-
-def _is_locked(folder: Path) -> bool:
-    other = _open_lock(folder)
-    try:
-        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(other)
-    return False
-
-
 @pytest.mark.parametrize("seconds", [0.2, 0])
 def test_a_server_without_a_client_ends_after_its_time_with_the_lock_in_its_hand(
-    tmp_path: Path, lock: int, linger: Callable[[float], None], seconds: float
+    tmp_path: Path, lock: int, seconds: float
 ) -> None:
-    linger(seconds)
     began = time.monotonic()
-    assert not _lingers(tmp_path, lock)
+    calls: list[float] = []
+    embedded.wait_for_end(tmp_path, lock, seconds, lambda: calls.append(time.monotonic()))
     assert time.monotonic() - began > seconds
-    assert _is_locked(tmp_path), "a client that came now would talk to a server that goes away"
+    assert len(calls) == (seconds > 0)
+    assert is_locked(tmp_path / embedded.CLIENTS_LOCK), "a client that came now would talk to a server that goes away"
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_a_client_is_noticed_also_when_it_has_gone_again(
-    tmp_path: Path, lock: int, linger: Callable[[float], None], stays: bool
-) -> None:
-    linger(30)
+def test_a_client_that_has_gone_again_starts_the_time_again(tmp_path: Path, lock: int) -> None:
     client = _open_lock(tmp_path)
+    began = time.monotonic()
 
     def join() -> None:
-        time.sleep(0.1)
+        time.sleep(0.3)
         fcntl.flock(client, fcntl.LOCK_SH)
-        os.utime(client)
-        if not stays:
-            fcntl.flock(client, fcntl.LOCK_UN)
+        time.sleep(0.1)
+        os.close(client)
 
     thread = threading.Thread(target=join)
     thread.start()
-    assert _lingers(tmp_path, lock)
+    embedded.wait_for_end(tmp_path, lock, 0.5, lambda: None)
     thread.join()
-    os.close(client)
+    assert time.monotonic() - began > 0.85
 
 
-def test_the_end_of_its_folder_is_its_own(tmp_path: Path, linger: Callable[[float], None]) -> None:
-    linger(30)
+def test_the_end_of_its_folder_is_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "home"
     folder.mkdir()
     lock = _open_lock(folder)
     shutil.rmtree(folder)
-    assert not _lingers(folder, lock)
+    embedded.wait_for_end(folder, lock, 30, lambda: None)
     # A home that was made again is another server's.
     folder.mkdir()
     os.close(_open_lock(folder))
-    assert not _lingers(folder, lock)
+    embedded.wait_for_end(folder, lock, 30, lambda: None)
     os.close(lock)
 
 
@@ -111,12 +92,12 @@ def test_a_server_that_is_still_at_work_is_not_ended() -> None:
 
     worker = threading.Thread(target=work)
     worker.start()
-    embedded._settle()
+    embedded.settle()
     settled = time.monotonic()
     worker.join()
     assert settled > ends, "the last states of a run were in its queues"
     began = time.monotonic()
-    embedded._settle()
+    embedded.settle()
     assert time.monotonic() - began < 4.0, "an idle one ends at once"
 
 
@@ -150,7 +131,7 @@ def _join() -> tuple[Membership, int]:
 
     client = Membership(get_current_settings())
     client.wait()
-    pid = client._server_pid()
+    pid = client.server_pid()
     assert pid is not None
     return client, pid
 
@@ -158,19 +139,19 @@ def _join() -> tuple[Membership, int]:
 def test_the_next_commands_find_it_until_its_home_is_removed(home: Path) -> None:
     client, server = _join()
     url, auth = client.wait()
-    flow = embedded._request(url, auth, "/api/flows/", {"name": "pipeline"})["id"]
-    served = {"name": "nightly", "flow_id": flow, "tags": [embedded.SERVED_TAG]}
-    deployment = embedded._request(url, auth, "/api/deployments/", served)
-    assert not deployment["paused"]
+    with SyncPrefectClient(f"{url}/api", auth_string=auth) as api:
+        flow = api.create_flow_from_name("pipeline")
+        nightly = api.create_deployment(flow, "nightly", tags=[embedded.SERVED_TAG])
+        assert not api.read_deployment(nightly).paused
     began = time.monotonic()
     client.leave()
     assert time.monotonic() - began < 1.0, "a command does not wait for a server that stays"
+    time.sleep(1.0)  # it looks for clients ten times a second
 
     (first, first_server), (second, second_server) = _join(), _join()
     assert first_server == second_server == server
-    named = {"deployments": {"id": {"any_": [deployment["id"]]}}}
-    [nightly] = embedded._request(url, auth, "/api/deployments/filter", named)
-    assert nightly["paused"], "no process serves it any more, and its runs would pile up"
+    with SyncPrefectClient(f"{url}/api", auth_string=auth) as api:
+        assert api.read_deployment(nightly).paused, "no process serves it any more, and its runs would pile up"
     first.leave()
     second.leave()
     [process] = _servers(home)
@@ -181,8 +162,7 @@ def test_the_next_commands_find_it_until_its_home_is_removed(home: Path) -> None
 def test_one_that_hangs_or_is_of_another_installation_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, hung = _join()
     client.leave()
-    os.kill(hung, signal.SIGSTOP)  # perhaps with the clients' lock in its hand
-    monkeypatch.setattr(membership, "_HUNG_S", 1.0)
+    os.kill(hung, signal.SIGSTOP)
     client, older = _join()
     assert older != hung
     assert [server.pid for server in _servers(home)] == [older]

@@ -132,21 +132,11 @@ def server_kept(home: Path) -> Iterator[None]:
 
 
 def _is_kept_server(process: psutil.Process) -> bool:
-    """Recognise an embedded server of the session: it was started for a folder of its home, or holds the lock there."""
+    """Recognise an embedded server of the session: it was started for a folder of its home."""
     command = command_words(process)
     if not any(word.endswith("flows/server/embedded.py") for word in command):
         return False
-    folders = [folder for home in _homes for folder in (home / "trainflow").glob("*/")]
-    return any(command[-1] == str(folder) or _holder_of(folder) == process.pid for folder in folders)
-
-
-def _holder_of(folder: Path) -> int | None:
-    """Return the process that serves a folder; None without one. A command's early server gets its folder late."""
-    try:
-        text = (folder / "server.lock").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    return any(command[-1] == str(folder) for home in _homes for folder in (home / "trainflow").glob("*/"))
 
 
 def leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:

@@ -27,6 +27,11 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
+def unlock(descriptor: int) -> None:
+    """Give the lock of an open file back."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
 def is_locked(path: Path) -> bool:
     """Return whether an open file holds `path` for itself alone; False where there is no such file.
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import http.server
-import os
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +18,9 @@ import pytest
 from prefect import Flow
 
 from flows.pipeline import pipeline
-from flows.server import automations, early, embedded, membership
+from flows.server import automations, embedded, membership
 from flows.server.answers import reachable, require_answer
-from flows.server.early import EarlyServer
-from flows.server.membership import Membership, _Keeper
+from flows.server.membership import Membership
 from flows.spec.spec import load_spec
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.kept_process import objects_set_aside
@@ -76,25 +70,30 @@ def test_a_request_that_the_server_refuses_later_names_the_server(api: str) -> N
         httpx.get(other).raise_for_status()
 
 
-def test_a_machine_that_slept_does_not_cost_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([True, False, False, True, False, False, False])
-    killed: list[int] = []
-    monkeypatch.setattr(membership, "is_healthy", lambda url: next(answers))
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
-    described: Any = SimpleNamespace(description=lambda: {"pid": os.getpid(), "url": "http://127.0.0.1:1"})
-    keeper = _Keeper(described)
-    keeper._look()
-    keeper._answered_s = time.monotonic() - 1000
-    keeper._look()
-    keeper._look()
-    assert not killed, "two looks without an answer"
-    keeper._look()  # answers again
-    keeper._answered_s = time.monotonic() - 1000
-    keeper._look()
-    keeper._look()
-    assert not killed, "looks are counted since the last answer"
-    keeper._look()
-    assert killed == [os.getpid()]
+@pytest.mark.parametrize(
+    ("answers", "killed"),
+    [
+        ("+-----+-----+", False),  # a machine that slept misses some looks; they are counted since the last answer
+        ("+------", True),
+        ("------------", False),  # it has never answered: it is starting
+    ],
+)
+def test_only_a_server_that_stopped_answering_is_killed(
+    monkeypatch: pytest.MonkeyPatch, answers: str, killed: bool
+) -> None:
+    member = Membership.__new__(Membership)
+    looks = iter(answers)
+    kills: list[None] = []
+    described = {"url": "http://127.0.0.1:1"}
+    for name, value in [("start_if_absent", False), ("description", described), ("server_pid", 1), ("_kill", None)]:
+        monkeypatch.setattr(member, name, lambda value=value: value)
+    monkeypatch.setattr(member, "_kill", lambda: kills.append(None))
+    left = SimpleNamespace(wait=lambda _: (look := next(looks, None)) is None or now.update(look=look), is_set=bool)
+    now: dict[str, str] = {}
+    monkeypatch.setattr(member, "_left", left, raising=False)
+    monkeypatch.setattr(membership, "is_healthy", lambda _: now["look"] == "+")
+    member._keep()
+    assert bool(kills) is killed
 
 
 @pytest.mark.parametrize("words", ["file is not a database", "database disk image is malformed"])
@@ -108,54 +107,6 @@ def test_a_damaged_database_of_prefect_is_named(tmp_path: Path, words: str) -> N
     assert "Move it away" in str(failure.remedy)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path / "prefect"
-    (home / "trainflow" / "one").mkdir(parents=True)
-    monkeypatch.setenv("PREFECT_HOME", str(home))
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.delenv("PREFECT_PROFILES_PATH", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return home
-
-
-def test_none_is_started_where_a_server_is_configured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert early._seems_needed(home)
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
-    assert not early._seems_needed(home)
-    assert EarlyServer.start() is None
-    monkeypatch.delenv("PREFECT_API_URL")
-    (home / "profiles.toml").write_text('active = "work"\n[profiles.work]\nPREFECT_API_URL = "http://10.0.0.1/api"\n')
-    assert not early._seems_needed(home)
-    (home / "profiles.toml").write_text('active = "ephemeral"\n')
-    Path("prefect.toml").write_text('[api]\nurl = "http://10.0.0.1/api"\n')
-    assert not early._seems_needed(home)
-
-
-def test_none_is_started_beside_one_that_lives_and_one_that_could_not_load_is_no_server(
-    home: Path, tmp_path: Path
-) -> None:
-    with (home / "trainflow" / "one" / embedded.SERVER_LOCK).open("w") as lock:
-        assert early._seems_needed(home), "its server has ended"
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert not early._seems_needed(home)
-    dead = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE)
-    dead.wait()
-    assert EarlyServer(dead).serve(tmp_path, tmp_path / "log", {}) is None
-
-
-@pytest.mark.parametrize("end", [lambda server: server._process.stdin.close(), EarlyServer.close])
-def test_one_that_is_not_wanted_ends_also_with_its_starter(home: Path, end: object) -> None:
-    server = EarlyServer.start()
-    assert server is not None
-    process = server._process
-    assert process is not None
-    assert callable(end)
-    end(server)
-    process.wait(20)
-    assert not [*home.rglob(embedded.DESCRIPTION), *home.rglob(embedded.SERVER_LOCK)]
-
-
 def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_packet() -> None:
     """asyncio turns Nagle's algorithm off only for sockets that name their protocol: 40 ms for each request."""
     options: list[int] = []
@@ -166,7 +117,7 @@ def test_answers_do_not_wait_for_the_acknowledgement_of_their_first_packet() -> 
         writer.close()
 
     async def exchange() -> None:
-        listener = embedded._listen_on(0)
+        listener = embedded.listen_on(0)
         async with await asyncio.start_server(note, sock=listener):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             assert await reader.read() == b"x"
