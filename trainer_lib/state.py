@@ -62,12 +62,6 @@ class TrainerControl(ExportableState):
     should_evaluate: bool = False
     should_log: bool = False
 
-    def _new_training(self) -> None:
-        self.should_training_stop = False
-
-    def _new_epoch(self) -> None:
-        self.should_epoch_stop = False
-
     def _new_step(self) -> None:
         self.should_save = False
         self.should_evaluate = False

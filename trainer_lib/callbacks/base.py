@@ -29,10 +29,8 @@ return. Callbacks run in the order in which they were added, after the Trainer's
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
@@ -235,106 +233,41 @@ class CallbackHandler(TrainerCallback):
             self._found[event] = found
         return found
 
-    # -- events (each first clears the switch that it answers) --------------------------------------------------------
 
-    @override
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_init_end", args, state, control, **kwargs)
+#: Event -> the switch that it answers, which is cleared before the callbacks are called.
+_ANSWERED = {
+    "on_train_begin": "should_training_stop",
+    "on_epoch_begin": "should_epoch_stop",
+    "on_evaluate": "should_evaluate",
+    "on_save": "should_save",
+    "on_log": "should_log",
+}
+#: Event -> what it takes by position after the control, as in the reference.
+_POSITIONAL = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}
 
-    @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        control.should_training_stop = False
-        return self.call_event("on_train_begin", args, state, control, **kwargs)
 
-    @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_train_end", args, state, control, **kwargs)
+def _event(name: str) -> Callable[..., TrainerControl]:
+    switch, positional = _ANSWERED.get(name), _POSITIONAL.get(name)
 
-    @override
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    def fire(
+        handler: CallbackHandler,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        value: Any = None,
+        **kwargs: Any,
     ) -> TrainerControl:
-        control.should_epoch_stop = False
-        return self.call_event("on_epoch_begin", args, state, control, **kwargs)
+        if switch is not None:
+            setattr(control, switch, False)
+        elif name == "on_step_begin":
+            control._new_step()
+        if positional is not None:
+            kwargs.setdefault(positional, value)
+        return handler.call_event(name, args, state, control, **kwargs)
 
-    @override
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_epoch_end", args, state, control, **kwargs)
+    fire.__name__ = name
+    return fire
 
-    @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        control._new_step()
-        return self.call_event("on_step_begin", args, state, control, **kwargs)
 
-    @override
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_pre_optimizer_step", args, state, control, **kwargs)
-
-    @override
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_optimizer_step", args, state, control, **kwargs)
-
-    @override
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_substep_end", args, state, control, **kwargs)
-
-    @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_step_end", args, state, control, **kwargs)
-
-    @override
-    def on_evaluate(  # the metrics are positional, as in the reference
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> TrainerControl:
-        control.should_evaluate = False
-        return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
-
-    @override
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
-
-    @override
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        control.should_save = False
-        return self.call_event("on_save", args, state, control, **kwargs)
-
-    @override
-    def on_log(  # the logs are positional, as in the reference
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> TrainerControl:
-        control.should_log = False
-        return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
-
-    @override
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_prediction_step", args, state, control, **kwargs)
-
-    @override
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        return self.call_event("on_push_begin", args, state, control, **kwargs)
+for _name in EVENTS:
+    setattr(CallbackHandler, _name, _event(_name))

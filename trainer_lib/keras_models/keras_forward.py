@@ -13,7 +13,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.keras_models.keras_backend import import_keras, is_keras_model, placed_on, register_parameters
 from trainer_lib.keras_models.keras_optimizer import KerasOptimizer, KerasSchedule, use_schedule
 from trainer_lib.keras_models.pairs import PairCollator, as_dataset
-from trainer_lib.trainer.signatures import parameters_of, takes
+from trainer_lib.trainer.overrides import parameters_of, takes
 
 if TYPE_CHECKING:
     from trainer_lib.keras_models.tf_trainer import TFTrainer

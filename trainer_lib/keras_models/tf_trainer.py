@@ -26,7 +26,7 @@ from trainer_lib.keras_models.pairs import Batch, BatchLoader, as_dataset, to_ba
 from trainer_lib.outputs import EvalLoopOutput
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.signatures import takes, takes_positionals
+from trainer_lib.trainer.overrides import takes, takes_positionals
 
 
 class SummaryWriter:

@@ -19,11 +19,11 @@ from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.memory import MemoryTracker
 from trainer_lib.state import TrainerControl, TrainerState
-from trainer_lib.trainer.losses import LabelSmoother
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from trainer_lib.trainer.internals import Internals
+    from trainer_lib.trainer.trained_model import LabelSmoother
 
 
 T = TypeVar("T")

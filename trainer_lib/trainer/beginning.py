@@ -14,8 +14,8 @@ from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError
 from trainer_lib.state import TrainerControl, TrainerState
+from trainer_lib.trainer.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeWatch, StepHistory
-from trainer_lib.trainer.output_dir import SavePlan
 from trainer_lib.trainer.run import TrainingRun
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 

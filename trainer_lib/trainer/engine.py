@@ -23,7 +23,7 @@ from trainer_lib.strategies.base import Strategy, total_norm
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.callback_events import Events
+    from trainer_lib.trainer.internals import Events
     from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.trainer.trainer import Trainer
     from trainer_lib.trainer.world import World

@@ -16,7 +16,6 @@ from torch import nn
 from trainer_lib.data.items import MAPPINGS, count_items
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
-from trainer_lib.trainer.losses import loss_of
 from trainer_lib.trainer.overrides import is_set, own_classes
 from trainer_lib.trainer.weighting import CountedItems, LossScale, plain_items
 
@@ -369,3 +368,26 @@ def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any
     else:
         parts = tuple(outputs[1:] if first_is_loss else outputs)
     return parts[0] if len(parts) == 1 else parts or None
+
+
+def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
+    """The loss in a model's outputs, ``[]``: under "loss" in a mapping, else the first element.
+
+    Raises:
+        ConfigError: the outputs hold no loss; the message names what they hold.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    if not isinstance(outputs, Mapping):
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0] if len(outputs) else None
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(()) if loss.ndim else loss  # some models return `[1]`
+    given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
+    if isinstance(outputs, Mapping):
+        got = "only " + ", ".join(map(str, outputs))
+    else:
+        got = f"a tensor of shape {tuple(loss.shape)} first" if isinstance(loss, torch.Tensor) else "none"
+    raise ConfigError(
+        f"The model returned no loss but {got}; it was given {given}.",
+        field="model",
+        remedy="Return the loss first when labels are given (and give labels), or pass compute_loss_func.",
+    )

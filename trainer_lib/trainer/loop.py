@@ -28,8 +28,7 @@ from trainer_lib.search.base import TrialPruned
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 from trainer_lib.trainer.beginning import begin_callbacks, begin_run
 from trainer_lib.trainer.history import SpikeFound
-from trainer_lib.trainer.run import TrainingRun
-from trainer_lib.trainer.stop import StopAgreed, StopRequest
+from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -313,13 +312,13 @@ class TrainingLoop:
             logs["learning_rate"] = float(trainer._get_learning_rate() if learning_rate is None else learning_rate)
             internals.log(logs, start_time)
         if trainer.control.should_evaluate:
-            with run.spent.evaluating():
+            with run.spent.count("evaluated"):
                 metrics = trainer._evaluate(trial, ignore_keys)
             best = trainer._determine_best_metric(metrics, trial)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = best
         if trainer.control.should_save:
-            with run.spent.saving():
+            with run.spent.count("saved"):
                 trainer._save_checkpoint(model, trial)
             internals.checkpoints.announce(trainer.state)
 
@@ -368,7 +367,7 @@ class TrainingLoop:
         run.history.collect(state.global_step)
         run.history.require_targets(state.global_step, state.global_step)
         state.num_samples_seen = run.samples
-        with run.spent.saving():
+        with run.spent.count("saved"):
             internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
         if trainer.args.load_best_model_at_end:
             trainer._load_best_model()

@@ -27,12 +27,12 @@ from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
-from trainer_lib.trainer import batch_change, models
-from trainer_lib.trainer.extras import decoded
-from trainer_lib.trainer.node_view import newest_common
-from trainer_lib.trainer.output_dir import IMPORT
-from trainer_lib.trainer.seed_states import part_seeds, restore_seeds
-from trainer_lib.trainer.seeding import set_seed
+from trainer_lib.trainer import models
+from trainer_lib.trainer.checkpointing import IMPORT
+from trainer_lib.trainer.run import describe_change, refuse_batch, saved_batch, steps_after_change
+from trainer_lib.trainer.seeding import part_seeds, restore_seeds, set_seed
+from trainer_lib.trainer.snapshots import decoded
+from trainer_lib.trainer.world import newest_common
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -291,13 +291,13 @@ class Restore:
             ConfigError: the global batch changed, and `allow_global_batch_change` is off.
         """
         args = self._trainer.args
-        if args.ignore_data_skip or batch_change.saved_batch(loaded.data, source) is None:
+        if args.ignore_data_skip or saved_batch(loaded.data, source) is None:
             return max_steps
         if not args.allow_global_batch_change:
-            raise batch_change.refusal(loaded, source, args, self._internals.world.comm.data_parallel.size)
-        max_steps = batch_change.total_steps(loaded, source, args, max_steps)
+            raise refuse_batch(loaded, source, args, self._internals.world.comm.data_parallel.size)
+        max_steps = steps_after_change(loaded, source, args, max_steps)
         if self._trainer.is_world_process_zero():
-            _log.warning("%s", batch_change.consequence(loaded, source, max_steps))
+            _log.warning("%s", describe_change(loaded, source, max_steps))
         return max_steps
 
     def _warn_of_changed_arguments(self, loaded: Checkpoint) -> None:

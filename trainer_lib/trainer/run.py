@@ -1,23 +1,164 @@
-"""`TrainingRun`: everything whose life is one training.
+"""`TrainingRun`: everything whose life is one training, with the request to stop it and a change of its global batch.
 
 A checkpoint holds its `position` and its step history; everything else follows from the arguments.
+
+A request to stop: SIGTERM or SIGINT sets a flag; every rank reads it at the same step boundary. With several processes,
+each step starts one asynchronous all-reduce of an integer on the CPU side of the process group and reads it when the
+step ends: the message travels while the step computes. Training stops at most one step after the request.
+
+A position is a number of samples. With another global batch on resume it may lie inside a step: then the samples since
+that step's start are trained on a second time, so that no sample is lost.
 """
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.data.loader import TrainSource
-from trainer_lib.errors import InfrastructureError, StorageError
+from trainer_lib.distributed import Communicator, Pending
+from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
-from trainer_lib.trainer.batch_change import position_in, saved_batch
 from trainer_lib.trainer.history import Spike, StepHistory, spikes_from_json, spikes_to_json
-from trainer_lib.trainer.stop import StopRequest
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.checkpoint.reader import Checkpoint
+
+
+class StopAgreed(Exception):  # control flow inside the Trainer; never leaves it
+    """All ranks have agreed to stop."""
+
+
+class StopRequest:
+    """Installs signal handlers for a `with` block, in the main thread only, and restores the old ones.
+
+    A second SIGTERM changes nothing: the save under way continues. A second SIGINT raises KeyboardInterrupt, because a
+    person at the keyboard wants the program to end: a save that it interrupts is not committed.
+
+    Args:
+        comm: all ranks.
+        on_sigterm: handle SIGTERM as well as SIGINT.
+    """
+
+    def __init__(self, comm: Communicator, *, on_sigterm: bool = True) -> None:
+        self._comm = comm
+        self._signals = [signal.SIGINT, signal.SIGTERM] if on_sigterm else [signal.SIGINT]
+        self._old: dict[int, Any] = {}
+        self._requested = False
+        self._agreed = False
+        self._pending: Pending | None = None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._signals:
+                self._old[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._old.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._requested:
+            raise KeyboardInterrupt
+        self._requested = True
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process received a request; other ranks may not know of it yet."""
+        return self._requested
+
+    def request(self) -> None:
+        """Request a stop from within the program."""
+        self._requested = True
+
+    def begin_step(self) -> None:
+        """Start to exchange the flags of all ranks. Collective."""
+        self._pending = self._comm.any_later(self._requested)
+
+    def agreed(self) -> bool:
+        """Whether to stop, equal on every rank; call it after `begin_step`. Collective."""
+        if self._comm.world_size == 1:
+            self._agreed = self._requested
+        elif self._pending is not None:
+            self._agreed = self._agreed or self._pending.result()
+            self._pending = None
+        return self._agreed
+
+    def check_in_evaluation(self) -> None:
+        """Between two batches of an evaluation: raise StopAgreed when any rank received a request. Collective."""
+        # No step is under way to hide the exchange, so it blocks here; an evaluation is too long to wait for its end.
+        self._agreed = self._agreed or self._comm.any(self._requested)
+        if self._agreed:
+            raise StopAgreed
+
+
+def saved_batch(data: Mapping[str, Any], source: TrainSource) -> int | None:
+    """The global batch of a checkpoint's position if it differs from the source's; None if it is equal or unknown."""
+    saved = data.get("source", {}).get("global_batch")
+    # 0 is a loader of the user's own whose batch is not known.
+    return saved if saved and source.global_batch and saved != source.global_batch else None
+
+
+def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]:
+    """(steps of the epoch that are done, samples that are trained on again) for a position under this source."""
+    samples = int(data["position"])
+    # An epoch that was complete stays complete under any batch.
+    if source.epoch_samples is not None and source.steps_per_epoch is not None and samples >= source.epoch_samples:
+        return source.steps_per_epoch, 0
+    return divmod(samples, source.global_batch)
+
+
+def refuse_batch(
+    loaded: Checkpoint, source: TrainSource, args: TrainingArguments, data_parallel_size: int
+) -> ConfigError:
+    """The error for a changed global batch that is not allowed."""
+    then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), data_parallel_size)
+    return ConfigError(
+        f"The global batch was {saved_batch(loaded.data, source)} when the checkpoint was written ({then}) "
+        f"and is {source.global_batch} now ({now}), so its position in the data does not fit.",
+        field="global_batch_size",
+        value=source.global_batch,
+        remedy="Restore it (for a change of processes: set global_batch_size to the old product), start from the "
+        "beginning, or set allow_global_batch_change=True.",
+    )
+
+
+def steps_after_change(loaded: Checkpoint, source: TrainSource, args: TrainingArguments, max_steps: int) -> int:
+    """Optimizer steps in all: those done with the old batch, and those that the epochs have left with the new one."""
+    # max_steps counts optimizer steps, whatever their batch.
+    if args.max_steps > 0 or source.steps_per_epoch is None:
+        return max_steps
+    done = int(loaded.data["epoch"]) * source.steps_per_epoch + position_in(loaded.data, source)[0]
+    return loaded.step + max(0, math.ceil(args.num_train_epochs * source.steps_per_epoch) - done)
+
+
+def describe_change(loaded: Checkpoint, source: TrainSource, max_steps: int) -> str:
+    """One line that says what an allowed change does to the data."""
+    steps, again = position_in(loaded.data, source)
+    twice = f" ({again} samples before it are trained on a second time)" if again else ""
+    return (
+        f"The global batch was {saved_batch(loaded.data, source)} when the checkpoint was written and is "
+        f"{source.global_batch} now: training goes on at sample {steps * source.global_batch} of epoch "
+        f"{loaded.data['epoch']}{twice}, and it and its schedule end at step {max_steps}."
+    )
+
+
+def _made_of(args: Mapping[str, Any], processes: int) -> str:
+    if args.get("global_batch_size"):
+        return "global_batch_size"
+    factors = (f"{args.get('per_device_train_batch_size')} per device", str(args.get("gradient_accumulation_steps")))
+    return f"{factors[0]} x {factors[1]} micro-batches x {processes} processes"
 
 
 @dataclass
@@ -40,22 +181,13 @@ class TimeSpent:
         self.restored, self._began = restored, time.monotonic()
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Count the block as evaluation."""
+    def count(self, name: str) -> Iterator[None]:
+        """Count the block as "evaluated" or "saved"."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self.evaluated += time.monotonic() - began
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Count the block as saving."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.saved += time.monotonic() - began
+            setattr(self, name, getattr(self, name) + time.monotonic() - began)
 
     def so_far(self) -> dict[str, float]:
         """Seconds by name until now: trained, evaluated, saved, restored."""

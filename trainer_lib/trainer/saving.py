@@ -13,7 +13,7 @@ from torch import nn
 from trainer_lib.hub.draft import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
-from trainer_lib.trainer.signatures import takes
+from trainer_lib.trainer.overrides import takes
 
 _log = logging.getLogger(__name__)
 

@@ -1,14 +1,25 @@
-"""Seeds, and the switch to deterministic algorithms."""
+"""Seeds, the switch to deterministic algorithms, and the random state that Keras layers keep.
+
+Dropout of Keras and its kin draw from a seed that is a parameter of the model: an integer tensor ``[2]`` (seed, draws
+so far) that no optimizer trains. It belongs to a process's random state: every rank has its own, and an evaluation
+leaves it as it was. Other models have none.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from trainer_lib import xla
+from trainer_lib.data.order import derive
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
@@ -34,3 +45,66 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+_NAME = "seed_generator_state"
+_GLOBAL = "global"
+
+
+def capture_seeds(model: nn.Module) -> dict[str, list[int]]:
+    """The seeds of a model by name, as JSON."""
+    return {name: seed.tolist() for name, seed in _seeds(model).items()}
+
+
+def restore_seeds(model: nn.Module, saved: Mapping[str, list[int]]) -> None:
+    """Restore seeds that `capture_seeds` returned; a name that the model does not have is ignored."""
+    if _GLOBAL in saved and _global_seed() is None:
+        _create_global_seed()
+    with torch.no_grad():
+        for name, seed in _seeds(model).items():
+            if name in saved:
+                seed.copy_(torch.tensor(saved[name], dtype=seed.dtype))
+
+
+def part_seeds(model: nn.Module, *numbers: int) -> None:
+    """Give the model seeds of its own, which follow from `numbers`."""
+    with torch.no_grad():
+        for index, seed in enumerate(_seeds(model).values()):
+            seed[0] = int(derive(*numbers, index)[0]) & 0x7FFFFFFF
+
+
+@contextlib.contextmanager
+def keep_seeds(model: nn.Module) -> Iterator[None]:
+    """Restore the seeds of a model after a block."""
+    before = {name: seed.detach().clone() for name, seed in _seeds(model).items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, seed in _seeds(model).items():
+                if name in before:
+                    seed.copy_(before[name])
+
+
+def _seeds(model: nn.Module) -> dict[str, torch.Tensor]:
+    if "keras" not in sys.modules:
+        return {}
+    named = {name: each for name, each in model.named_parameters() if name.endswith(_NAME)}
+    seeds: dict[str, torch.Tensor] = {name: each for name, each in named.items() if not each.is_floating_point()}
+    if (shared := _global_seed()) is not None:
+        seeds[_GLOBAL] = shared
+    return seeds
+
+
+def _global_seed() -> torch.Tensor | None:
+    """The seed of `keras.random` functions that are called without one; None before the first such call."""
+    state: Any = sys.modules.get("keras.src.backend.common.global_state")
+    generator = None if state is None else state.get_global_attribute("global_seed_generator")
+    value = getattr(getattr(generator, "state", None), "value", None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _create_global_seed() -> None:
+    create = getattr(sys.modules.get("keras.src.random.seed_generator"), "global_seed_generator", None)
+    if callable(create):
+        create()

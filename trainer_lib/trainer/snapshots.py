@@ -1,4 +1,9 @@
-"""`Snapshots`: what a checkpoint and an exported model hold."""
+"""`Snapshots`: the content of a checkpoint and of an exported model.
+
+Callbacks may keep tensors (an average of the weights), and `past_index` keeps what the model remembers of the last
+batch. JSON values stay in the JSON files; a tensor among them is replaced by a reference, and is written bit for bit to
+the rank's ``extra/rank-00000.safetensors``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
@@ -17,13 +22,13 @@ from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.errors import ConfigError
+from trainer_lib.checkpoint.values import from_json, to_json
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.sharding import local_rows
 from trainer_lib.state import collect_callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
-from trainer_lib.trainer.extras import encoded
-from trainer_lib.trainer.seed_states import capture_seeds
+from trainer_lib.trainer.seeding import capture_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -31,6 +36,41 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
+
+
+def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON; its tensors, ``[...]`` of any shape, are added to `tensors` under names that start with `name`.
+
+    Raises:
+        ConfigError: it holds what is neither JSON, nor a tuple, nor a tensor.
+    """
+
+    def keep(key: str, tensor: Tensor) -> dict[str, Any]:
+        tensors[key] = tensor.detach()
+        # "own" is the device of the process, which may be another one on resume.
+        return {"__tensor__": key, "device": "cpu" if tensor.device.type == "cpu" else "own"}
+
+    return to_json(value, name, keep)
+
+
+def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """The value that `encoded` received; its tensors ``[...]`` are on the CPU if they were, else on `device`.
+
+    Raises:
+        DamagedError: it refers to a tensor that is not there.
+    """
+
+    def find(reference: dict[str, Any]) -> Tensor:
+        tensor = tensors.get(str(reference["__tensor__"]))
+        if tensor is None:
+            raise DamagedError(
+                f"The tensor {reference['__tensor__']!r} is not in the checkpoint.", remedy="Use an earlier checkpoint."
+            )
+        return tensor.clone() if reference.get("device") == "cpu" else tensor.to(device, copy=True)
+
+    return from_json(value, find)
+
+
 WEIGHTS = "model.safetensors"
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.data.collators import IGNORED
 from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
 from trainer_lib.trainer import models
-from trainer_lib.trainer.losses import LabelSmoother, neftune_hook
-from trainer_lib.trainer.model_facts import ModelFacts
+from trainer_lib.trainer.models import ModelFacts
+from trainer_lib.trainer.overrides import takes_trial
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
-from trainer_lib.trainer.signatures import takes_trial
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -239,3 +239,56 @@ class TrainedModel:
         finally:
             for config, value in in_training:
                 config.use_cache = value
+
+
+class LabelSmoother:
+    """Label-smoothed cross-entropy over the logits, mean over the labels that are not -100.
+
+    Source: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7.
+    """
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """The loss, 0-dim, of ``logits [..., classes]`` against ``labels [...]``.
+
+        Args:
+            model_output: the model's outputs; logits under "logits", or first.
+            labels: target classes; -100 is ignored.
+            shift_labels: position t is compared with label t + 1.
+            num_items_in_batch: the sum of the losses is divided by this number; else by the number of labels.
+        """
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        flat = logits.reshape(-1, logits.shape[-1])
+        # In float32: in 16 bits, a sum over tens of thousands of classes loses its last digits.
+        loss = nn.functional.cross_entropy(
+            *(flat.float(), labels.reshape(-1)),
+            ignore_index=IGNORED,
+            label_smoothing=self.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def neftune_hook(alpha: float) -> Any:
+    """A forward hook that adds uniform noise to an embedding while training.
+
+    Source: Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (https://arxiv.org/abs/2310.05914).
+    """
+
+    def add_noise(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return output
+        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5  # alpha / sqrt(tokens * width)
+        return output + torch.zeros_like(output).uniform_(-bound, bound)
+
+    return add_noise

@@ -24,11 +24,10 @@ from trainer_lib.precision import apply_tf32
 from trainer_lib.search.base import SearchSettings, default_compute_objective, parse_directions
 from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.beginning import training_values
-from trainer_lib.trainer.data import DataMethods
 from trainer_lib.trainer.engine import resolve_arguments
-from trainer_lib.trainer.evaluation import EvaluationMethods
+from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
-from trainer_lib.trainer.optimization import OptimizationMethods
+from trainer_lib.trainer.loaders import DataMethods
 from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
@@ -37,7 +36,7 @@ from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 
 
-class Trainer(DataMethods, StepMethods, OptimizationMethods, EvaluationMethods, SavingMethods, ReportingMethods):
+class Trainer(DataMethods, StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
     """Trains, evaluates and predicts with any `torch.nn.Module` whose forward takes a batch by keyword.
 
     Args:

@@ -18,7 +18,7 @@ from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.trainer.loaders import sorts_by_length
-from trainer_lib.trainer.signatures import takes
+from trainer_lib.trainer.overrides import takes
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer

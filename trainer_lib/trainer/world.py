@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,7 +12,98 @@ from trainer_lib import distributed
 from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.accelerator_config import BatchSettings
-from trainer_lib.trainer.node_view import NodeView
+from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
+from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.commit import verify_files
+from trainer_lib.distributed import Communicator, Pending
+from trainer_lib.errors import TrainflowError
+from trainer_lib.storage import Store
+
+
+class NodeView:
+    """The ranks of one machine, by their local numbers, for `save_on_each_node`: checkpoints are on its local disk.
+
+    They write and read one folder together, with the machine's main process as first rank. Every method is collective
+    over *all* machines; a failure on one is raised on all.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.rank = self.local_rank = comm.local_rank
+        self.world_size = self.local_world_size = comm.local_world_size
+        self.data_parallel = comm.data_parallel
+        self._node = str(comm.rank - comm.local_rank)  # the first rank of a machine stands for it
+
+    def barrier(self) -> None:
+        """Wait for every rank of every machine."""
+        self._comm.barrier()
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        """Every local rank's object on the machine's main process; None elsewhere."""
+        everyone = self._comm.broadcast_json(self._comm.gather_json([self._node, self.rank, obj]))
+        mine = sorted(((rank, one) for node, rank, one in everyone if node == self._node), key=lambda pair: pair[0])
+        return [one for _, one in mine] if self.rank == 0 else None
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Every local rank's bytes on the machine's main process; None elsewhere."""
+        # As text, because every message of this view is JSON.
+        gathered = self.gather_json(data.hex())
+        return None if gathered is None else [bytes.fromhex(one) for one in gathered]
+
+    def broadcast_json(self, obj: Any) -> Any:
+        """The object of the machine's main process on its ranks."""
+        gathered = self._comm.gather_json([self._node, obj] if self.rank == 0 else None)
+        everyone = self._comm.broadcast_json(gathered)
+        return next(one[1] for one in everyone if one is not None and one[0] == self._node)
+
+    def agree(self, error: TrainflowError | None) -> None:
+        """Raise the first failing rank's error on every rank of every machine; return if no rank failed."""
+        self._comm.agree(error)
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank of any machine."""
+        return self._comm.any(flag)
+
+    def any_later(self, flag: bool) -> Pending:
+        """Like `any`, answered later."""
+        return self._comm.any_later(flag)
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Sum over all machines."""
+        return self._comm.sum_ints(values)
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor ``[...]`` over all machines."""
+        return self._comm.sum_tensor(tensor)
+
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor ``[...]`` of every rank of every machine."""
+        return self._comm.gather_tensor(tensor)
+
+    def twin(self, timeout_s: float) -> Communicator:
+        """A view like this one, over connections of its own."""
+        return NodeView(self._comm.twin(timeout_s))
+
+
+def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()) -> str | None:
+    """The URL, on this machine, of the newest checkpoint that is whole on every machine; None without one. Collective.
+
+    Sizes are compared here, digests when the checkpoint is loaded; names in `skip` are ignored.
+    """
+
+    def steps() -> list[int] | None:
+        if comm.local_rank != 0:
+            return None
+        found = [info for info in list_checkpoints(root) if info.name not in skip]
+        # As on one disk, one that holds only a model beats none: the error can then name what is missing.
+        infos = [info for info in found if is_resumable(info)] or found
+        return [info.step for info in infos if not verify_files(root.child(info.name), info.commit, digests=False)]
+
+    found = comm.broadcast_json(comm.gather_json(run_on_all_ranks(comm, steps)))
+    # A machine takes part by its first rank; the others answered None.
+    common = set.intersection(*(set(each) for each in found if each is not None))
+    return root.child(checkpoint_name(max(common))).url if common else None
+
 
 T = TypeVar("T")
 
