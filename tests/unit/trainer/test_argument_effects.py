@@ -13,7 +13,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from tests.support.training import trained, trainer
 from trainer_lib import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
     WandbCallback,
@@ -123,18 +122,6 @@ def test_dataloader_pin_memory_counts_where_there_is_an_accelerator(tmp_path: Pa
         one.args.dataloader_pin_memory = asked  # use_cpu has turned it off
         one._trainflow.world = dataclasses.replace(one._trainflow.world, device=torch.device(device))
         assert one.get_train_dataloader().pin_memory is pinned
-
-
-def test_per_device_eval_batch_size_samples_are_evaluated_at_a_time(tmp_path: Path) -> None:
-    class Sizes(Trainer):
-        seen: ClassVar[list[int]] = []
-
-        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-            self.seen.append(len(inputs["x"]))
-            return super().prediction_step(model, inputs, *rest, **more)
-
-    trainer(tmp_path, ROWS, cls=Sizes, eval_dataset=ROWS, per_device_eval_batch_size=5).evaluate()
-    assert Sizes.seen == [5, 5, 2]
 
 
 # ------------------------------------------------------------------------------------------------ memory and precision

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,8 @@ import torch
 from tests.support import surface
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import Note, StopAt, arguments, measured, preempted_at, trained, trainer
+from tests.support.training import Note, StopAt, arguments, preempted_at, trained, trainer
 from trainer_lib import (
-    EarlyStoppingCallback,
     ExportableState,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -135,39 +133,9 @@ def test_states_of_several_callbacks_of_one_class_are_restored_each(
 
 
 # ----------------------------------------------------------------------------------------------------- early stopping
-def watched(folder: Path, *accuracies: float, callbacks: list[Any]) -> Any:
-    given: dict[str, Any] = {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 8}
-    given |= {"load_best_model_at_end": True, **measured(*accuracies)}
-    return trainer(folder, ROWS, callbacks=callbacks, **given)
-
-
-def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
-    whole = watched(tmp_path / "a", 0.5, 0.6, 0.55, 0.58, 0.59, callbacks=[EarlyStoppingCallback(3)])
-    whole.train()
-    assert whole.state.global_step == 5 and whole.state.best_global_step == 2
-    stopped = watched(tmp_path / "b", 0.5, 0.6, callbacks=[EarlyStoppingCallback(3), StopAt(3)])
-    assert preempted_at(stopped) == 3
-    # The request cut the evaluation of step 3 short: the resumed run makes up for it.
-    resumed = watched(tmp_path / "b", 0.55, 0.58, 0.59, callbacks=[EarlyStoppingCallback(3)])
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 5
-    assert resumed.state.best_metric == 0.6 and resumed.state.best_model_checkpoint.endswith("checkpoint-2")
 
 
 # -------------------------------------------------------------------------------------------------------------- logging
-@pytest.mark.parametrize(
-    ("given", "steps"),
-    [
-        ({"logging_steps": 3}, [3, 6]),
-        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6]),
-        ({"logging_steps": 0.5}, [4, 8]),
-        ({"logging_strategy": "epoch"}, [4, 8]),
-        ({"logging_strategy": "no"}, []),
-    ],
-)
-def test_when_losses_are_logged(given: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
-    one = trained(tmp_path, ROWS, **{"num_train_epochs": 2, "logging_strategy": "steps", **given})
-    assert [entry["step"] for entry in one.state.log_history if "loss" in entry] == steps
 
 
 def test_the_memory_report_has_the_references_keys(tmp_path: Path) -> None:
@@ -198,61 +166,6 @@ def test_signatures_are_the_references() -> None:
     for name, parameters in SURFACE["signatures"].items():
         found = [p for p in inspect.signature(getattr(Trainer, name)).parameters if p != "self"]
         assert found[: len(parameters)] == parameters, name
-
-
-class Rewriting(Trainer):
-    """Changes what a method gives, to see that the change arrives."""
-
-    def get_train_dataloader(self) -> Any:
-        rows = [{"x": row["x"].unsqueeze(0), "labels": torch.tensor([row["labels"]])} for row in DOZEN[:2]]
-        return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.25)
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        assert optimizer is self.optimizer
-        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=0.5, total_iters=99)
-        return self.lr_scheduler
-
-    def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]  # as of old
-        super().log({**logs, "mine": 1.0})
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        return {"eval_loss": 7.0}
-
-    def get_decay_parameter_names(self, model: Any) -> list[str]:
-        return []
-
-
-def test_what_overrides_return_takes_effect(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "best", "metric_for_best_model": "loss"}
-    one = trained(tmp_path, None, cls=Rewriting, num_train_epochs=2, logging_strategy="steps", logging_steps=1, **given)
-    assert one.state.global_step == 4
-    assert isinstance(one.optimizer, torch.optim.SGD)
-    assert {entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry} == {0.125}
-    assert all(entry["mine"] == 1.0 for entry in one.state.log_history)
-    assert one.state.best_metric == 7.0
-
-
-class Stopping(Ask):
-    def __init__(self) -> None:
-        super().__init__(1, "should_training_stop")
-
-
-def test_callbacks_can_be_added_taken_and_removed(tmp_path: Path) -> None:
-    one = trainer(tmp_path, DOZEN, max_steps=9)
-    one.add_callback(Stopping)
-    one.train()
-    assert one.state.global_step == 1
-    assert isinstance(one.pop_callback(Stopping), Stopping)
-    assert one.pop_callback(Stopping) is None
-    extra = Stopping()
-    one.add_callback(extra)
-    one.remove_callback(extra)
-    one.train()
-    assert one.state.global_step == 9
 
 
 class OfOld(Trainer):
@@ -346,16 +259,6 @@ def test_end_finishes_the_trackers_and_leaves_the_process_group(tmp_path: Path) 
     assert closed == ["FINISHED"] and not torch.distributed.is_initialized()
 
 
-def test_a_data_collator_of_ones_own_makes_the_batches(tmp_path: Path) -> None:
-    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
-        labels = torch.tensor([row["labels"] for row in rows])
-        return {"x": torch.stack([row["x"] * 0 for row in rows]), "labels": labels}
-
-    one = trainer(tmp_path, DOZEN, model=Classifier(0.0), data_collator=collate)
-    logits = one.predict(DOZEN).predictions
-    assert (logits == logits[0]).all()
-
-
 def test_the_sequence_to_sequence_trainers_helpers_can_be_called(tmp_path: Path) -> None:
     from transformers import GenerationConfig
 
@@ -368,32 +271,6 @@ def test_the_sequence_to_sequence_trainers_helpers_can_be_called(tmp_path: Path)
 
 
 # ---------------------------------------------------------------------------------------------------------- accelerator
-class ByHand(Trainer):
-    """A training step that goes through every member of the accelerator."""
-
-    used = False
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        helper, self.used = self.accelerator, True
-        assert (helper.num_processes, helper.process_index, helper.device.type) == (1, 0, "cpu")
-        assert helper.is_main_process and helper.is_local_main_process and helper.sync_gradients
-        inputs = self._prepare_inputs(inputs)
-        with helper.no_sync(model), helper.autocast():
-            loss: torch.Tensor = helper.unwrap_model(model)(**inputs)["loss"]
-            assert torch.ones(2, 2).mm(torch.ones(2, 2)).dtype is torch.bfloat16
-        helper.backward(loss)
-        gradients = [each for each in self.model.parameters() if each.grad is not None]
-        assert helper.clip_grad_norm_(gradients, 1e-9) > 1e-9
-        total = math.sqrt(sum(float((each.grad**2).sum()) for each in gradients if each.grad is not None))
-        assert total == pytest.approx(1e-9, rel=1e-3)
-        helper.wait_for_everyone()
-        assert helper.gather(loss.detach()) == helper.gather_for_metrics(loss.detach()) == loss
-        return loss.detach()
-
-
-def test_the_accelerator_serves_steps_of_ones_own(tmp_path: Path) -> None:
-    one = trained(tmp_path, DOZEN, cls=ByHand, max_steps=1, bf16=True)
-    assert one.used  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------------------------------------------------------- state
@@ -462,11 +339,3 @@ def test_a_push_and_a_report_to_a_search_of_ones_own_are_called(tmp_path: Path) 
     given |= {"push_to_hub": True, "hub_model_id": (tmp_path / "hub").as_uri()}
     trainer(tmp_path / "b", DOZEN, cls=Own, eval_dataset=DOZEN, max_steps=1, **given).train()
     assert Own.told[1:] == [(1, "epoch"), str(tmp_path / "b" / "checkpoint-1")]
-
-
-def test_resume_from_checkpoint_may_stand_in_the_arguments(tmp_path: Path) -> None:
-    assert preempted_at(trainer(tmp_path, DOZEN, callbacks=[StopAt(2)], num_train_epochs=2)) == 2
-    for asked in (True, "auto", str(tmp_path / "checkpoint-2")):
-        started = Note("on_train_begin", lambda state, **_: state.global_step)
-        trainer(tmp_path, DOZEN, callbacks=[started], num_train_epochs=2, resume_from_checkpoint=asked).train()
-        assert started.kept == [2]

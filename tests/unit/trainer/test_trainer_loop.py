@@ -173,16 +173,6 @@ def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
     assert one.get_decay_parameter_names(one.model) == ["body.weight", "head.weight"]
 
 
-def test_a_users_optimizer_and_schedule_are_used(tmp_path: Path) -> None:
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
-    one = trained(tmp_path, ROWS, model=model, optimizers=(optimizer, schedule), max_steps=2, **EVERY_STEP)
-    assert [entry["learning_rate"] for entry in one.state.log_history[:2]] == pytest.approx([0.5, 0.05])
-    chosen = trained(tmp_path, ROWS, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.3}), max_steps=1)
-    assert isinstance(chosen.optimizer, torch.optim.SGD)
-
-
 def test_a_schedule_that_follows_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_steps": 1, "max_steps": 3, **measured(1.0, 1.0, 1.0), **EVERY_STEP}
     plateau: dict[str, Any] = {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
@@ -316,18 +306,6 @@ def test_the_exported_model_loads_elsewhere(url: str, tmp_path: Path) -> None:
     store.delete_tree()
 
 
-def test_checkpoints_go_to_any_store(tmp_path: Path) -> None:
-    url = "memory://runs/one"
-    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2}
-    stopped = trainer(url, ROWS, callbacks=[StopAt(3)], **given)
-    assert preempted_at(stopped) == 3
-    resumed = trainer(url, ROWS, **given)
-    resumed.train(resume_from_checkpoint=True)
-    whole = trained(tmp_path, ROWS, **given)
-    assert torch.equal(resumed.model.state_dict()["head.weight"], whole.model.state_dict()["head.weight"])
-    Store.open("memory://runs").delete_tree()
-
-
 def test_metrics_and_state_are_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = trainer(tmp_path, ROWS, max_steps=1)
     output = one.train()
@@ -387,23 +365,6 @@ def test_columns_the_model_does_not_take_are_dropped(tmp_path: Path, caplog: pyt
             return Table({name: value for name, value in row.items() if name not in names} for row in self)
 
     trainer(tmp_path, Table({**row, "extra": 1} for row in ROWS), max_steps=1).train()
-
-
-def test_loaders_and_samplers_of_ones_own_decide_the_order(tmp_path: Path) -> None:
-    class Loading(Trainer):
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(data, batch_size=2, collate_fn=self.data_collator)
-
-    class Backwards(Trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return list(range(len(train_dataset) - 1, -1, -1))
-
-    data = Augmented(ROWS)
-    one = trained(tmp_path, None, cls=Loading, num_train_epochs=2, gradient_accumulation_steps=2)
-    assert (one.state.global_step, data.read) == (6, [*range(10), *range(10)])
-    data = Augmented(ROWS)
-    trainer(tmp_path, data, cls=Backwards, num_train_epochs=1).train()
-    assert data.read == list(range(9, -1, -1))
 
 
 def test_old_names_of_the_constructor(tmp_path: Path) -> None:
