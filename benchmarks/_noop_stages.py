@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.server.api import prefect_api, quiet_environment
 
 STAGES = 5
 
@@ -40,11 +40,11 @@ def _plain() -> Callable[[int], int]:
 
 
 def _stage(storage: str) -> Callable[[int], int]:
-    from tasks.stage.context import StageContext
-    from tasks.stage.keys import stage_key
-    from tasks.stage.manifest import StageManifest
-    from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-    from tasks.stage.task import stage_task
+    from trainflow.tasks.keys.keys import stage_key
+    from trainflow.tasks.stage.context import StageContext
+    from trainflow.tasks.stage.manifest import StageManifest
+    from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+    from trainflow.tasks.stage.task import stage_task
 
     context = StageContext(name="noop", recipe="", storage=storage)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from flows.new_project.starting import FILES, write_project
 from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
-from trainer_lib.yaml_text import parse_yaml
+from trainflow.flows.new_project.starting import FILES, write_project
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95

@@ -38,7 +38,7 @@ from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.storage import Store
 
 # size: width and number of the layers, saves a run, rounds

@@ -30,10 +30,10 @@ from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.checkpoint.catalogue import find_newest_intact
 from trainer_lib.checkpoint.layout import DAMAGED
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import COMMIT
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 
 SIZES = {"smallest": (40, 10, 10, 5), "mid": (250, 50, 60, 20), "full": (1_000, 200, 300, 60)}
 """Flips and cuts of trainflow's checkpoints, then of the peer's."""

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._result import arguments, publish, spread
-from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
+from trainflow.tasks.stage.retry import Ledger
 
 # size: rows of the split, steps, steps between two saves, rounds
 SIZES = {"smallest": (2_000, 30, 10, 1), "medium": (30_000, 100, 20, 2), "full": (150_000, 400, 50, 5)}
-TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
+TRAINFLOW = [sys.executable, "-c", "from trainflow.flows.cli.main import main; main()"]
 
 RECIPE = """
 def prepare(options, out):

@@ -25,7 +25,7 @@ import psutil
 from benchmarks._result import arguments, publish, spread
 from trainer_lib.launch import LaunchConfig, launch, warm
 from trainer_lib.launch.warm import SWITCH
-from trainer_lib.requests import PrepareRequest, RecipeFile
+from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 
 SIZES = {"smallest": 1, "full": 9}  # rounds, after one that warms the file cache
 RECIPE = """

@@ -4,9 +4,9 @@
 
 Each example is planned and run on one process and on two (DDP) by the commands, `trainflow plan SPEC --probe` and
 `trainflow run SPEC`; each round has another seed, so that every round trains while the data stays prepared. The cases
-alternate. The numbers are those that a run's report compares (`flows.plan_record`), and a ratio is the planned number
-over the one that came: below one, more came than was planned. `parts` has the seconds of both by what they go to;
-`start` is all of the stage outside of steps, evaluations and saves.
+alternate. The numbers are those that a run's report compares (`trainflow.flows.records.plan_record`), and a ratio is
+the planned number over the one that came: below one, more came than was planned. `parts` has the seconds of both by
+what they go to; `start` is all of the stage outside of steps, evaluations and saves.
 
 Wanted on a quiet machine: steps and samples equal, time and memory within 10 %.
 """
@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._result import arguments, publish, spread
-from flows.plan_record import COMPARED, read_plan_record
-from flows.server.embedded import LINGER
-from tasks.stage.goodput import KINDS, Goodput
-from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
+from trainflow.flows.records.plan_record import COMPARED, read_plan_record
+from trainflow.flows.server.embedded import LINGER
+from trainflow.tasks.stage.goodput import KINDS, Goodput
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.retry import Ledger
 
 ROOT = Path(__file__).resolve().parents[1]
 WANTED = {"seconds": 0.1, "peak_bytes": 0.1, "checkpoint_bytes": 0.1, "steps": 0.0, "samples": 0.0}
@@ -140,7 +140,7 @@ def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _command(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "flows.cli.main", *words]
+    command = [sys.executable, "-m", "trainflow.flows.cli.main", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{command} failed:\n{done.stdout}{done.stderr}")

@@ -37,9 +37,9 @@ import torch
 
 from benchmarks._result import arguments, publish, spread
 from benchmarks._workers import SpentBelow, find_worker
-from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.model_folders import publish_line
 from trainer_lib.launch import LaunchConfig
+from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 WIDTH = 32
 RECIPE = """
@@ -179,7 +179,14 @@ def kills(folder: Path, rounds: int) -> dict[str, Any]:
     ids = pq.read_table(folder / "whole" / "predictions")["row_id"].to_pylist()
     counts = {"rounds": 0, "workers_killed": 0, "commands_killed": 0, "different": 0, "ids": len(set(ids)), "twice": 0}
     counts["twice"] = len(ids) - len(set(ids))
-    program = [sys.executable, "-m", "flows.cli.main", "predict", str(folder / "model"), str(folder / "new.jsonl")]
+    program = [
+        sys.executable,
+        "-m",
+        "trainflow.flows.cli.main",
+        "predict",
+        str(folder / "model"),
+        str(folder / "new.jsonl"),
+    ]
     options = ["--to", str(folder / "killed"), "--trust", "any", "--rows-per-file", "64", "--batch-size", "64"]
     for number in range(rounds):
         command = [*program, *options, "--workers", "3", "--threads", "1"]

@@ -24,7 +24,7 @@ from benchmarks._result import arguments, publish
 from benchmarks._workers import find_worker
 from trainer_lib.launch import LaunchConfig, launch, launch_workers
 from trainer_lib.launch.pool import apart
-from trainer_lib.requests import PrepareRequest, RecipeFile
+from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 
 WORKERS = 2
 RECIPE = """

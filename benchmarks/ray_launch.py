@@ -28,7 +28,7 @@ from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
 from trainer_lib.errors import MissingExtraError
 from trainer_lib.launch.warm import SWITCH
-from trainer_lib.requests import PreparedData
+from trainer_lib.protocol.requests import PreparedData
 
 SIZES = {"smallest": (1, 60), "full": (5, 400)}  # rounds, steps
 RECIPE = (

@@ -33,12 +33,12 @@ import transformers
 
 from benchmarks._recipe_jobs import trainer_settings
 from benchmarks._result import arguments, publish, spread
-from flows.new_project.starting import code_lines, modules
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
+from trainflow.flows.new_project.starting import code_lines, modules
 
 SIZES = {"smallest": (10, 1), "full": (200, 5)}  # optimizer steps a run, counted runs
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -27,13 +27,13 @@ from benchmarks._result import arguments, publish
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.layout import KIND, OPTIMIZER, checkpoint_name, shard_file
 from trainer_lib.checkpoint.sharded import ShardedTensors, build_index
-from trainer_lib.commit import read_commit, verify_files, write_commit
 from trainer_lib.data.parts import NumberedParts
 from trainer_lib.data.source_parts import SourceParts, SplitOfParts
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.machines.rendezvous import Pulses, Rendezvous, gather, open_store
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import read_commit, verify_files, write_commit
 from trainer_lib.trackers.spool import Session
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 
 from benchmarks._result import arguments, publish, spread
-from flows.server.embedded import LINGER
+from trainflow.flows.server.embedded import LINGER
 
 SIZES = {"smallest": (1, 1), "full": (2, 15)}  # rounds, epochs
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ def measure(folder: Path, rounds: int, epochs: int) -> dict[str, Any]:
     first = _take([*stages, str(folder / "first")], environment)
     for number in range(rounds):
         settings = [f"storage={folder / str(number)}", f"train.args.num_train_epochs={epochs}"]
-        digits = [*program, "flows.cli.main", "run", str(SPEC), *settings]
+        digits = [*program, "trainflow.flows.cli.main", "run", str(SPEC), *settings]
         taken["torch"].append(_take([sys.executable, "-c", "import torch"], environment))
         taken["plain"].append(_take(plain, environment))
         taken["digits"].append(_take(digits, environment))

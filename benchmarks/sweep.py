@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._result import arguments, publish
-from flows.results import flat_metrics
-from flows.spec.spec_file import read_spec_file
-from tasks.stage.retry import Ledger
 from trainer_lib.storage import Store
+from trainflow.flows.records.results import flat_metrics
+from trainflow.flows.spec.spec_file import read_spec_file
+from trainflow.tasks.stage.retry import Ledger
 
 # size: trials, kills, steps of a training, seconds of a step
 SIZES = {"smallest": (2, 1, 4, 0.05), "medium": (8, 3, 20, 0.1), "full": (20, 5, 40, 0.1)}
@@ -47,7 +47,7 @@ LIBRARY_TRIALS = {"medium": 4, "full": 7}
 # The first decision comes after 30 of 120 steps: before, the learning rate rises, and tells nothing of the end.
 LIBRARY_ARGS = {"eval_steps": 15, "save_steps": 15}
 LIBRARY_PRUNER = "{kind: asha, after: 2}"
-TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
+TRAINFLOW = [sys.executable, "-c", "from trainflow.flows.cli.main import main; main()"]
 SWEEP = "bench-sweep"
 
 RECIPE = """

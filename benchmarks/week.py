@@ -24,16 +24,16 @@ from typing import Any
 from unittest import mock
 
 from benchmarks._result import arguments, publish
-from flows import run_record
-from flows.garbage import find_garbage, find_publications, folders_of, remove_garbage
-from flows.past_runs import find_run, list_runs, tag_run
-from flows.plan import Plan
-from flows.results import PipelineResult, StageOutcome
-from flows.run_record import RunRecord
-from flows.spec.spec import PipelineSpec, parse_spec
-from tasks.stage.manifest import look_up_under
 from trainer_lib.errors import Interrupted, TrainflowError
 from trainer_lib.storage import Store
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import find_run, list_runs, tag_run
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.reports import run_record
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.runs.garbage import find_garbage, find_publications, folders_of, remove_garbage
+from trainflow.flows.spec.spec import PipelineSpec, parse_spec
+from trainflow.tasks.stage.manifest import look_up_under
 
 SIZES = {"smallest": (3, 1), "full": (7, 3)}  # nights, and how many runs stay
 FIRST_NIGHT = datetime(2026, 11, 16, 3, tzinfo=UTC)  # a Monday

@@ -1,4 +1,4 @@
-"""The entrypoint of runs that Prefect starts in a process of their own: ``flows.deployed.pipeline``.
+"""The entrypoint of runs that Prefect starts in a process of their own: ``trainflow.flows.deployed.pipeline``.
 
 Prefect servers keep this name with every deployment, so it stays the same wherever the code behind it moves.
 """
@@ -10,14 +10,14 @@ from typing import Any
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 
-from flows import pipeline as _plain
-from flows.cli.presentation import summary
-from flows.results import PipelineResult
-from flows.server.automations import require_another_try
-from flows.server.run_process import prepare_run_process
-from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
+from trainflow.flows import pipeline as _plain
+from trainflow.flows.cli.presentation import summary
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.server.automations import require_another_try
+from trainflow.flows.server.run_process import prepare_run_process
+from trainflow.flows.spec.spec import PipelineSpec
 
 
 # The parameters are written out, not taken over by functools.wraps: Prefect resolves their types in this module.
@@ -30,7 +30,7 @@ def pipeline(
     from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult | State[Any]:
-    """Prepare this process for a run that Prefect started, then run `flows.pipeline.pipeline`.
+    """Prepare this process for a run that Prefect started, then run `trainflow.flows.pipeline.pipeline`.
 
     Args:
         spec: the whole pipeline; every field has a description with its unit.

@@ -4,9 +4,9 @@
       │        ├─────> predictions
       └────────┴─────> hub
 
-Each arrow is a manifest: URLs, digests, metrics and typed facts. Which stages there are is written in `flows.stages`.
-A stage whose content key is committed and intact is not run again; whatever died, the same call continues. This module
-imports no torch.
+Each arrow is a manifest: URLs, digests, metrics and typed facts. Which stages there are is written in
+`trainflow.flows.stages`. A stage whose content key is committed and intact is not run again; whatever died, the same
+call continues. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from prefect.states import Cancelled
 from pydantic_core import to_jsonable_python
 from typing_extensions import override
 
-from flows.ending import StopRequest, expect_ending, expected_ending
-from flows.heartbeat import beating
-from flows.past_runs import read_run
-from flows.plan import Plan
-from flows.prefect_artifacts import live_report, run_artifacts
-from flows.prefect_runs import created_by_this_process, own_flow_run
-from flows.results import RUN_ID_CHARS, PipelineResult
-from flows.run_logs import keep_logs
-from flows.run_message import tell_of_run
-from flows.run_record import RunRecord
-from flows.run_stages import run_stages
-from flows.run_status import read_status, sweep
-from flows.spec.spec import PipelineSpec, spec_parameter
-from flows.still_forced import plan_of_try
-from tasks.stage.progress import masked_api_logs, quiet_failures
-from tasks.stage.run_link import wait_for_drawings
 from trainer_lib.errors import Interrupted, StorageError, TrainflowError, first_line
 from trainer_lib.storage import Store
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.ending import StopRequest, expect_ending, expected_ending
+from trainflow.flows.records.past_runs import read_run
+from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
+from trainflow.flows.records.run_logs import keep_logs
+from trainflow.flows.records.run_message import tell_of_run
+from trainflow.flows.reports.prefect_artifacts import live_report, run_artifacts
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.run_stages import run_stages
+from trainflow.flows.runs.forced_on_resume import plan_of_try
+from trainflow.flows.runs.heartbeat import beating
+from trainflow.flows.runs.run_status import read_status, sweep
+from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
+from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
+from trainflow.tasks.stage.run_link import wait_for_drawings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -175,7 +175,7 @@ def run_pipeline(
     delivers_later: bool = False,
     on_closing: Callable[[], None] = lambda: None,
 ) -> PipelineResult:
-    """Run the flow in this process and return how it went. Prefect needs an API: see `flows.server.api.prefect_api`.
+    """Run the flow in this process and return its result. Prefect needs an API (`flows.server.api.prefect_api`).
 
     A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
     `raise_for_error` raises it. `stop` ends the run early from another thread, as pruned; with `delivers_later` it does

@@ -9,19 +9,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from flows.plan import Plan, StagePlan
-from flows.results import StageOutcome, Status
-from flows.run_record import RunRecord
-from flows.spec.prepared_checks import check_splits
-from flows.stages import stage_names
-from tasks.stage import progress
-from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.gates import judge
-from tasks.stage.manifest import StageManifest, look_up
-from tasks.stage.rehearsal import needs_rehearsal, rehearse_evaluation
-from tasks.stage.track import track_gates, track_stage
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
+from trainer_lib.storage.commit import COMMIT
+from trainflow.flows.planning.plan import Plan, StagePlan
+from trainflow.flows.records.results import StageOutcome, Status
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.stages import stage_names
+from trainflow.tasks.stage import progress
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.gates import judge
+from trainflow.tasks.stage.manifest import StageManifest, look_up
+from trainflow.tasks.stage.rehearsal import needs_rehearsal, rehearse_evaluation
+from trainflow.tasks.stage.track import track_gates, track_stage
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

@@ -2,8 +2,8 @@
 
 Whatever depends on which stages exist reads this table: the plan, the checks of a spec, the flow, MLflow, the summary
 and the report. A new stage is one row here, one task in `tasks/`, and one verb in `trainer_lib/worker` if it needs
-workers. Its settings belong in `tasks/configs` and in the spec, its facts and key in `tasks/stage`, and what it asks of
-workers in `trainer_lib/requests`.
+workers. Its settings belong in `tasks/configs` and in the spec, its facts and key in `tasks/stage` and `tasks/keys`,
+and what it asks of workers in `trainer_lib/protocol`.
 
 Importing the table imports neither Prefect nor MLflow nor torch, so a spec is refused before any of them is loaded.
 """
@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tasks.stage import keys
-from tasks.stage.facts import PublishFacts
-from tasks.stage.keys import StageKey
-from tasks.stage.manifest import StageManifest
-from tasks.stage.publication import find_publication_problem
-from tasks.stage.track import track_evaluation, track_publication, track_splits, track_training
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import nearest
+from trainflow.tasks.keys import keys
+from trainflow.tasks.keys.keys import StageKey
+from trainflow.tasks.stage.facts import PublishFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.publication import find_publication_problem
+from trainflow.tasks.stage.track import track_evaluation, track_publication, track_splits, track_training
 
 if TYPE_CHECKING:
-    from flows.spec.spec import PipelineSpec
-    from tasks.stage.context import StageContext
-    from tasks.tracking import TrackedRun
+    from trainflow.flows.spec.spec import PipelineSpec
+    from trainflow.tasks.stage.context import StageContext
+    from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
 
 def _no_splits(config: Any) -> dict[str, list[str]]:
@@ -119,7 +119,7 @@ TABLE: tuple[Stage, ...] = (
         name="prepare-data",
         section="prepare",
         config=lambda spec: spec.prepare,
-        task="tasks.prepare_data:prepare_data",
+        task="trainflow.tasks.prepare_data:prepare_data",
         key=keys.prepare_key,
         recipe_function="prepare",
         places=lambda manifest: {"data": manifest.url},
@@ -129,7 +129,7 @@ TABLE: tuple[Stage, ...] = (
         name="train",
         section="train",
         config=lambda spec: spec.train,
-        task="tasks.train:train",
+        task="trainflow.tasks.train:train",
         key=keys.train_key,
         inputs={"data": "prepare-data"},
         recipe_function="build_model",
@@ -142,7 +142,7 @@ TABLE: tuple[Stage, ...] = (
         name="evaluate",
         section="evaluate",
         config=lambda spec: spec.evaluate_config(),
-        task="tasks.evaluate:evaluate",
+        task="trainflow.tasks.evaluate:evaluate",
         key=keys.evaluate_key,
         inputs=_DATA_AND_MODEL,
         recipe_function="build_model",
@@ -153,7 +153,7 @@ TABLE: tuple[Stage, ...] = (
         name="predict",
         section="predict",
         config=lambda spec: spec.predict_config(),
-        task="tasks.predict:predict",
+        task="trainflow.tasks.predict:predict",
         key=keys.predict_key,
         inputs=_DATA_AND_MODEL,
         recipe_function="build_model",
@@ -164,7 +164,7 @@ TABLE: tuple[Stage, ...] = (
         name="push-to-hub",
         section="publish",
         config=lambda spec: spec.publish_config(),
-        task="tasks.push_to_hub:push_to_hub",
+        task="trainflow.tasks.push_to_hub:push_to_hub",
         key=keys.publish_key,
         inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},
         gated=True,

@@ -15,18 +15,18 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from tasks.keyed_settings import Affects as Affects
-from tasks.keyed_settings import KeyedSettings as KeyedSettings
-from tasks.keyed_settings import Settings as Settings
-from tasks.keyed_settings import refuse_unknown
-from tasks.keyed_settings import setting as setting
-from tasks.recipe_path import RecipePath
-from tasks.requirements import read_metric, read_metric_list, read_requirement
-from tasks.runner_settings import RunnerSettings, read_runner
-from trainer_lib.durations import describe
+from trainer_lib.base.durations import describe
+from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS
-from trainer_lib.preemption import Preemption
+from trainer_lib.protocol.preemption import Preemption
+from trainflow.tasks.settings.keyed_settings import Affects as Affects
+from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
+from trainflow.tasks.settings.keyed_settings import Settings as Settings
+from trainflow.tasks.settings.keyed_settings import refuse_unknown
+from trainflow.tasks.settings.keyed_settings import setting as setting
+from trainflow.tasks.settings.recipe_path import RecipePath
+from trainflow.tasks.settings.requirements import read_metric, read_metric_list, read_requirement
+from trainflow.tasks.settings.runner_settings import RunnerSettings, read_runner
 
 Options = dict[str, Any]
 

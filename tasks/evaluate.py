@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from tasks.configs import EvaluateConfig, LaunchSettings
-from tasks.stage.context import StageContext
-from tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
-from tasks.stage.inference import run_inference
-from tasks.stage.keys import evaluate_key
-from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageAttempt, StageOutput
-from tasks.stage.stage_code import code_of
-from tasks.stage.task import stage_task
-from tasks.stage.worker import launch_request, launch_shared
+from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.data.part_records import RECORDS
 from trainer_lib.data.row_parts import SUMS, sum_parts
 from trainer_lib.launch.pool import apart
-from trainer_lib.metric_names import read_metrics
-from trainer_lib.requests import EvaluateRequest
+from trainer_lib.protocol.requests import EvaluateRequest
+from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
+from trainflow.tasks.keys.keys import evaluate_key
+from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
+from trainflow.tasks.stage.inference import run_inference
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.stage.worker import launch_request, launch_shared
 
 
 @stage_task("evaluate")

@@ -18,11 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tasks.stage.facts import StageFacts
-from tasks.stage.keys import StageKey, stage_key, versions
-from tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
-from tasks.stage.sources import fingerprints
-from trainer_lib.commit import COMMIT, read_commit, verify_files, write_commit
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import known_columns
 from trainer_lib.data.part_records import RECORDS
@@ -32,16 +29,19 @@ from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import ConfigError, DamagedError, DataError
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
+from trainer_lib.protocol.requests import ScoreRequest
 from trainer_lib.recipes.table_form import TableForm
-from trainer_lib.requests import ScoreRequest
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import counted, suggestion
+from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, write_commit
+from trainflow.tasks.keys.keys import StageKey, stage_key, versions
+from trainflow.tasks.keys.sources import fingerprints
+from trainflow.tasks.stage.facts import StageFacts
+from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 
-from tasks.configs import LaunchSettings, PredictConfig
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PredictFacts, PrepareFacts, TrainFacts
-from tasks.stage.inference import run_inference
-from tasks.stage.keys import predict_key
-from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageAttempt, StageOutput
-from tasks.stage.task import stage_task
-from tasks.stage.worker import launch_shared
-from trainer_lib.commit import MOST_FILES
 from trainer_lib.data.row_parts import split_parts
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
-from trainer_lib.requests import PredictRequest, PreparedSplit
+from trainer_lib.protocol.requests import PredictRequest, PreparedSplit
+from trainer_lib.storage.commit import MOST_FILES
+from trainflow.tasks.configs import LaunchSettings, PredictConfig
+from trainflow.tasks.keys.keys import predict_key
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PredictFacts, PrepareFacts, TrainFacts
+from trainflow.tasks.stage.inference import run_inference
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.stage.worker import launch_shared
 
 
 @stage_task("predict")

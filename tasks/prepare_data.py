@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from tasks.configs import PrepareConfig
-from tasks.runner_settings import check_runner
-from tasks.stage import sources
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.keys import prepare_key
-from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.stage_code import code_of
-from tasks.stage.task import stage_task
-from tasks.stage.worker import common_fields, launch_on_cluster, launch_request, launch_shared
+from trainer_lib.base.records import to_record
 from trainer_lib.locks.shared_parts import CLAIMS
-from trainer_lib.records import to_record
-from trainer_lib.requests import PrepareRequest, PrepareResult
+from trainer_lib.protocol.requests import PrepareRequest, PrepareResult
+from trainflow.tasks.configs import PrepareConfig
+from trainflow.tasks.keys import sources
+from trainflow.tasks.keys.keys import prepare_key
+from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.settings.runner_settings import check_runner
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.stage.worker import common_fields, launch_on_cluster, launch_request, launch_shared
 
 
 @stage_task("prepare-data")

@@ -7,26 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tasks.configs import PublishConfig
-from tasks.stage import progress as _progress
-from tasks.stage.context import StageContext
-from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import publish_key, publishes_code
-from tasks.stage.manifest import StageManifest
-from tasks.stage.merged_model import published_model, require_adapters
-from tasks.stage.model_card import add_outcomes, describe_card, draw_files
-from tasks.stage.model_lineage import add_lineage, describe_lineage
-from tasks.stage.outcome_tables import read_outcomes
-from tasks.stage.portable_model import (
-    TrainedModel,
-    asset_sources,
-    code_texts,
-    describe_model,
-    refuse_tokens,
-)
-from tasks.stage.publication import find_publication_problem, publication_target
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.task import stage_task
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import render_card, tidy_metrics
@@ -35,8 +15,28 @@ from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
+from trainer_lib.protocol.verb_results import OUTCOMES
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.verb_results import OUTCOMES
+from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.keys.keys import publish_key, publishes_code
+from trainflow.tasks.model.merged_model import published_model, require_adapters
+from trainflow.tasks.model.model_card import add_outcomes, describe_card, draw_files
+from trainflow.tasks.model.model_lineage import add_lineage, describe_lineage
+from trainflow.tasks.model.outcome_tables import read_outcomes
+from trainflow.tasks.model.portable_model import (
+    TrainedModel,
+    asset_sources,
+    code_texts,
+    describe_model,
+    refuse_tokens,
+)
+from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.publication import find_publication_problem, publication_target
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.task import stage_task
 
 STAGE = "push-to-hub"
 CARD = "README.md"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks.configs import TrainConfig
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.keys import train_key
-from tasks.stage.made_with import describe_environment
-from tasks.stage.manifest import StageManifest
-from tasks.stage.model_lineage import digest_checkpoints
-from tasks.stage.retry import halve_training_batch, max_halvings
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.stage_code import code_of, metrics_digest
-from tasks.stage.task import stage_task
-from tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.global_batch import rows_at_a_time
-from trainer_lib.requests import TrainRequest
+from trainer_lib.protocol.requests import TrainRequest
+from trainflow.tasks.configs import TrainConfig
+from trainflow.tasks.keys.keys import train_key
+from trainflow.tasks.keys.stage_code import code_of, metrics_digest
+from trainflow.tasks.model.model_lineage import digest_checkpoints
+from trainflow.tasks.model.versions import describe_environment
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.retry import halve_training_batch, max_halvings
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.stage.worker import dismiss, launch_request, model_fields, sent_arguments
 
 
 @stage_task("train")

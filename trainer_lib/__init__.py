@@ -23,6 +23,14 @@ if TYPE_CHECKING:
         TrainingArguments,
     )
     from trainer_lib.arguments.enums import HPSearchBackend
+    from trainer_lib.base.outputs import (
+        BestRun,
+        EvalLoopOutput,
+        EvalPrediction,
+        ModelOutput,
+        PredictionOutput,
+        TrainOutput,
+    )
     from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
     from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
     from trainer_lib.callbacks.flow import DefaultFlowCallback
@@ -42,13 +50,10 @@ if TYPE_CHECKING:
         DataCollatorForPermutationLanguageModeling,
         DataCollatorWithFlattening,
     )
-    from trainer_lib.installation import install, uninstall
     from trainer_lib.keras_models.tf_trainer import TFTrainer
     from trainer_lib.model_folder.loaded import LoadedModel, load_model
-    from trainer_lib.outputs import BestRun, EvalLoopOutput, EvalPrediction, ModelOutput, PredictionOutput, TrainOutput
     from trainer_lib.search.backends import default_hp_space_ray
     from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
-    from trainer_lib.seq2seq import Seq2SeqTrainer
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
     from trainer_lib.trackers.vendors import (
         AzureMLCallback,
@@ -68,7 +73,9 @@ if TYPE_CHECKING:
         WandbCallback,
     )
     from trainer_lib.trainer import Trainer
+    from trainer_lib.trainer.installation import install, uninstall
     from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+    from trainer_lib.trainer.seq2seq import Seq2SeqTrainer
 
 # Name -> module. Written out, because looking into a module would import torch.
 _MODULES = {
@@ -89,13 +96,13 @@ _MODULES = {
     "trainer_lib.data.masking": (
         "DataCollatorForLanguageModeling DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening"
     ),
-    "trainer_lib.installation": "install uninstall",
+    "trainer_lib.trainer.installation": "install uninstall",
     "trainer_lib.keras_models.tf_trainer": "TFTrainer",
     "trainer_lib.model_folder.loaded": "LoadedModel load_model",
-    "trainer_lib.outputs": "BestRun EvalLoopOutput EvalPrediction ModelOutput PredictionOutput TrainOutput",
+    "trainer_lib.base.outputs": "BestRun EvalLoopOutput EvalPrediction ModelOutput PredictionOutput TrainOutput",
     "trainer_lib.search.backends": "default_hp_space_ray",
     "trainer_lib.search.base": "default_compute_objective default_hp_space_optuna",
-    "trainer_lib.seq2seq": "Seq2SeqTrainer",
+    "trainer_lib.trainer.seq2seq": "Seq2SeqTrainer",
     "trainer_lib.state": "ExportableState TrainerControl TrainerState",
     "trainer_lib.trackers.vendors": (
         "AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DVCLiveCallback DagsHubCallback "

@@ -15,8 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from trainer_lib.base.json_text import read_json
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import read_json
 
 
 class ExportableState:

@@ -7,7 +7,7 @@
     run.metrics
     run.load_model().predict([{"image": image}])
 
-The stages to build flows of one's own from are in `tasks`, the Trainer is in `trainer_lib`.
+Stages for flows of your own are in `trainflow.tasks`, the Trainer is in `trainer_lib`.
 """
 
 from __future__ import annotations

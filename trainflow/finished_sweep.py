@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from flows.sweeps.sweep_result import SweepResult
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
+from trainflow.flows.sweeps.sweep_result import SweepResult
 from trainflow.recorded_run import Run, framed
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Sweep:
 
     @override
     def __repr__(self) -> str:
-        from flows.sweeps.sweep_report import count_words
+        from trainflow.flows.sweeps.sweep_report import count_words
 
         return f"Sweep({self.result.name!r}, {count_words(self.result)}, best={self.best})"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from flows.results import PipelineResult
-from flows.server.api import prefect_api, quiet_environment
-from flows.spec.spec import PipelineSpec
-from flows.unchanged import result_if_unchanged
 from trainer_lib.storage import Store
+from trainflow.flows.cached_run import result_if_unchanged
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.spec.spec import PipelineSpec
 
 
 def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineResult:
@@ -17,7 +17,7 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
 
     Args:
         progress: show how it goes: drawn on a terminal, lines elsewhere, also in a notebook.
-        choice: which stages, as `flows.pipeline.run_pipeline` takes them.
+        choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
 
     Raises:
         TrainflowError: a stage failed; the run so far is recorded, and the same call goes on with it.
@@ -28,7 +28,7 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
         if (unchanged := result_if_unchanged(spec, **choice)) is not None:
             return unchanged
     with prefect_api():
-        from flows.pipeline import run_pipeline
+        from trainflow.flows.pipeline import run_pipeline
 
         with _shown(progress):
             result = run_pipeline(spec, **choice)
@@ -37,6 +37,6 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
 
 
 def _shown(progress: bool) -> AbstractContextManager[None]:
-    from flows.cli import terminal
+    from trainflow.flows.cli import terminal
 
     return terminal.followed(terminal.console(quiet=not progress), debug=False)

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 
 from typing_extensions import override
 
-from flows.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take_result
-from flows.results import RUN_ID_CHARS, PipelineResult
-from flows.run_details import RunDetails, read_details
-from flows.run_status import read_status
-from flows.spec.spec import PipelineSpec
-from flows.spec.spec_here import storage_here
-from flows.stages import require_stage
-from flows.training_history import read_training_history
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
+from trainflow.flows.records.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take_result
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
+from trainflow.flows.records.training_history import read_training_history
+from trainflow.flows.runs.run_details import RunDetails, read_details
+from trainflow.flows.runs.run_status import read_status
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.flows.spec.spec_here import storage_here
+from trainflow.flows.stages import require_stage
 from trainflow.in_this_process import run_here
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from flows.lineage_chain import Chain
-    from tasks.stage.manifest import StageManifest
     from trainer_lib.model_folder.loaded import LoadedModel
+    from trainflow.flows.lineage.lineage_chain import Chain
     from trainflow.specification import Spec
+    from trainflow.tasks.stage.manifest import StageManifest
 
     Place: TypeAlias = str | os.PathLike[str] | Spec
 
@@ -160,7 +160,7 @@ class Run:
         Raises:
             ConfigError: nothing is recorded of it. DamagedError: the record was altered.
         """
-        from flows.lineage_chain import find_chain
+        from trainflow.flows.lineage.lineage_chain import find_chain
 
         return find_chain(self.url)
 
@@ -181,7 +181,7 @@ class Run:
             ConfigError: it has finished, is at work, or lacks something that is not on this machine.
             TrainflowError: a stage failed.
         """
-        from flows.resumption import prepare_resumption, require_unfinished
+        from trainflow.flows.runs.resumption import prepare_resumption, require_unfinished
 
         past = self._recorded
         status = read_status(self.storage, past)

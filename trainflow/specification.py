@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.spec.spec import PipelineSpec, load_spec, parse_spec
-from flows.stages import require_stage
+from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
+from trainflow.flows.stages import require_stage
 from trainflow.in_this_process import run_here
 from trainflow.recorded_run import Run
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from flows.plan import Plan
     from trainflow.finished_sweep import Sweep
+    from trainflow.flows.planning.plan import Plan
 
 
 class Spec:
     """A checked spec.
 
     Attributes:
-        settings: every field, as `flows.spec.spec.PipelineSpec` describes it.
+        settings: every field, as `trainflow.flows.spec.spec.PipelineSpec` describes it.
     """
 
     def __init__(self, settings: PipelineSpec) -> None:
@@ -102,11 +102,11 @@ class Spec:
             ConfigError: the spec has no sweep, or one that cannot work.
             TrainflowError: it ended before its last trial. What had ended stays, and the same call goes on.
         """
-        from flows.cli import sweep as shown
-        from flows.cli import terminal
-        from flows.sweeps.sweeping import run_sweep
-        from flows.sweeps.trial_specs import sweep_of
         from trainflow.finished_sweep import Sweep
+        from trainflow.flows.cli import sweep as shown
+        from trainflow.flows.cli import terminal
+        from trainflow.flows.sweeps.sweeping import run_sweep
+        from trainflow.flows.sweeps.trial_specs import sweep_of
 
         display = shown.SweepDisplay(terminal.console(), sweep_of(self.settings), quiet=not progress)
         with display.status():
@@ -134,12 +134,12 @@ class Spec:
         Returns:
             What ``trainflow plan --json`` prints.
         """
-        from flows.full_plan import plan_in_full
+        from trainflow.flows.planning.full_plan import plan_in_full
 
         return plan_in_full(self._planned(), probe=probe).to_dict()
 
     def _planned(self) -> Plan:
-        from flows.plan import Plan
+        from trainflow.flows.planning.plan import Plan
 
         return Plan.of(self.settings)
 

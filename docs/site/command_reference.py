@@ -7,7 +7,7 @@ import re
 import typer
 from typer.cli import get_docs_for_click
 
-from flows.cli.main import application
+from trainflow.flows.cli.main import application
 
 
 def pages() -> dict[str, str]:

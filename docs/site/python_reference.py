@@ -15,14 +15,14 @@ from trainer_lib.arguments import TrainingArguments, fields
 _PAGES = {"trainflow.md": ("import trainflow", "trainflow"), "trainer_lib.md": ("The Trainer", "trainer_lib")}
 # What a flow of one's own imports.
 _STAGES = {
-    "tasks.prepare_data": "prepare_data",
-    "tasks.train": "train",
-    "tasks.evaluate": "evaluate",
-    "tasks.predict": "predict",
-    "tasks.push_to_hub": "push_to_hub",
-    "tasks.stage.task": "stage_task",
-    "tasks.stage.runner": "run_stage stage_key StageContext StageAttempt StageOutput",
-    "tasks.stage.manifest": "StageManifest",
+    "trainflow.tasks.prepare_data": "prepare_data",
+    "trainflow.tasks.train": "train",
+    "trainflow.tasks.evaluate": "evaluate",
+    "trainflow.tasks.predict": "predict",
+    "trainflow.tasks.push_to_hub": "push_to_hub",
+    "trainflow.tasks.stage.task": "stage_task",
+    "trainflow.tasks.stage.runner": "run_stage stage_key StageContext StageAttempt StageOutput",
+    "trainflow.tasks.stage.manifest": "StageManifest",
 }
 _FIRST = ("Spec", "Run", "runs", "Trainer", "Seq2SeqTrainer", "TrainerCallback", "load_model", "LoadedModel")
 _MEMBERS = (griffe.Kind.FUNCTION, griffe.Kind.ATTRIBUTE)
@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
     # Without its warnings: our docstrings explain several parameters at once (`lr, beta: ...`).
     options = griffe.GoogleOptions(warnings=False, warn_unknown_params=False)
     loader = griffe.GriffeLoader(search_paths=[ROOT], docstring_parser=griffe.Parser.google, docstring_options=options)
-    houses = {name: loader.load(name) for name in ("trainer_lib", "tasks", "flows", "trainflow")}
+    houses = {name: loader.load(name) for name in ("trainer_lib", "trainflow")}
     written = {}
     for file, (title, module) in _PAGES.items():
         package = houses[module]

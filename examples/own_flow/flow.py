@@ -15,16 +15,16 @@ from typing import Any
 
 from prefect import flow
 
-from flows.server.api import prefect_api, quiet_environment
-from flows.spec.spec import PipelineSpec, load_spec
-from tasks.evaluate import evaluate
-from tasks.predict import predict
-from tasks.prepare_data import prepare_data
-from tasks.push_to_hub import push_to_hub
-from tasks.stage.facts import PrepareFacts, StageFacts
-from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage, stage_key
-from tasks.stage.task import stage_task
-from tasks.train import train
+from trainflow.flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.tasks.evaluate import evaluate
+from trainflow.tasks.predict import predict
+from trainflow.tasks.prepare_data import prepare_data
+from trainflow.tasks.push_to_hub import push_to_hub
+from trainflow.tasks.stage.facts import PrepareFacts, StageFacts
+from trainflow.tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage, stage_key
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.train import train
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.examples import epilog
-from flows.cli.options import Bare, Debug, Json, Quiet, print_json
-from flows.cli.presentation import shown
-from flows.cli.signals import stoppable
 from trainer_lib.errors import ConfigError, DamagedError
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.examples import epilog
+from trainflow.flows.cli.options import Bare, Debug, Json, Quiet, print_json
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
-    from trainer_lib.requests import ImportResult, RecipeFile
+    from trainer_lib.protocol.requests import ImportResult, RecipeFile
 
 app = typer.Typer(help="List, verify, prune and import checkpoints, wherever they are.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a
 @app.command("list", epilog=epilog("checkpoints list"))
 def list_(url: Url, bare: Bare = False, as_json: Json = False, debug: Debug = False) -> None:
     """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
-    from flows.cli import inventory
+    from trainflow.flows.cli import inventory
 
     found = inventory.find(url)
     if as_json:
@@ -44,7 +44,7 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
-    from flows.cli import inventory
+    from trainflow.flows.cli import inventory
 
     found = inventory.find(url)
     total = sum(entry.bytes for entry in found if entry.info is not None)
@@ -75,7 +75,7 @@ def prune(
     Never the best, the newest good one (every byte of it is read), one being read or written, or another program's.
     Those that were set aside as damaged stay for you to look at.
     """
-    from flows.cli import inventory
+    from trainflow.flows.cli import inventory
 
     doomed = inventory.victims(inventory.find(url), keep)
     records = {victim.entry.url: victim.to_dict() for victim in doomed}  # while they can still be measured
@@ -106,9 +106,9 @@ def import_(
     No code in it is run: pickles go through a reader that makes only tensors and numbers; training_args.bin is never
     opened. Resume with output_dir=DESTINATION and resume_from_checkpoint=True.
     """
+    from trainer_lib.base.records import to_record
     from trainer_lib.launch import LaunchConfig, launch
-    from trainer_lib.records import to_record
-    from trainer_lib.requests import ImportRequest
+    from trainer_lib.protocol.requests import ImportRequest
     from trainer_lib.storage import Store
 
     recipe, function = _function(model) if model is not None else (None, None)
@@ -136,7 +136,7 @@ def import_(
 
 def _function(text: str) -> tuple[RecipeFile, str]:
     """The file and the function that ``FILE.py:FUNCTION`` names."""
-    from trainer_lib.requests import RecipeFile
+    from trainer_lib.protocol.requests import RecipeFile
 
     # From the right: the path itself may hold a colon.
     path, _, name = text.rpartition(":")
@@ -154,7 +154,7 @@ def _function(text: str) -> tuple[RecipeFile, str]:
 
 
 def _imported(result: ImportResult, destination: str) -> list[Text]:
-    from flows.sizes import describe_bytes
+    from trainflow.flows.records.sizes import describe_bytes
 
     left_out = ", ".join(result.left_out) or "nothing"
     return [

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, print_json
-from flows.cli.presentation import same_command, shown
-from flows.cli.run_choice import Place, StorageUrl, choose_place
-from flows.cli.signals import stoppable
-from flows.cli.tables import table
-from flows.server.api import quiet_environment
-from flows.sizes import describe_bytes
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, print_json
+from trainflow.flows.cli.presentation import same_command, shown
+from trainflow.flows.cli.run_choice import Place, StorageUrl, choose_place
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.tables import table
+from trainflow.flows.records.sizes import describe_bytes
+from trainflow.flows.server.api import quiet_environment
 
 if TYPE_CHECKING:
-    from flows.garbage import Garbage, Item
+    from trainflow.flows.runs.garbage import Garbage, Item
 
 
 def collect_garbage(
@@ -50,7 +50,7 @@ def collect_garbage(
     """
     quiet_environment()
     chosen = choose_place(place, storage, command="gc")
-    from flows.garbage import find_garbage, remove_garbage
+    from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
     out = terminal.console(stderr=True, quiet=bare)
     with out.status("looking for what nothing refers to"):

@@ -8,7 +8,7 @@ from typing import Any
 
 def complete_recipe(incomplete: str) -> list[str]:
     """The names of trainflow's own recipes that begin with the text."""
-    from trainer_lib.recipe_names import ABOUT
+    from trainer_lib.protocol.recipe_names import ABOUT
 
     return [name for name in ABOUT if name.startswith(incomplete)]
 
@@ -18,7 +18,7 @@ def complete_override(incomplete: str) -> list[tuple[str, str]]:
 
     Arguments are many: they are listed behind ``train.args.``, and not before.
     """
-    from flows.spec.schema import spec_schema
+    from trainflow.flows.spec.schema import spec_schema
 
     schema = spec_schema()
     key, equals, value = incomplete.partition("=")

@@ -11,12 +11,12 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from flows.cli import presentation, terminal
-from flows.cli.options import print_json
-from flows.cli.signals import stoppable
-from flows.results import PipelineResult
-from flows.server.api import prefect_api
-from flows.spec.spec import PipelineSpec
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.options import print_json
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.server.api import prefect_api
+from trainflow.flows.spec.spec import PipelineSpec
 
 
 def execute(
@@ -37,7 +37,7 @@ def execute(
         again: the command that continues it.
         place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
         quiet: whether progress and summary are left out.
-        choice: which stages, as `flows.pipeline.run_pipeline` takes them.
+        choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
 
     Raises:
         typer.Exit: the run failed; with the failure's exit code, after it was shown.
@@ -70,13 +70,13 @@ def engine(out: Console) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with out.status("starting the workflow engine"):
             # The pipeline's imports and the engine's start take seconds each, so they run side by side.
-            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")))
+            stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("trainflow.flows.pipeline")))
         yield
 
 
 def _finish_unchanged(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult | None:
     """Show a run for which nothing is left to do; None if there is something."""
-    from flows.unchanged import result_if_unchanged
+    from trainflow.flows.cached_run import result_if_unchanged
 
     with terminal.followed(out, debug=debug):
         return result_if_unchanged(spec, debug=debug, **choice)
@@ -84,7 +84,7 @@ def _finish_unchanged(spec: PipelineSpec, out: Console, *, debug: bool, **choice
 
 def run_and_show(spec: PipelineSpec, out: Console, *, debug: bool, **choice: Any) -> PipelineResult:
     """Run a pipeline inside of `engine`, and show its progress."""
-    from flows.pipeline import run_pipeline
+    from trainflow.flows.pipeline import run_pipeline
 
     with terminal.followed(out, debug=debug):
         return run_pipeline(spec, debug=debug, **choice)

@@ -8,19 +8,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
-from flows.cli.presentation import same_command
-from flows.cli.signals import stoppable
-from flows.cli.spec_choice import choose_spec_file
-from flows.server.api import quiet_environment
-from flows.server.schedule import read_interval
 from trainer_lib.secrets import mask
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli.presentation import same_command
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.server.schedule import read_interval
 
 if TYPE_CHECKING:
-    from flows.following import Followed
-    from tasks.follow.evaluations import Evaluation
-    from tasks.follow.follower import Listener
+    from trainflow.flows.follow.following import Followed
+    from trainflow.tasks.follow.evaluations import Evaluation
+    from trainflow.tasks.follow.follower import Listener
 
 
 def follow(
@@ -39,9 +39,9 @@ def follow(
     """
     quiet_environment()
     every_s = read_interval(every, option="--every", least_s=0.1) or 0.0
-    from flows.following import follow_training
-    from flows.spec.spec import load_spec
-    from tasks.stage.resolver import Resolver
+    from trainflow.flows.follow.following import follow_training
+    from trainflow.flows.spec.spec import load_spec
+    from trainflow.tasks.keys.resolver import Resolver
 
     out = terminal.console(stderr=as_json, quiet=quiet)
     again = same_command()
@@ -64,8 +64,8 @@ def follow(
 
 def _listener(out: Console) -> Listener:
     """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
-    from tasks.follow.follower import Listener
-    from tasks.stage.progress import duration, measured
+    from trainflow.tasks.follow.follower import Listener
+    from trainflow.tasks.stage.progress import duration, measured
 
     lines: set[str] = set()
 
@@ -82,7 +82,7 @@ def _listener(out: Console) -> Listener:
 
 
 def _summary(done: Followed) -> list[Text]:
-    from flows.following import describe_number
+    from trainflow.flows.follow.following import describe_number
 
     if done.run_id is None:
         return [Text(f"{done.sentence} Nothing is evaluated.")]

@@ -8,20 +8,20 @@ from typing import Any
 
 from rich.text import Text
 
-from flows.cli.presentation import shown
-from flows.sizes import describe_bytes
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
-from trainer_lib.commit import COMMIT, verify_files
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.claim import read_claim
 from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.lease import find_holder
 from trainer_lib.locks.readers import list_readers, withdraw_if_unread
 from trainer_lib.model_folder.locate import open_link
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, verify_files
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.records.sizes import describe_bytes
 
 _CHECKPOINTS = "checkpoints"
 _TRAIN_STAGES = ("stages", "train")

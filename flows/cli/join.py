@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flows.cli import terminal
-from flows.cli.options import Quiet
-from flows.cli.signals import stoppable
-from flows.spec.spec import PipelineSpec
 from trainer_lib.launch.config import LaunchConfig
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Quiet
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.spec.spec import PipelineSpec
 
 Place = Annotated[str, typer.Argument(metavar="HOST:PORT", help="The leading machine's rendezvous.")]
 

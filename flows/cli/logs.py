@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, print_json
-from flows.cli.run_choice import Chosen, Run, StorageUrl, choose
-from flows.cli.signals import stoppable
-from flows.stages import find_stage, stage_names
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, Interrupted, Preempted
-from trainer_lib.suggestions import suggestion
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, print_json
+from trainflow.flows.cli.run_choice import Chosen, Run, StorageUrl, choose
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.stages import find_stage, stage_names
 
 if TYPE_CHECKING:
-    from flows.run_logs import Attempt, LogLine
+    from trainflow.flows.records.run_logs import Attempt, LogLine
 
 _STYLES = {"warning": "yellow", "stage": "bold", "progress": "dim", "resume": "cyan", "save": "dim", "wait": "yellow"}
 
@@ -41,7 +41,7 @@ def logs(
         raise ConfigError("--json prints one object, so it cannot follow a run.", field="--follow", remedy="Drop one.")
     chosen = choose(words, storage, command="logs")
     stages = _stages_of(chosen)
-    from flows.run_logs import LogReader, follow_lines, read_attempts
+    from trainflow.flows.records.run_logs import LogReader, follow_lines, read_attempts
 
     past = chosen.run(run)
     reader = LogReader(chosen.storage, past, stages=stages, rank=rank)
@@ -92,7 +92,7 @@ def _fits(stage: str, stages: Sequence[str] | None) -> bool:
 
 
 def _is_at_work(chosen: Chosen, run_id: str) -> bool:
-    from flows.run_status import read_status
+    from trainflow.flows.runs.run_status import read_status
 
     return read_status(chosen.storage, chosen.run(run_id)).is_at_work
 

@@ -17,17 +17,6 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli import presentation, terminal, usage_errors
-from flows.cli.examples import epilog
-from flows.cli.execution import execute
-from flows.cli.join import follow as follow_leader
-from flows.cli.join import follower_config
-from flows.cli.options import Bare, Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
-from flows.cli.signals import stoppable
-from flows.cli.spec_choice import choose_spec_file
-from flows.server.api import quiet_environment
-from flows.spec.spec import load_spec
-from tasks.stage.resolver import Resolver
 from trainer_lib.errors import (
     Interrupted,
     OutOfMemoryError,
@@ -35,38 +24,49 @@ from trainer_lib.errors import (
     TrainflowError,
     without_temporary_folder,
 )
+from trainflow.flows.cli import presentation, terminal, usage_errors
+from trainflow.flows.cli.examples import epilog
+from trainflow.flows.cli.execution import execute
+from trainflow.flows.cli.join import follow as follow_leader
+from trainflow.flows.cli.join import follower_config
+from trainflow.flows.cli.options import Bare, Debug, From, FromRun, Json, Limit, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.keys.resolver import Resolver
 
 # The commands of other files, in the order of `trainflow --help`, after those of this one. Each is imported when it is
 # called: a command says its first line sooner without the others.
 _ELSEWHERE = {
-    "init": "flows.cli.scaffold:init",
-    "schema": "flows.cli.scaffold:schema",
-    "plan": "flows.cli.planning:plan",
-    "sweep": "flows.cli.sweep:sweep",
-    "resume": "flows.cli.resume:resume",
-    "prove-resume": "flows.cli.proof:prove_resume",
-    "gc": "flows.cli.cleaning:collect_garbage",
-    "status": "flows.cli.status:status",
-    "runs": "flows.cli.runs:runs",
-    "show": "flows.cli.runs:show",
-    "compare": "flows.cli.runs:compare",
-    "logs": "flows.cli.logs:logs",
-    "tag": "flows.cli.runs:tag",
-    "sync": "flows.cli.sync:sync",
-    "serve": "flows.cli.schedules:serve",
-    "deploy": "flows.cli.schedules:deploy",
-    "watch": "flows.cli.schedules:watch",
-    "follow": "flows.cli.follow:follow",
-    "join": "flows.cli.join:join",
-    "predict": "flows.cli.predicting:predict",
-    "models": "flows.cli.registry:models",
-    "promote": "flows.cli.registry:promote",
-    "rollback": "flows.cli.registry:rollback",
-    "lineage": "flows.cli.reproduce:lineage",
-    "verify": "flows.cli.reproduce:verify",
-    "reproduce": "flows.cli.reproduce:reproduce",
+    "init": "trainflow.flows.cli.scaffold:init",
+    "schema": "trainflow.flows.cli.scaffold:schema",
+    "plan": "trainflow.flows.cli.planning:plan",
+    "sweep": "trainflow.flows.cli.sweep:sweep",
+    "resume": "trainflow.flows.cli.resume:resume",
+    "prove-resume": "trainflow.flows.cli.proof:prove_resume",
+    "gc": "trainflow.flows.cli.cleaning:collect_garbage",
+    "status": "trainflow.flows.cli.status:status",
+    "runs": "trainflow.flows.cli.runs:runs",
+    "show": "trainflow.flows.cli.runs:show",
+    "compare": "trainflow.flows.cli.runs:compare",
+    "logs": "trainflow.flows.cli.logs:logs",
+    "tag": "trainflow.flows.cli.runs:tag",
+    "sync": "trainflow.flows.cli.sync:sync",
+    "serve": "trainflow.flows.cli.schedules:serve",
+    "deploy": "trainflow.flows.cli.schedules:deploy",
+    "watch": "trainflow.flows.cli.schedules:watch",
+    "follow": "trainflow.flows.cli.follow:follow",
+    "join": "trainflow.flows.cli.join:join",
+    "predict": "trainflow.flows.cli.predicting:predict",
+    "models": "trainflow.flows.cli.registry:models",
+    "promote": "trainflow.flows.cli.registry:promote",
+    "rollback": "trainflow.flows.cli.registry:rollback",
+    "lineage": "trainflow.flows.cli.reproduce:lineage",
+    "verify": "trainflow.flows.cli.reproduce:verify",
+    "reproduce": "trainflow.flows.cli.reproduce:reproduce",
 }
-_GROUPS = {"checkpoints": "flows.cli.checkpoints:app"}
+_GROUPS = {"checkpoints": "trainflow.flows.cli.checkpoints:app"}
 
 
 def application(wanted: str | None = None) -> typer.Typer:
@@ -211,8 +211,8 @@ def run(
         # It starts no engine and writes no record.
         follow_leader(follower, terminal.console(stderr=as_json, quiet=quiet))
         return
-    from flows.plan import Plan
-    from flows.stages import require_stage
+    from trainflow.flows.planning.plan import Plan
+    from trainflow.flows.stages import require_stage
 
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
@@ -260,7 +260,7 @@ def why(
     debug: Debug = False,
 ) -> None:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
-    from flows.plan import Plan
+    from trainflow.flows.planning.plan import Plan
 
     plan = Plan.of(
         load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False), start=start, from_run=from_run
@@ -283,7 +283,7 @@ def ui(
 ) -> None:
     """Browse the runs in the UIs of MLflow and Prefect, on this machine only, until Ctrl-C."""
     quiet_environment()
-    from flows.cli.ui import find_place, show
+    from trainflow.flows.cli.ui import find_place, show
 
     with _until_stopped():
         show(find_place(spec, overrides or [], storage), port, terminal.console())

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.completion import complete_override
+from trainflow.flows.cli.completion import complete_override
 
 Spec = Annotated[
     Path | None,

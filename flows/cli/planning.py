@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from flows.cli import presentation, terminal
-from flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
-from flows.cli.spec_choice import choose_spec_file
-from flows.sizes import describe_bytes
-from flows.spec.spec import load_spec
-from tasks.stage.progress import duration
-from tasks.stage.resolver import Resolver
-from trainer_lib.suggestions import counted
+from trainer_lib.base.suggestions import counted
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.records.sizes import describe_bytes
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
-    from flows.forecast import Forecast, Length
-    from flows.obstacles import Obstacle
-    from flows.plan import Plan
-    from trainer_lib.footprint import Footprint
+    from trainer_lib.protocol.footprint import Footprint
+    from trainflow.flows.planning.forecast import Forecast, Length
+    from trainflow.flows.planning.obstacles import Obstacle
+    from trainflow.flows.planning.plan import Plan
 
 _NAMES = {
     "single": "one process",
@@ -46,8 +46,8 @@ def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list
 
 
 def _arguments(plan: Plan) -> list[Text]:
-    from flows.full_plan import effective_arguments
     from trainer_lib.arguments import TrainingArguments
+    from trainflow.flows.planning.full_plan import effective_arguments
 
     values, defaults = effective_arguments(plan), TrainingArguments().to_dict()
     differ = [f"{name} {value}" for name, value in values.items() if value != defaults.get(name)]
@@ -173,8 +173,8 @@ def plan(
     The exit code is 2 if something cannot work.
     """
     parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
-    from flows.full_plan import plan_in_full
-    from flows.plan import Plan
+    from trainflow.flows.planning.full_plan import plan_in_full
+    from trainflow.flows.planning.plan import Plan
 
     during = terminal.console(stderr=True, quiet=bare).status
     full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=during)

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Debug, Json, Quiet, print_json
-from flows.cli.presentation import same_command, shown
-from flows.cli.run_choice import use_registry_here
-from flows.cli.signals import stoppable
-from flows.server.api import quiet_environment
-from flows.spec.spec_here import storage_here
+from trainer_lib.base.foreign_text import to_cell
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
-from trainer_lib.foreign_text import to_cell
 from trainer_lib.secrets import mask
-from trainer_lib.suggestions import counted
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Json, Quiet, print_json
+from trainflow.flows.cli.presentation import same_command, shown
+from trainflow.flows.cli.run_choice import use_registry_here
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec_here import storage_here
 
 if TYPE_CHECKING:
-    from tasks.new_rows import NewRows, NewRowsFacts
-    from tasks.stage.manifest import StageManifest
+    from trainflow.tasks.new_rows import NewRows, NewRowsFacts
+    from trainflow.tasks.stage.manifest import StageManifest
 
 _SHOWN = "predict"
 _FEW = 8  # columns that a line names
@@ -91,7 +91,7 @@ def predict(
     Rows are streamed. Interrupt it or kill it: the same command continues, and each row is there exactly once. Run it
     on several machines at a time: they share the work.
     """
-    from tasks.new_rows import NewRows
+    from trainflow.tasks.new_rows import NewRows
 
     asked = NewRows(
         model=_find_address(model),
@@ -129,14 +129,14 @@ def _find_address(model: str) -> str:
     storage = None if "/" in model or Path(model).exists() else storage_here()
     if storage is None:
         return model
-    from flows.past_runs import find_run, run_folder
+    from trainflow.flows.records.past_runs import find_run, run_folder
 
     return run_folder(storage, find_run(storage, model, field="MODEL", needs="train").id).url
 
 
 def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> None:
     quiet_environment()
-    from tasks.new_rows import RowsJob, predict_new_rows
+    from trainflow.tasks.new_rows import RowsJob, predict_new_rows
 
     out = terminal.console(stderr=as_json, quiet=quiet)
     again = same_command()

@@ -15,17 +15,17 @@ from urllib.parse import unquote, urlsplit
 
 from rich.text import Text
 
-from flows.cli.terminal import STYLES, readable
-from flows.results import RUN_ID_CHARS, PipelineResult, StageOutcome
-from tasks.stage.progress import duration
+from trainer_lib.base.foreign_text import to_cell, to_terminal
+from trainer_lib.base.user_folders import state_folder
 from trainer_lib.errors import TrainflowError, first_line
-from trainer_lib.foreign_text import to_cell, to_terminal
 from trainer_lib.trackers.names import is_measurement, with_intervals
-from trainer_lib.user_folders import state_folder
+from trainflow.flows.cli.terminal import STYLES, readable
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome
+from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
-    from flows.plan import StageReason
-    from flows.spec.spec import PipelineSpec
+    from trainflow.flows.planning.plan import StageReason
+    from trainflow.flows.spec.spec import PipelineSpec
 
 _KEPT_FAILURES = 50
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
-from flows.cli.signals import stoppable
-from flows.cli.spec_choice import choose_spec_file
-from flows.server.api import quiet_environment
-from flows.spec.spec import load_spec
 from trainer_lib.errors import NotReproducibleError
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec import load_spec
 
 
 def prove_resume(
@@ -39,7 +39,7 @@ def prove_resume(
     quiet_environment()
     parsed = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
     # After the spec is read: a mistake in it is shown before Prefect is imported.
-    from flows.prove_resume import Question, describe_record, prove, write_record
+    from trainflow.flows.planning.prove_resume import Question, describe_record, prove, write_record
 
     out = terminal.console(stderr=as_json, quiet=quiet)
     question = Question(at=at, steps=steps, kill=kill, keep=keep)

@@ -10,19 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, Overrides, Quiet, print_json
-from flows.cli.spec_choice import choose_spec_or_storage
-from flows.cli.ui import find_storage
-from flows.server.api import quiet_environment
-from flows.spec.spec import load_spec
-from tasks.tracking import tracking_uri
 from trainer_lib.errors import ConfigError, GateError, StoreUnreachableError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers import mlflow_registry
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, connect_timed
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.shipper import Clock, shorten
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, Quiet, print_json
+from trainflow.flows.cli.spec_choice import choose_spec_or_storage
+from trainflow.flows.cli.ui import find_storage
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
 Spec = Annotated[
     Path | None,
@@ -105,8 +105,8 @@ def rollback(
 
 def _require_gates(client: Any, name: str, version: str, spec: Path | None, storage: str | None) -> None:
     """Raises GateError for a version that misses what its spec requires; without its spec its run's record counts."""
-    from tasks.stage.gates import judge
-    from tasks.stage.manifest import look_up_in
+    from trainflow.tasks.stage.gates import judge
+    from trainflow.tasks.stage.manifest import look_up_in
 
     tags = mlflow_registry.read_run_tags(client, name, version)
     chosen, words, _ = choose_spec_or_storage(spec, None, storage)

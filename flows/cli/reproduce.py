@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, Quiet, print_json
-from flows.cli.presentation import shown
-from flows.cli.run_choice import choose, use_registry_here
-from flows.cli.signals import stoppable
-from flows.server.api import quiet_environment
-from flows.sizes import describe_bytes
-from tasks.configs import TrackingConfig
+from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.errors import BrokenLineageError, ConfigError, NotReproducibleError, StorageError
-from trainer_lib.foreign_text import to_cell
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, Quiet, print_json
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.run_choice import choose, use_registry_here
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.records.sizes import describe_bytes
+from trainflow.flows.server.api import quiet_environment
+from trainflow.tasks.configs import TrackingConfig
 
 if TYPE_CHECKING:
-    from flows.lineage_chain import Chain
-    from flows.lineage_checks import LinkCheck
-    from flows.lineage_tracking import TrackedLinks
-    from flows.reproduction import Outcome
+    from trainflow.flows.lineage.lineage_chain import Chain
+    from trainflow.flows.lineage.lineage_checks import LinkCheck
+    from trainflow.flows.lineage.lineage_tracking import TrackedLinks
+    from trainflow.flows.lineage.reproduction import Outcome
 
 _FORMATS = ("text", "slsa")
 _SHORT = 12
@@ -60,7 +60,7 @@ def lineage(
             "There is no such format.", field="--format", value=form, remedy=f"Choose one of {', '.join(_FORMATS)}."
         )
     quiet_environment()
-    from flows.lineage_tracking import find_tracked
+    from trainflow.flows.lineage.lineage_tracking import find_tracked
 
     chain, config = find(address, storage, lenient=False)
     if form == "slsa":
@@ -91,7 +91,7 @@ def verify(
     What cannot be reached from this machine is named as not checked; it does not count as held.
     """
     quiet_environment()
-    from flows.lineage_checks import require_held, verify_chain
+    from trainflow.flows.lineage.lineage_checks import require_held, verify_chain
 
     chain, config = find(address, storage, lenient=True)
     out = terminal.console(stderr=as_json, quiet=quiet)
@@ -120,9 +120,9 @@ def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, Tr
     """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's.
 
     Raises:
-        ConfigError, StorageError, DamagedError: as `flows.lineage_chain.find_chain`.
+        ConfigError, StorageError, DamagedError: as `trainflow.flows.lineage.lineage_chain.find_chain`.
     """
-    from flows.lineage_chain import find_chain
+    from trainflow.flows.lineage.lineage_chain import find_chain
 
     use_registry_here(address, command="lineage")
     home: str | None = None
@@ -152,7 +152,7 @@ def _print_statement(chain: Chain) -> None:
 
 
 def _chain_record(chain: Chain, tracked: TrackedLinks | None, why: str) -> dict[str, Any]:
-    from trainer_lib.records import to_record
+    from trainer_lib.base.records import to_record
 
     places = {link.stage: folder.url for link in chain.lineage.stages if (folder := chain.stage_folder(link))}
     mlflow = {"not_asked": why} if tracked is None else vars(tracked) | {"versions": list(tracked.versions)}
@@ -254,8 +254,8 @@ def reproduce(
             "The tolerance is a relative difference, less than 1.", field="--tolerance", value=tolerance, remedy="1e-3."
         )
     chain, _ = find(address, storage, lenient=False)
-    from flows.cli.execution import engine, run_and_show
-    from flows.reproduction import Question, Reproduction, open_scratch
+    from trainflow.flows.cli.execution import engine, run_and_show
+    from trainflow.flows.lineage.reproduction import Question, Reproduction, open_scratch
 
     out = terminal.console(stderr=as_json, quiet=quiet)
     run = chain.address if chain.run is None else chain.run.id

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli import presentation, terminal
-from flows.cli.execution import execute
-from flows.cli.options import Debug, Json, Quiet
-from flows.server.api import quiet_environment
-from flows.spec.spec_here import storage_here
 from trainer_lib.errors import ConfigError
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.execution import execute
+from trainflow.flows.cli.options import Debug, Json, Quiet
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec_here import storage_here
 
 if TYPE_CHECKING:
-    from flows.past_runs import PastRun
+    from trainflow.flows.records.past_runs import PastRun
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
 
@@ -43,7 +43,7 @@ def resume(
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
     quiet_environment()
-    from flows.resumption import prepare_resumption
+    from trainflow.flows.runs.resumption import prepare_resumption
 
     out = terminal.console(stderr=as_json, quiet=quiet)
 
@@ -77,9 +77,9 @@ def _storage_here() -> str:
 
 
 def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
-    from flows.past_runs import NEWEST, find_run, newest_unfinished
-    from flows.resumption import require_unfinished
-    from flows.run_status import find_statuses
+    from trainflow.flows.records.past_runs import NEWEST, find_run, newest_unfinished
+    from trainflow.flows.runs.resumption import require_unfinished
+    from trainflow.flows.runs.run_status import find_statuses
 
     if run is not None:
         _refuse_other_words(run)

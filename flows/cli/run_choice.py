@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.ui import find_storage
-from flows.past_runs import PastRun, find_run
-from tasks.configs import TrackingConfig
-from tasks.tracking import tracking_uri
 from trainer_lib.errors import ConfigError
+from trainflow.flows.cli.ui import find_storage
+from trainflow.flows.records.past_runs import PastRun, find_run
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
 _SPEC_ENDINGS = (".yaml", ".yml", ".json")
 

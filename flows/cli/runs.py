@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, Quiet, print_json
-from flows.cli.presentation import shown
-from flows.cli.run_choice import Chosen, Place, Run, StorageUrl, choose_place
-from flows.cli.tables import table
-from flows.past_runs import PastRun, read_tags, tag_run, untag_run
-from tasks.stage.progress import duration
-from trainer_lib.durations import UNITS
+from trainer_lib.base.durations import UNITS
+from trainer_lib.base.foreign_text import to_cell
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.foreign_text import to_cell
-from trainer_lib.suggestions import suggestion
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, Quiet, print_json
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.run_choice import Chosen, Place, Run, StorageUrl, choose_place
+from trainflow.flows.cli.tables import table
+from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
+from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
-    from flows.run_comparison import Comparison
-    from flows.run_details import RunDetails, StageDetails
-    from flows.run_status import RunStatus
+    from trainflow.flows.runs.run_comparison import Comparison
+    from trainflow.flows.runs.run_details import RunDetails, StageDetails
+    from trainflow.flows.runs.run_status import RunStatus
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -178,7 +178,7 @@ def runs(
     filters = [parse_filter(text) for text in metric or []]
     oldest = None if since is None else datetime.now(UTC) - parse_age(since, field="--since")
     chosen = choose_place(place, storage, command="runs")
-    from flows.run_status import look
+    from trainflow.flows.runs.run_status import look
 
     found = look(chosen.storage)
     listed = [
@@ -233,8 +233,8 @@ def compare(
 ) -> None:
     """Show how the second run differs from the first: settings, code, data, versions, arguments, then the metrics."""
     chosen = choose_place(place, storage, command="compare")
-    from flows.run_comparison import compare_runs
-    from flows.run_details import read_details
+    from trainflow.flows.runs.run_comparison import compare_runs
+    from trainflow.flows.runs.run_details import read_details
 
     first, second = (read_details(chosen.storage, chosen.run(text)) for text in (old, new))
     found = compare_runs(first, second)
@@ -281,8 +281,8 @@ def _require_states(names: Iterable[str]) -> None:
 
 
 def _read(chosen: Chosen, text: str) -> tuple[RunDetails, RunStatus]:
-    from flows.run_details import read_details
-    from flows.run_status import read_status
+    from trainflow.flows.runs.run_details import read_details
+    from trainflow.flows.runs.run_status import read_status
 
     run = chosen.run(text)
     status = read_status(chosen.storage, run)
@@ -446,8 +446,8 @@ def _attempt_lines(details: RunDetails) -> list[Text]:
 
 
 def _shown_settings(details: RunDetails, everything: bool) -> dict[str, Any]:
-    from flows.run_names import flat_settings
-    from flows.spec.spec import PipelineSpec
+    from trainflow.flows.records.run_names import flat_settings
+    from trainflow.flows.spec.spec import PipelineSpec
 
     plain = PipelineSpec(name="plain", recipe="recipe.py").to_record()
     default = {} if everything else flat_settings(plain)

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import terminal
-from flows.cli.completion import complete_recipe
-from flows.cli.options import Debug, Json, Quiet, print_json
-from trainer_lib.recipe_names import ABOUT
+from trainer_lib.protocol.recipe_names import ABOUT
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.completion import complete_recipe
+from trainflow.flows.cli.options import Debug, Json, Quiet, print_json
 
 
 def init(
@@ -26,7 +26,7 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a new project: a spec, small real data, a test and a README, ready to run offline."""
-    from flows.new_project.starting import write_project
+    from trainflow.flows.new_project.starting import write_project
 
     files = write_project(name, recipe)
     spec = shlex.quote(str(files[0]))
@@ -46,8 +46,8 @@ def schema(
 
     In the spec's first line: # yaml-language-server: $schema=schema.json
     """
-    from flows.spec.schema import spec_schema
     from trainer_lib.errors import StorageError
+    from trainflow.flows.spec.schema import spec_schema
 
     text = json.dumps(spec_schema(), indent=1)
     if to is None:

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
-from flows.cli.signals import stoppable
-from flows.cli.spec_choice import choose_spec_file
-from flows.server.api import quiet_environment
-from flows.server.schedule import Schedule, read_interval
-from flows.spec.spec import PipelineSpec, load_spec
 from trainer_lib.errors import Interrupted, Preempted
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.server.schedule import Schedule, read_interval
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
 Interval = Annotated[str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")]
@@ -50,7 +50,7 @@ def serve(
     every_s = read_interval(watch_every, option="--watch-every") or 0.0
     pipeline = _read(spec, overrides)
     # After the spec is read: a mistake in it is shown before Prefect is imported.
-    from flows.server import serving
+    from trainflow.flows.server import serving
 
     serving.serve(
         pipeline,
@@ -93,7 +93,7 @@ def deploy(
     """Register a pipeline with a work pool of a Prefect server, with or without a schedule."""
     schedule = Schedule(cron=cron, interval_s=read_interval(interval), timezone=timezone, rrule=rrule)
     pipeline = _read(spec, overrides)
-    from flows.server import serving
+    from trainflow.flows.server import serving
 
     target = serving.Target(pool, create_pool, pool_type, image, tuple(job_variable or ()), limit, retry_crashed, watch)
     deployed = serving.deploy(pipeline, schedule, target, name=name)
@@ -115,7 +115,7 @@ def watch(
     every_s = read_interval(every, option="--every") or 0.0
     from contextlib import suppress
 
-    from flows.server import serving
+    from trainflow.flows.server import serving
 
     say = terminal.console(quiet=quiet).print
     with suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):

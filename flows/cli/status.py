@@ -12,21 +12,21 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from flows.cli import terminal
-from flows.cli.options import Bare, Debug, Json, Overrides, print_json
-from flows.cli.presentation import shown
-from flows.cli.signals import stoppable
-from flows.cli.tables import table
-from flows.cli.ui import find_storage
-from flows.server.api import prefect_api, quiet_environment
-from tasks.configs import TrackingConfig
-from tasks.stage.progress import duration
-from tasks.tracking import deliver_waiting
 from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
 from trainer_lib.storage import Store
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, print_json
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.tables import table
+from trainflow.flows.cli.ui import find_storage
+from trainflow.flows.server.api import prefect_api, quiet_environment
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.stage.progress import duration
+from trainflow.tasks.tracking.mlflow_run import deliver_waiting
 
 if TYPE_CHECKING:
-    from flows.run_status import RunStatus
+    from trainflow.flows.runs.run_status import RunStatus
 
 _COLOURS = {
     "running": "green",
@@ -57,7 +57,7 @@ def status(
 ) -> None:
     """Show the runs of a storage and how each is; mark those whose process died as ended, in Prefect too."""
     quiet_environment()
-    from flows.run_status import find_statuses
+    from trainflow.flows.runs.run_status import find_statuses
 
     if watch and as_json:
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
@@ -89,7 +89,7 @@ def _mark(root: str, found: Sequence[RunStatus]) -> list[str]:
     """Mark what died, in Prefect and on the storage; returns what could not be done, and why."""
     import httpx
 
-    from flows.run_status import sweep
+    from trainflow.flows.runs.run_status import sweep
 
     try:
         with prefect_api():
@@ -111,7 +111,7 @@ def _watch(root: str) -> None:
     """Draw the runs at work, and draw them again, until none is at work or Ctrl-C."""
     from rich.live import Live
 
-    from flows.run_status import look
+    from trainflow.flows.runs.run_status import look
 
     with (
         contextlib.suppress(Interrupted, Preempted),
@@ -127,7 +127,7 @@ def _watch(root: str) -> None:
 
 
 def _progress(status: RunStatus, found: Sequence[RunStatus]) -> dict[str, Any]:
-    from flows.run_progress import describe_progress, estimate_rest
+    from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
 
     if not status.is_at_work:
         return {}
@@ -137,7 +137,7 @@ def _progress(status: RunStatus, found: Sequence[RunStatus]) -> dict[str, Any]:
 
 def _stages(found: Sequence[RunStatus]) -> list[Text]:
     """The stages of each run at work: a bar, how long it took or takes, and when it is likely to end."""
-    from flows.run_progress import describe_progress, estimate_rest
+    from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
 
     lines: list[Text] = []
     for status in found:

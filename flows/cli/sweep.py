@@ -12,19 +12,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from flows.cli import presentation, terminal
-from flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
-from flows.cli.presentation import shown
-from flows.cli.signals import stoppable
-from flows.cli.spec_choice import choose_spec_file
-from flows.spec.spec import PipelineSpec, load_spec
-from flows.sweeps.sweep_result import reached_text
-from tasks.stage.progress import duration
-from tasks.stage.resolver import Resolver
-from tasks.sweep_settings import SweepSettings
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.spec.sweep_settings import SweepSettings
+from trainflow.flows.sweeps.sweep_result import reached_text
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
-    from flows.sweeps.sweep_result import SweepResult
+    from trainflow.flows.sweeps.sweep_result import SweepResult
 
 _STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
 
@@ -38,8 +38,8 @@ def sweep(
     """
     spec, overrides = choose_spec_file(spec, overrides)
     parsed = load_spec(spec, overrides, Resolver())
-    from flows.sweeps.sweeping import run_sweep
-    from flows.sweeps.trial_specs import sweep_of
+    from trainflow.flows.sweeps.sweeping import run_sweep
+    from trainflow.flows.sweeps.trial_specs import sweep_of
 
     settings = sweep_of(parsed)
     out = terminal.console(stderr=as_json)
@@ -152,7 +152,7 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 def summary(result: SweepResult, ui: list[str]) -> list[Text]:
     """How many trials there are, the best, and what to do with it."""
-    from flows.sweeps.sweep_report import count_words
+    from trainflow.flows.sweeps.sweep_report import count_words
 
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
     lines = [Text(), Text(f"  {count_words(result)}{saved}")]

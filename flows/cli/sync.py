@@ -10,17 +10,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flows.cli import terminal
-from flows.cli.options import Debug, Json, Overrides, Quiet, print_json
-from flows.cli.signals import stoppable
-from flows.cli.ui import find_storage
-from flows.server.api import quiet_environment
-from tasks.tracking import spool_dirs, tracking_uri
 from trainer_lib.errors import StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import shorten
 from trainer_lib.trackers.waiting import Waiting, count_waiting
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, print_json
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.ui import find_storage
+from trainflow.flows.server.api import quiet_environment
+from trainflow.tasks.tracking.mlflow_run import spool_dirs, tracking_uri
 
 _SAY_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.2  # while another process delivers

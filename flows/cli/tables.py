@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from trainer_lib.foreign_text import to_cell
+from trainer_lib.base.foreign_text import to_cell
 
 _WIDEST = 120
 

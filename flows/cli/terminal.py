@@ -26,10 +26,10 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from tasks.prefect_internals import set_up_logging
-from tasks.stage.progress import Event, describe, duration, measured, subscribe
-from trainer_lib.foreign_text import to_terminal
+from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.secrets import mask
+from trainflow.tasks.prefect.prefect_internals import set_up_logging
+from trainflow.tasks.stage.progress import Event, describe, duration, measured, subscribe
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
@@ -55,7 +55,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 class Display(Protocol):
-    """Shows the events of `tasks.stage.progress` as they come."""
+    """Shows the events of `trainflow.tasks.stage.progress` as they come."""
 
     def __call__(self, event: Event) -> None:
         """Take one event."""

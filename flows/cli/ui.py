@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from flows.cli.presentation import shown
-from flows.cli.spec_choice import choose_spec_or_storage
-from flows.spec.spec import PipelineSpec, load_spec
-from tasks.configs import TrackingConfig
-from tasks.tracking import default_tracking_uri
 from trainer_lib import guard
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
-from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import nearest
 from trainer_lib.trackers.spool import user_data_dir
+from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.spec_choice import choose_spec_or_storage
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.mlflow_run import default_tracking_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -171,8 +171,8 @@ def prefect_served() -> Iterator[str]:
     Raises:
         TrainflowError: the configured server does not answer, or the embedded one did not start.
     """
-    from flows.server.api import prefect_api
-    from flows.server.membership import find_page, sign_in_link
+    from trainflow.flows.server.api import prefect_api
+    from trainflow.flows.server.membership import find_page, sign_in_link
 
     with prefect_api() as url:
         yield sign_in_link(url) or find_page() or url
@@ -254,7 +254,7 @@ def show(place: TrackingPlace, port: int | None, out: Console) -> None:
             address = stack.enter_context(served(place, port))
         out.print(f"MLflow:  {page(address, place.experiment)}")
         if place.server is not None:
-            from flows.server.membership import find_page
+            from trainflow.flows.server.membership import find_page
 
             if link := find_page():
                 out.print(f"Prefect: {link}")

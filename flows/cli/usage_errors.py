@@ -8,8 +8,8 @@ from typing import Any, NoReturn, get_args, get_type_hints
 
 import typer
 
+from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import nearest, suggestion
 
 # Newer versions of Typer carry a click of their own, so the class is reached through the one that all of them export.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

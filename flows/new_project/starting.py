@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.new_project.code_words import tagged_lines
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.suggestions import suggestion
+from trainflow.flows.new_project.code_words import tagged_lines
 
 _SHORTEST, _LONGEST = 120, 800
 _LONGEST_ANSWER = 60
@@ -397,7 +397,7 @@ def check_target(folder: Path, recipe: str) -> None:
     Raises:
         ConfigError: the folder is not empty, its name cannot be a pipeline's, or no recipe has this name.
     """
-    from flows.spec.spec import PipelineSpec
+    from trainflow.flows.spec.spec import PipelineSpec
 
     if recipe not in _FACTS:
         raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, _FACTS))
@@ -443,7 +443,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
 
 
 def _schema() -> str:
-    from flows.spec.schema import spec_schema
+    from trainflow.flows.spec.schema import spec_schema
 
     return json.dumps(spec_schema(), indent=1) + "\n"
 

@@ -4,10 +4,10 @@
         run_pipeline(spec)
 
 With ``PREFECT_API_URL`` (environment, active profile, prefect.toml) nothing is started. Without it the command shares
-an embedded server (`flows.server.embedded`) with every other trainflow command of this user: the first one starts it,
-and it ends by itself some minutes after the last one, however that one ended (TRAINFLOW_PREFECT_LINGER_S). Each command
-looks after it: a server that was killed, or no longer answers, is started again at the same address, on the same
-database.
+an embedded server (`trainflow.flows.server.embedded`) with every other trainflow command of this user: the first one
+starts it, and it ends by itself some minutes after the last one, however that one ended (TRAINFLOW_PREFECT_LINGER_S).
+Each command looks after it: a server that was killed, or no longer answers, is started again at the same address, on
+the same database.
 
 Prefect's own temporary server would not do: each command would have one, several on one sqlite file; it outlives a
 SIGKILL of its owner; every user of the machine may talk to it; and it makes the client import the whole server, two
@@ -23,8 +23,8 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 
-from tasks.prefect_internals import patient_events, send_queued, settings_for_every_thread
-from trainer_lib.kept_process import objects_set_aside
+from trainer_lib.base.restore_process import objects_set_aside
+from trainflow.tasks.prefect.prefect_internals import patient_events, send_queued, settings_for_every_thread
 
 # What we set unless the user did. Everything outward is off; see docs/deployments.md.
 QUIET = {
@@ -96,8 +96,8 @@ def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[s
         warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")
         from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings
 
-        from flows.server.answers import reachable, require_answer
-        from flows.server.membership import Membership
+        from trainflow.flows.server.answers import reachable, require_answer
+        from trainflow.flows.server.membership import Membership
 
         settings = get_current_settings()
     if settings.api.url:

@@ -1,4 +1,5 @@
-"""The process behind `flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and lingers.
+"""The process behind `trainflow.flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and
+lingers.
 
     python embedded.py FOLDER
 
@@ -37,7 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer_lib.json_text import read_json
+from trainer_lib.base.json_text import read_json
 from trainer_lib.locks.file_lock import try_lock, unlock
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
 SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
-SIGN_IN = "/trainflow-sign-in"  # see `flows.server.membership.sign_in_link`
+SIGN_IN = "/trainflow-sign-in"  # see `trainflow.flows.server.membership.sign_in_link`
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
 # How long (seconds) a new server tries for the server lock: a client that checks it holds it briefly.

@@ -1,7 +1,7 @@
 """A command as a client of the embedded Prefect server: it joins, looks after the server, and leaves.
 
-`flows.server.embedded` has the protocol of the locks. A server that lingers without clients is used by the next command
-if the same installation with the same settings has started it, and if it answers; else it is ended first.
+`trainflow.flows.server.embedded` has the protocol of the locks. A server that lingers without clients is used by the
+next command if the same installation with the same settings has started it, and if it answers; else it is ended first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.server import embedded
+from trainer_lib.base.json_text import read_json
+from trainer_lib.base.ready_databases import Kind, keep, place
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
-from trainer_lib.json_text import read_json
 from trainer_lib.locks.file_lock import is_locked, try_lock
-from trainer_lib.ready_databases import Kind, keep, place
+from trainflow.flows.server import embedded
 
 if TYPE_CHECKING:
     from prefect.settings import Settings

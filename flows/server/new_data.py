@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.base.json_text import parse_record
+from trainer_lib.base.path_options import is_path
 from trainer_lib.data.row_sources import is_hidden
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError, first_line
-from trainer_lib.json_text import parse_record
-from trainer_lib.path_options import is_path
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
-    from flows.spec.spec import PipelineSpec
+    from trainflow.flows.spec.spec import PipelineSpec
 
 EVERY_S = 60.0
 _FOLDER = "watch"

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from flows.spec.spec_file import parse_override_value
+from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import nearest, suggestion
+from trainflow.flows.spec.spec_file import parse_override_value
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -15,12 +15,12 @@ import signal
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from flows.ending import expect_until_exit
-from flows.server import embedded
-from tasks.stage.progress import masked_api_logs, quiet_failures
 from trainer_lib import guard
+from trainflow.flows.records.ending import expect_until_exit
+from trainflow.flows.server import embedded
+from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
-# Set by `flows.server.serving` for the processes of its runs; absent in those of a work pool's worker.
+# Set by `trainflow.flows.server.serving` for the processes of its runs; absent in those of a work pool's worker.
 OWNER = "TRAINFLOW_SERVED_BY"
 SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError, available_timezones
 
-from trainer_lib.durations import FORMS, describe, find_problem, read_seconds
+from trainer_lib.base.durations import FORMS, describe, find_problem, read_seconds
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from prefect.schedules import Schedule as PrefectSchedule

@@ -27,21 +27,21 @@ import psutil
 from rich.text import Text
 from typing_extensions import override
 
-from flows.prefect_runs import FLOW
-from flows.server.api import prefect_api
-from flows.server.automations import run_environment, set_retries
-from flows.server.embedded import SERVED_TAG
-from flows.server.membership import server_folder
-from flows.server.new_data import EVERY_S, Watch
-from flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
-from flows.server.run_process import OWNER, SERVER_FOLDER
-from flows.server.schedule import Schedule, show_firings
-from flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
+from trainer_lib.base.restore_process import variables_kept
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.kept_process import variables_kept
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import suggestion
+from trainflow.flows.records.prefect_runs import FLOW
+from trainflow.flows.server.api import prefect_api
+from trainflow.flows.server.automations import run_environment, set_retries
+from trainflow.flows.server.embedded import SERVED_TAG
+from trainflow.flows.server.membership import server_folder
+from trainflow.flows.server.new_data import EVERY_S, Watch
+from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
+from trainflow.flows.server.run_process import OWNER, SERVER_FOLDER
+from trainflow.flows.server.schedule import Schedule, show_firings
+from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
 
 if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
@@ -137,7 +137,7 @@ class _Tee(io.TextIOBase):
         self._handler.handle(logging.makeLogRecord({"msg": mask(plain), "levelno": logging.INFO}))
 
 
-_ENTRYPOINT = "flows.deployed.pipeline"
+_ENTRYPOINT = "trainflow.flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Seconds that a run may take to save and end: longer than the stages' own grace.
@@ -440,7 +440,7 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
     from prefect.deployments.runner import RunnerDeployment
     from prefect.types.entrypoint import EntrypointType
 
-    from flows.pipeline import pipeline
+    from trainflow.flows.pipeline import pipeline
 
     parameter = spec_parameter(spec)
     deployment = RunnerDeployment.from_flow(
@@ -454,6 +454,7 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
         paused=False,
         **more,
     )
-    # Prefect derives it from the flow, `flows.pipeline.pipeline`; a run must enter through the prepared process.
+    # Prefect derives it from the flow, `trainflow.flows.pipeline.pipeline`; a run must enter through the prepared
+    # process.
     deployment.entrypoint = _ENTRYPOINT
     return deployment

@@ -10,21 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.configs import LaunchSettings
-from tasks.runner_settings import check_runner
-from tasks.stage.metric_packages import refuse_project_modules
-from tasks.stage.resolver import Resolver
 from trainer_lib import secrets
-from trainer_lib.durations import describe
+from trainer_lib.base.durations import describe
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.metric_names import read_metrics
-from trainer_lib.recipe_functions import INSTEAD, check_definitions, find_returned_names
-from trainer_lib.recipe_names import ABOUT, recipe_name
-from trainer_lib.suggestions import nearest, suggestion
+from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
+from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
+from trainflow.tasks.configs import LaunchSettings
+from trainflow.tasks.keys.metric_packages import refuse_project_modules
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.settings.runner_settings import check_runner
 
 if TYPE_CHECKING:
-    from flows.spec.spec import PipelineSpec
-    from flows.stages import Stage
+    from trainflow.flows.spec.spec import PipelineSpec
+    from trainflow.flows.stages import Stage
 
 
 def check_adapters(spec: PipelineSpec) -> None:
@@ -65,7 +65,9 @@ DECIDED = {
 
 def all_stages() -> tuple[Stage, ...]:
     """The rows of the stage table."""
-    from flows import stages  # it brings the storage and the trackers, which a spec's definition does not need
+    from trainflow.flows import (
+        stages,  # it brings the storage and the trackers, which a spec's definition does not need
+    )
 
     return stages.all_stages()
 
@@ -117,7 +119,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
-    from tasks.stage.closure import top_level_names
+    from trainflow.tasks.code.closure import top_level_names
 
     if spec.root is not None and not Path(spec.root).is_dir():
         remedy = "Give the folder that the recipe's imports start from, or leave it out."
@@ -271,7 +273,7 @@ def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section:
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
-    from tasks.stage.closure import top_level_names
+    from trainflow.tasks.code.closure import top_level_names
 
     for stage in all_stages():
         config = stage.config(spec)
@@ -374,7 +376,7 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
 
 def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
     """The names that the recipe's compute_metrics returns; None where that is known only when it runs."""
-    from tasks.stage.closure import top_level_names
+    from trainflow.tasks.code.closure import top_level_names
 
     calls = read_metrics(spec.evaluate.metrics)
     if any(call.module is not None for call in calls):  # some return several numbers

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import MASK
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -82,7 +82,7 @@ def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseM
     values: dict[str, Any] = {}
     for item in error.errors(include_url=False):
         location = list(item["loc"])
-        # Our own error type (tasks.configs): its location is the mapping, and the key is in the context.
+        # Our own error type (trainflow.tasks.configs): its location is the mapping, and the key is in the context.
         if item["type"] == "unknown_key":
             location.append(item["ctx"]["key"])
         key, value = _follow(raw, location)

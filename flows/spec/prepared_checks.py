@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flows.spec.checks import all_stages
+from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import nearest, suggestion
-from trainer_lib.verb_results import PreparedSplit
+from trainer_lib.protocol.verb_results import PreparedSplit
+from trainflow.flows.spec.checks import all_stages
 
 if TYPE_CHECKING:
-    from flows.spec.spec import PipelineSpec
+    from trainflow.flows.spec.spec import PipelineSpec
 
 
 def check_splits(spec: PipelineSpec, prepared: Mapping[str, PreparedSplit]) -> None:

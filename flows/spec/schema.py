@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from flows.spec.checks import DECIDED
-from flows.spec.spec import PipelineSpec
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipe_names import ABOUT
+from trainer_lib.protocol.recipe_names import ABOUT
+from trainflow.flows.spec.checks import DECIDED
+from trainflow.flows.spec.spec import PipelineSpec
 
 ARGUMENTS = "TrainingArguments"
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}

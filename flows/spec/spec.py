@@ -18,11 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from flows.spec import checks as _checks
-from flows.spec.findings import spec_error
-from flows.spec.spec_file import read_spec_file
-from flows.spec.spec_overrides import apply_override
-from tasks.configs import (
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.path_options import absolute_path, is_path, map_paths
+from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.protocol.recipe_names import is_recipe_name
+from trainflow.flows.spec import checks as _checks
+from trainflow.flows.spec.findings import spec_error
+from trainflow.flows.spec.spec_file import read_spec_file
+from trainflow.flows.spec.spec_overrides import apply_override
+from trainflow.flows.spec.sweep_settings import OBJECTIVE, SweepSettings
+from trainflow.tasks.code.closure import find_root
+from trainflow.tasks.configs import (
     EvaluateConfig,
     MaxAge,
     PredictConfig,
@@ -33,20 +39,14 @@ from tasks.configs import (
     TrackingConfig,
     TrainConfig,
 )
-from tasks.duration_setting import Duration
-from tasks.notify_settings import NotifySettings
-from tasks.recipe_path import RecipePath
-from tasks.stage.closure import find_root
-from tasks.stage.resolver import Resolver
-from tasks.sweep_settings import OBJECTIVE, SweepSettings
-from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import parse_json
-from trainer_lib.path_options import absolute_path, is_path, map_paths
-from trainer_lib.recipe_names import is_recipe_name
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.settings.duration_setting import Duration
+from trainflow.tasks.settings.recipe_path import RecipePath
+from trainflow.tasks.tracking.notify_settings import NotifySettings
 
 if TYPE_CHECKING:
-    from flows.stages import Stage
     from trainer_lib.arguments import TrainingArguments
+    from trainflow.flows.stages import Stage
 
 # A check of a whole pipeline on a few rows: the spec that `limit` makes of a spec.
 #
@@ -456,8 +456,8 @@ def _rebase_overridden_paths(spec: PipelineSpec, overridden: frozenset[str]) -> 
 
 
 def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozenset[str]) -> PipelineSpec:
-    from tasks.stage.context import StageContext
-    from tasks.stage.declared_paths import path_options
+    from trainflow.tasks.keys.declared_paths import path_options
+    from trainflow.tasks.stage.context import StageContext
 
     config = getattr(spec, stage.section)
     given = {name: getattr(spec, name) for name in ("name", "recipe", "storage", "root", "folder", "resolver")}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
 
 MAX_BYTES = 1 << 20
 
@@ -35,7 +35,7 @@ def parse_override_value(text: str) -> Any:
     Raises:
         ValueError: brackets or quotes that do not close.
     """
-    from trainer_lib.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar
+    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar
 
     try:
         return parse_yaml(text) if text[:1] in ("[", "{", '"', "'") else parse_yaml_scalar(text)
@@ -73,7 +73,7 @@ def _load_json(path: Path, text: str) -> Any:
 
 
 def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
-    from trainer_lib.yaml_text import YamlProblem, parse_yaml_with_lines
+    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml_with_lines
 
     try:
         data, lines = parse_yaml_with_lines(text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flows.spec.spec import storage_of
-from flows.spec.spec_file import read_spec_file
 from trainer_lib.errors import ConfigError
+from trainflow.flows.spec.spec import storage_of
+from trainflow.flows.spec.spec_file import read_spec_file
 
 _USUAL = Path("pipeline.yaml")
 _ENDINGS = (".yaml", ".yml", ".json")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.spec.spec_file import parse_override_value
 from trainer_lib.errors import ConfigError
+from trainflow.flows.spec.spec_file import parse_override_value
 
 
 def apply_override(raw: dict[str, Any], text: str) -> str:

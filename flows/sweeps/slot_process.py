@@ -1,4 +1,5 @@
-"""The processes of a sweep's slots, as the command that owns them sees them (`flows.sweeps.trial_slot` is in them)."""
+"""The processes of a sweep's slots, as the command that owns them sees them (`trainflow.flows.sweeps.trial_slot` is in
+them)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class SlotProcess:
         self._partial = b""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.sweeps.trial_slot"],
+                [sys.executable, "-P", "-m", "trainflow.flows.sweeps.trial_slot"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

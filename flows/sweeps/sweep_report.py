@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.charts import number_text
-from flows.report import load_template
-from flows.sizes import describe_seconds
-from flows.sweeps.sweep_result import SweepResult
+from trainflow.flows.records.sizes import describe_seconds
+from trainflow.flows.reports.charts import number_text
+from trainflow.flows.reports.report import load_template
+from trainflow.flows.sweeps.sweep_result import SweepResult
 
 SWEEP_REPORT = "report.html"
 _PAGE = Path(__file__).parent / "sweep.html.j2"

@@ -25,14 +25,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.past_runs import read_record, run_folder, write_record
-from flows.run_message import describe_error, state_of
-from flows.server.api import quiet_environment
-from flows.spec.spec import PipelineSpec
-from flows.sweeps.slot_process import SlotProcess, UnseenTrials, listening
-from flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
-from flows.sweeps.sweep_result import SweepResult, reached_text
-from flows.sweeps.trial_specs import (
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.yaml_text import dump_yaml
+from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
+from trainer_lib.search.ledger import Ledger, TrialState
+from trainer_lib.storage import Store
+from trainflow.flows.records.past_runs import read_record, run_folder, write_record
+from trainflow.flows.records.run_message import describe_error, state_of
+from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.flows.spec.sweep_settings import SWEEP
+from trainflow.flows.sweeps.slot_process import SlotProcess, UnseenTrials, listening
+from trainflow.flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
+from trainflow.flows.sweeps.sweep_result import SweepResult, reached_text
+from trainflow.flows.sweeps.trial_specs import (
     check_sweep,
     design_of,
     identify,
@@ -41,13 +47,7 @@ from flows.sweeps.trial_specs import (
     sweep_of,
     with_values,
 )
-from tasks import tracking
-from tasks.sweep_settings import SWEEP
-from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
-from trainer_lib.json_text import parse_json
-from trainer_lib.search.ledger import Ledger, TrialState
-from trainer_lib.storage import Store
-from trainer_lib.yaml_text import dump_yaml
+from trainflow.tasks.tracking import mlflow_run as tracking
 
 _log = logging.getLogger(__name__)
 _LEAST = 2
@@ -241,7 +241,7 @@ class _Sweep:
     def _tell(self, result: SweepResult) -> None:
         if not self._spec.notify.to:
             return
-        from tasks.notifying import Message, send
+        from trainflow.tasks.tracking.notifying import Message, send
 
         best = [result.trial(number) for number in result.best]
         lines = [
@@ -259,7 +259,7 @@ class _Sweep:
         if self._settings.runner == "processes":
             self._keep_slots(UnseenTrials())
             return
-        from flows.sweeps.trial_tasks import run_as_flow
+        from trainflow.flows.sweeps.trial_tasks import run_as_flow
 
         run_as_flow(self._spec, self._settings, self._listener, self._keep_slots, debug=self._debug)
 

@@ -1,6 +1,7 @@
 """One slot of a sweep: a process that claims trials and runs them, one after the other.
 
-    python -m flows.sweeps.trial_slot      orders as one line of JSON on stdin; events as lines of JSON on stdout
+    python -m trainflow.flows.sweeps.trial_slot      orders as one line of JSON on stdin; events as lines of JSON on
+    stdout
 
 Its owner keeps stdin open: when that ends, however the owner ended, the slot ends at once, and the guards of its
 workers end those. What it was at work on is claimed again by the next slot, and goes on from its checkpoints.
@@ -22,24 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flows.ending import StopRequest
-from flows.results import RUN_ID_CHARS, PipelineResult, flat_metrics
-from flows.server.api import prefect_api, quiet_environment
-from flows.spec.spec import parse_spec
-from flows.sweeps.trial_specs import (
-    PARENT,
-    design_of,
-    missing_metric,
-    pruning_metric,
-    sweep_of,
-    trial_spec,
-)
-from flows.training_history import read_training_history
-from tasks import tracking
-from tasks.stage.facts import TrainFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.progress import Event, subscribe
-from tasks.sweep_settings import OBJECTIVE, SWEEP, TRIAL
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -52,10 +36,27 @@ from trainer_lib.errors import (
     TrainflowError,
     from_exception,
 )
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.gpu_selection import SHARED_BY
 from trainer_lib.search.ledger import Claim, Ledger
 from trainer_lib.storage import Store
+from trainflow.flows.records.ending import StopRequest
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, flat_metrics
+from trainflow.flows.records.training_history import read_training_history
+from trainflow.flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.spec.spec import parse_spec
+from trainflow.flows.spec.sweep_settings import OBJECTIVE, SWEEP, TRIAL
+from trainflow.flows.sweeps.trial_specs import (
+    PARENT,
+    design_of,
+    missing_metric,
+    pruning_metric,
+    sweep_of,
+    trial_spec,
+)
+from trainflow.tasks.stage.facts import TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.progress import Event, subscribe
+from trainflow.tasks.tracking import mlflow_run as tracking
 
 _PARENT_S = 20.0
 """Seconds that the first trial waits for the id of the sweep's own MLflow run."""
@@ -106,7 +107,7 @@ class Slot:
         watch = _Watch(self, claim, self._metric)
         try:
             spec = trial_spec(self._spec, claim.values, tags)
-            from flows.pipeline import run_pipeline
+            from trainflow.flows.pipeline import run_pipeline
 
             with subscribe(watch):
                 result = run_pipeline(spec, debug=self._debug, stop=watch.stop, delivers_later=True)
@@ -249,7 +250,7 @@ def main() -> int:
         signal.signal(number, _interrupt)
     slot: Slot | None = None
     try:
-        with prefect_api(meanwhile=lambda: importlib.import_module("flows.pipeline")):
+        with prefect_api(meanwhile=lambda: importlib.import_module("trainflow.flows.pipeline")):
             slot = Slot(orders, may_begin)
             slot.work()
     except (KeyboardInterrupt, Interrupted, Preempted):

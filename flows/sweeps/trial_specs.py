@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.plan import Plan
-from flows.spec.checks import find_measured, names_no_split
-from flows.spec.spec import PipelineSpec, parse_spec
-from flows.spec.spec_overrides import set_field
-from tasks.notify_settings import NotifySettings
-from tasks.stage.closure import top_level_names
-from tasks.stage.manifest import compare_keys
-from tasks.stage.resolver import Resolver
-from tasks.sweep_settings import Range, SweepSettings
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
 from trainer_lib.search.study_design import Axis, Design
-from trainer_lib.suggestions import nearest, suggestion
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.checks import find_measured, names_no_split
+from trainflow.flows.spec.spec import PipelineSpec, parse_spec
+from trainflow.flows.spec.spec_overrides import set_field
+from trainflow.flows.spec.sweep_settings import Range, SweepSettings
+from trainflow.tasks.code.closure import top_level_names
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage.manifest import compare_keys
+from trainflow.tasks.tracking.notify_settings import NotifySettings
 
 PARENT = "mlflow.parentRunId"
 _VARIED = ("prepare", "train", "evaluate")

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from typing_extensions import override
 
-from flows.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
-from flows.server.api import prefect_api
-from flows.spec.spec import PipelineSpec
-from flows.sweeps.slot_process import SlotProcess, UnseenTrials
-from flows.sweeps.sweep_result import reached_text
-from tasks.prefect_internals import console_handlers
-from tasks.stage.progress import masked_api_logs
-from tasks.sweep_settings import SweepSettings
 from trainer_lib.errors import ConfigError, first_line
+from trainflow.flows.records.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
+from trainflow.flows.server.api import prefect_api
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.flows.spec.sweep_settings import SweepSettings
+from trainflow.flows.sweeps.slot_process import SlotProcess, UnseenTrials
+from trainflow.flows.sweeps.sweep_result import reached_text
+from trainflow.tasks.prefect.prefect_internals import console_handlers
+from trainflow.tasks.stage.progress import masked_api_logs
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tasks.follow.evaluations import Evaluation
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.keeping import end_keeping, is_kept, keep_checkpoint
 from trainer_lib.storage import Store
+from trainflow.tasks.follow.evaluations import Evaluation
 
 _LOSS = "eval_loss"
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer_lib.base.json_text import parse_sealed, render_sealed
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.errors import DamagedError
-from trainer_lib.json_text import parse_sealed, render_sealed
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.storage import Store
 

@@ -21,26 +21,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tasks.configs import LaunchSettings, TrainConfig
-from tasks.follow.best import Standard, keep_best
-from tasks.follow.evaluations import Evaluation, Evaluations
-from tasks.follow.points import RunPoints
-from tasks.stage.closure import find_root
-from tasks.stage.context import StageContext
-from tasks.stage.declared_paths import path_options
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
-from tasks.stage.spec_words import in_words_of_spec
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, read_checkpoint_info
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError, TrainflowError
 from trainer_lib.launch import launch
 from trainer_lib.locks.lease import Lease
 from trainer_lib.locks.readers import protect_from_removal
-from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
+from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 from trainer_lib.trackers.spool import now_ms
+from trainflow.tasks.code.closure import find_root
+from trainflow.tasks.configs import LaunchSettings, TrainConfig
+from trainflow.tasks.follow.best import Standard, keep_best
+from trainflow.tasks.follow.evaluations import Evaluation, Evaluations
+from trainflow.tasks.follow.points import RunPoints
+from trainflow.tasks.keys.declared_paths import path_options
+from trainflow.tasks.keys.spec_words import in_words_of_spec
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
 
 CHECKPOINTS = "checkpoints"
 TRIES = 3

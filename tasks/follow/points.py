@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tasks.follow.evaluations import Evaluation
-from tasks.run_handle import RunHandle
-from tasks.tracking import Background
 from trainer_lib.trackers.names import group_log
 from trainer_lib.trackers.params import clean_key
 from trainer_lib.trackers.spool import Session
+from trainflow.tasks.follow.evaluations import Evaluation
+from trainflow.tasks.tracking.mlflow_run import Background
+from trainflow.tasks.tracking.run_handle import RunHandle
 
 # Where the training was: its own points have that.
 _POSITION = {"epoch", "num_input_tokens_seen"}

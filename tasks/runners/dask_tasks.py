@@ -20,12 +20,12 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect_dask import DaskTaskRunner
 
-from tasks.prefect_internals import send_queued
-from tasks.runner_settings import RunnerSettings
-from tasks.runners.clusters import no_cluster, require_api
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch.refusal import unshared
 from trainer_lib.storage import Store
+from trainflow.tasks.prefect.prefect_internals import send_queued
+from trainflow.tasks.runners.clusters import no_cluster, require_api
+from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 CONNECT_S = 20.0
 PACKAGE = "trainflow"

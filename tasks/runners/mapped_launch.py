@@ -17,17 +17,17 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
 
-from tasks.configs import LaunchSettings
-from tasks.prefect_internals import send_little
-from tasks.runner_settings import RunnerSettings
-from tasks.runners.clusters import Cluster, unreachable_api
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.pool import Progress, settle
 from trainer_lib.launch.reported import Owner, launch_reported
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 from trainer_lib.storage import Store
+from trainflow.tasks.configs import LaunchSettings
+from trainflow.tasks.prefect.prefect_internals import send_little
+from trainflow.tasks.runners.clusters import Cluster, unreachable_api
+from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 POLL_S = 0.3
 END_S = 30.0
@@ -60,10 +60,10 @@ def open_cluster(runner: RunnerSettings, store: Store, *, section: str) -> Abstr
         ConfigError: there is no cluster at the address, or its machines cannot do the work.
     """
     if runner.kind == "dask":
-        from tasks.runners import dask_tasks
+        from trainflow.tasks.runners import dask_tasks
 
         return dask_tasks.connect(runner, store, section=section)
-    from tasks.runners import ray_tasks
+    from trainflow.tasks.runners import ray_tasks
 
     return ray_tasks.connect(runner, store, section=section)
 

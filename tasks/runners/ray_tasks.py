@@ -15,10 +15,10 @@ from prefect.client.schemas.objects import State
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
 
-from tasks.runner_settings import RunnerSettings
-from tasks.runners.clusters import no_cluster, require_api
 from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
 from trainer_lib.storage import Store
+from trainflow.tasks.runners.clusters import no_cluster, require_api
+from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 ANSWER_S = 20.0
 

@@ -5,12 +5,12 @@ They count for train's key. Every other metric is measured by evaluate alone, so
 
 from __future__ import annotations
 
-from tasks.configs import EvaluateConfig, TrainConfig
-from tasks.stage.context import StageContext
-from tasks.stage.stage_code import METRICS, code_of
+from trainer_lib.base.metric_names import LESS_IS_BETTER, MetricCall, read_metrics
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
-from trainer_lib.metric_names import LESS_IS_BETTER, MetricCall, read_metrics
-from trainer_lib.suggestions import nearest
+from trainflow.tasks.configs import EvaluateConfig, TrainConfig
+from trainflow.tasks.keys.stage_code import METRICS, code_of
+from trainflow.tasks.stage.context import StageContext
 
 _FIELD = "train.args.metric_for_best_model"
 _MEASURES = (*METRICS, "Trainer", "callbacks")

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tasks.configs import MaxAge
-from tasks.stage.resolver import Resolver
-from tasks.tracking import RunHandle
-from trainer_lib.metric_names import MetricCall
+from trainer_lib.base.metric_names import MetricCall
+from trainflow.tasks.configs import MaxAge
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.tracking.mlflow_run import RunHandle
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from trainer_lib.records import from_record
-from trainer_lib.requests import PreparedSplit
+from trainer_lib.base.records import from_record
+from trainer_lib.protocol.requests import PreparedSplit
 
 
 @dataclass(frozen=True)

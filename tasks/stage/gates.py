@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tasks.configs import EvaluateConfig
-from tasks.requirements import parse_requirement
-from tasks.stage.manifest import StageManifest
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import GateError
-from trainer_lib.suggestions import nearest
+from trainflow.tasks.configs import EvaluateConfig
+from trainflow.tasks.settings.requirements import parse_requirement
+from trainflow.tasks.stage.manifest import StageManifest
 
 _LISTED = 8
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

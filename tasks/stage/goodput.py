@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from tasks.stage.progress import duration
-from tasks.stage.retry import Ledger
+from trainflow.tasks.stage.progress import duration
+from trainflow.tasks.stage.retry import Ledger
 
 KINDS = ("trained", "evaluated", "saved", "restored")
 """What a worker reports, in seconds since it began."""

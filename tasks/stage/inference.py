@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.keys import StageKey
-from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.worker import model_fields, sent_arguments
-from trainer_lib.requests import ModelRequest
+from trainer_lib.protocol.requests import ModelRequest
+from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig
+from trainflow.tasks.keys.keys import StageKey
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
 Q = TypeVar("Q", bound=ModelRequest[Any])
 

@@ -20,15 +20,15 @@ from typing import Any, Generic, cast
 
 from typing_extensions import TypeVar
 
-from tasks.stage.code_changes import describe_code
-from tasks.stage.facts import StageFacts
-from tasks.stage.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
-from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.removal import await_removal
-from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, Commit, read_commit, verify_files
+from trainflow.tasks.keys.code_changes import describe_code
+from trainflow.tasks.keys.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
+from trainflow.tasks.stage.facts import StageFacts
 
 STAGES = "stages"
 KEY_FILE = "key.json"
@@ -57,7 +57,7 @@ class StageManifest(Generic[F]):
         url: the stage's folder.
         content_digest: SHA-256 over the names and contents of the files.
         metrics: name -> number; of evaluate split -> name -> number.
-        facts: what this stage states besides, see `tasks.stage.facts`.
+        facts: what this stage states besides, see `trainflow.tasks.stage.facts`.
         reason: why it ran ("never run before", "args.seed: 1 -> 2").
         attempt: number of the attempt that succeeded, from 1.
         batch_halvings: how often the micro-batch was halved, because memory had run out.

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tasks.prefect_internals import api_log_handlers, set_up_logging
-from tasks.stage.run_link import RunLink
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
+from trainflow.tasks.prefect.prefect_internals import api_log_handlers, set_up_logging
+from trainflow.tasks.stage.run_link import RunLink
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tasks.configs import PublishConfig
-from tasks.stage import progress as _progress
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PublishFacts
-from tasks.stage.manifest import StageManifest
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.storage import Store
+from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PublishFacts
+from trainflow.tasks.stage.manifest import StageManifest
 
 
 def publication_target(config: PublishConfig, context: StageContext) -> str:

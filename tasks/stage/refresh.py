@@ -22,15 +22,15 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from tasks.configs import MaxAge
-from tasks.stage.keys import REFRESH, StageKey
-from trainer_lib.commit import read_commit
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit
+from trainflow.tasks.configs import MaxAge
+from trainflow.tasks.keys.keys import REFRESH, StageKey
 
 if TYPE_CHECKING:
-    from tasks.stage.context import StageContext
+    from trainflow.tasks.stage.context import StageContext
 
 _FOLDER = "refresh"
 _LIMIT = 4096

@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.configs import EvaluateConfig, StageSettings, TrainConfig
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.progress import StageProgress
-from tasks.stage.runner import StageAttempt
-from tasks.stage.spec_words import in_words_of_spec
-from tasks.stage.stage_code import code_of
-from tasks.stage.worker import model_fields, sent_arguments
+from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
-from trainer_lib.footprint import Estimate, Probe
 from trainer_lib.launch import LaunchConfig, launch, warm
 from trainer_lib.launch.variables import threads_of
-from trainer_lib.metric_names import read_metrics
-from trainer_lib.requests import EstimateRequest, EvaluateRequest, ProbeRequest
+from trainer_lib.protocol.footprint import Estimate, Probe
+from trainer_lib.protocol.requests import EstimateRequest, EvaluateRequest, ProbeRequest
 from trainer_lib.storage import Store
+from trainflow.tasks.configs import EvaluateConfig, StageSettings, TrainConfig
+from trainflow.tasks.keys.spec_words import in_words_of_spec
+from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.progress import StageProgress
+from trainflow.tasks.stage.runner import StageAttempt
+from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
 PROBED_STEPS = 13
 _FOLDER = "probe"

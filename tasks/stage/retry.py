@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
     DamagedError,
     HangError,
@@ -34,7 +35,6 @@ from trainer_lib.errors import (
     StoreUnreachableError,
     TrainflowError,
 )
-from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 

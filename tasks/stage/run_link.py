@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from tasks.prefect_client import quick_client
+from trainflow.tasks.prefect.prefect_client import quick_client
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -15,11 +15,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from tasks.stage import progress as _progress
-from tasks.stage.context import StageContext
-from tasks.stage.facts import StageFacts
-from tasks.stage.keys import StageKey, stage_key
-from tasks.stage.manifest import (
+from trainer_lib.errors import HangError, StorageError, StorageGoneError, TrainflowError
+from trainer_lib.locks.lease import Lease, acquire_lease
+from trainer_lib.locks.removal import REMOVING
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import write_commit
+from trainflow.tasks.keys.keys import StageKey, stage_key
+from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import StageFacts
+from trainflow.tasks.stage.manifest import (
     KEY_FILE,
     StageManifest,
     belongs_to_other_key,
@@ -28,8 +33,8 @@ from tasks.stage.manifest import (
     look_up,
     stage_store,
 )
-from tasks.stage.refresh import current_key, note_refreshed
-from tasks.stage.retry import (
+from trainflow.tasks.stage.refresh import current_key, note_refreshed
+from trainflow.tasks.stage.retry import (
     ATTEMPTS,
     Ledger,
     advise_on_memory,
@@ -40,11 +45,6 @@ from tasks.stage.retry import (
     in_task_run,
     past_by_prefect,
 )
-from trainer_lib.commit import write_commit
-from trainer_lib.errors import HangError, StorageError, StorageGoneError, TrainflowError
-from trainer_lib.locks.lease import Lease, acquire_lease
-from trainer_lib.locks.removal import REMOVING
-from trainer_lib.storage import FileEntry, Store
 
 __all__ = ["StageAttempt", "StageContext", "StageFacts", "StageManifest", "StageOutput", "run_stage", "stage_key"]
 
@@ -95,7 +95,7 @@ def run_stage(
         key: everything that decides the result.
         context: where results are kept. A stage that `context.force` names discards a committed result, and everything
             that was kept for continuing it.
-        retries: failures that may be retried, see `tasks.stage.retry`.
+        retries: failures that may be retried, see `trainflow.tasks.stage.retry`.
         max_halvings: how often the work can halve its batch when memory runs out.
         inspect: looks at a committed result beyond the stage's folder; returns what is wrong there, or None.
 

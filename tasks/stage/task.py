@@ -9,7 +9,7 @@ from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from tasks.stage.retry import DELAYS_S, JITTER, MAX_TRIES, should_retry
+from trainflow.tasks.stage.retry import DELAYS_S, JITTER, MAX_TRIES, should_retry
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ class StageTask(Task[P, R]):
 
 
 def stage_task(name: str) -> Callable[[Callable[P, R]], StageTask[P, R]]:
-    """Make a function a stage: retried as `tasks.stage.retry` decides, and without Prefect's cache.
+    """Make a function a stage: retried as `trainflow.tasks.stage.retry` decides, and without Prefect's cache.
 
     The manifest on the storage says what is done; a second cache could contradict it.
     """

@@ -1,6 +1,6 @@
 """What each stage adds to the MLflow run of its pipeline: called by the flow, also for a cached stage.
 
-So every run is whole. The model is logged once it is described (`tasks.stage.logged_models`).
+So every run is whole. The model is logged once it is described (`trainflow.tasks.model.logged_models`).
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from datetime import datetime
 
-from tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.gates import GateVerdict
-from tasks.stage.goodput import Goodput
-from tasks.stage.manifest import StageManifest
-from tasks.stage.retry import Ledger
-from tasks.tracking import TrackedRun
-from trainer_lib.json_text import parse_json
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.trackers.names import GATE_TAG, group_log, group_results
+from trainflow.tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
+from trainflow.tasks.stage.gates import GateVerdict
+from trainflow.tasks.stage.goodput import Goodput
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.retry import Ledger
+from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
 _ARTIFACT_BYTES = 64 << 20
 """Files of an evaluation larger than this stay on the storage alone."""

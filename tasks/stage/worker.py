@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from tasks.configs import LaunchSettings, StageSettings
-from tasks.runner_settings import RunnerSettings
-from tasks.stage.closure import find_root
-from tasks.stage.context import StageContext
-from tasks.stage.declared_paths import path_options
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageAttempt
-from tasks.stage.spec_words import in_words_of_spec
 from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
 from trainer_lib.launch.pool import apart
-from trainer_lib.requests import PreparedData, RecipeFile, Request
+from trainer_lib.protocol.requests import PreparedData, RecipeFile, Request
+from trainflow.tasks.code.closure import find_root
+from trainflow.tasks.configs import LaunchSettings, StageSettings
+from trainflow.tasks.keys.declared_paths import path_options
+from trainflow.tasks.keys.spec_words import in_words_of_spec
+from trainflow.tasks.settings.runner_settings import RunnerSettings
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageAttempt
 
 R = TypeVar("R")
 
@@ -99,7 +99,7 @@ def launch_on_cluster(
     Raises:
         TrainflowError: as `launch_shared`.
     """
-    from tasks.runners.mapped_launch import launch_mapped  # Prefect, which planning does without
+    from trainflow.tasks.runners.mapped_launch import launch_mapped  # Prefect, which planning does without
 
     with in_words_of_spec(request.verb):
         launch_mapped(

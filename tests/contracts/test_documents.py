@@ -59,7 +59,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 @functools.cache
 def _command_line() -> Any:
-    from flows.cli.main import application
+    from trainflow.flows.cli.main import application
 
     return typer.main.get_command(application())
 
@@ -144,8 +144,11 @@ def test_documented_make_targets_exist() -> None:
 
 
 def test_every_field_of_a_spec_is_documented() -> None:
-    from flows.spec.spec import PipelineSpec
-    from tasks import configs, notify_settings, runner_settings, sweep_settings
+    from trainflow.flows.spec import sweep_settings
+    from trainflow.flows.spec.spec import PipelineSpec
+    from trainflow.tasks import configs
+    from trainflow.tasks.settings import runner_settings
+    from trainflow.tasks.tracking import notify_settings
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     models: list[Any] = [PipelineSpec, runner_settings.RunnerSettings, notify_settings.NotifySettings]

@@ -22,7 +22,7 @@ LIGHT = HEAVY | ENGINES | VENDORS
 
 #: What the importing of packages, with every module below them, leaves out.
 PACKAGES = [
-    (("flows", "trainflow", "tasks"), HEAVY),
+    (("trainflow",), HEAVY),
     (tuple(f"trainer_lib.{name}" for name in ("arguments", "launch", "locks", "storage", "trackers")), LIGHT),
 ]
 
@@ -30,20 +30,20 @@ PACKAGES = [
 MODULES = [
     (("trainer_lib",), LIGHT | {"yaml", "tqdm", "fsspec"}),
     (("trainflow", *(f"trainer_lib.hub.{name}" for name in ("card", "huggingface", "transport"))), LIGHT),
-    (("tasks.push_to_hub",), HEAVY | {"mlflow", "huggingface_hub"}),
+    (("trainflow.tasks.push_to_hub",), HEAVY | {"mlflow", "huggingface_hub"}),
     (
         (
-            *(f"trainer_lib.{name}" for name in ("checkpoint.catalogue", "commit", "errors")),
+            *(f"trainer_lib.{name}" for name in ("checkpoint.catalogue", "storage.commit", "errors")),
             *(f"trainer_lib.callbacks.{name}" for name in ("early_stopping", "progress_bar")),
-            *(f"tasks.{name}" for name in ("configs", "stage.keys", "stage.runner")),
-            *(f"flows.{name}" for name in ("cli.main", "results", "spec.spec")),
+            *(f"trainflow.tasks.{name}" for name in ("configs", "keys.keys", "stage.runner")),
+            *(f"trainflow.flows.{name}" for name in ("cli.main", "records.results", "spec.spec")),
         ),
         HEAVY | ENGINES,
     ),
 ]
 
 #: Modules that only an extra makes importable, with the package that shows whether it is installed.
-OF_EXTRAS = {"tasks.runners.dask_tasks": "prefect_dask", "tasks.runners.ray_tasks": "prefect_ray"}
+OF_EXTRAS = {"trainflow.tasks.runners.dask_tasks": "prefect_dask", "trainflow.tasks.runners.ray_tasks": "prefect_ray"}
 
 PROGRAM = """
 import importlib, json, sys
@@ -73,7 +73,7 @@ def test_no_module_of_a_package_imports_what_the_package_leaves_out(
 ) -> None:
     modules = [name for package in packages for name in repository.modules(package)]
     assert set(packages) <= set(modules)
-    assert "tasks" not in packages or set(OF_EXTRAS) <= set(modules)
+    assert "trainflow" not in packages or set(OF_EXTRAS) <= set(modules)
     modules = [name for name in modules if name not in OF_EXTRAS or find_spec(OF_EXTRAS[name])]
     assert _broken(modules, left_out) == {}
 
@@ -95,5 +95,18 @@ def test_import_linter_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_every_package_is_listed() -> None:
-    assert set(repository.pyproject()["tool"]["setuptools"]["packages"]) == repository.packages()
+def test_every_folder_of_modules_is_a_package_that_the_wheel_holds() -> None:
+    assert {path.parent for path in repository.sources()} == {
+        path.parent for path in repository.sources() if path.stem == "__init__"
+    }
+    for house in ("flows", "tasks"):
+        assert (ROOT / "trainflow" / house).readlink() == Path("..", house)
+
+
+def test_a_project_may_have_modules_called_flows_and_tasks(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text("NAME = 'theirs'\n")
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").write_text("NAME = 'theirs'\n")
+    script = "import flows, tasks, trainflow.tasks.configs as ours; print(flows.NAME, tasks.NAME, ours.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["theirs", "theirs", "trainflow.tasks.configs"], done.stderr

@@ -17,8 +17,8 @@ from tests.support.distributed import loaded, run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
+from trainer_lib.base.outputs import EvalLoopOutput
 from trainer_lib.errors import ConfigError
-from trainer_lib.outputs import EvalLoopOutput
 
 ROWS = classification_rows(13)
 

@@ -10,7 +10,8 @@ import torch
 
 from tests.support.chaos_services import free_port
 from tests.support.distributed import RemoteFailure, run_distributed
-from trainer_lib import TrainingArguments, distributed
+from trainer_lib import TrainingArguments
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DataError
 
 SETTINGS = TrainingArguments("out", use_cpu=True, ddp_timeout=30)

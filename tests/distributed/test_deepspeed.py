@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flows.spec.spec import load_spec
 from tests.distributed.test_ddp import LOGGED, ROWS, TOKENS, train_on_poisoned_rank, train_on_tokens
 from tests.support.distributed import loaded, run_distributed
 from tests.support.repository import ROOT
@@ -29,6 +28,7 @@ from trainer_lib.arguments.deepspeed.deepspeed_config import adopt
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.deepspeed import zero_partitions
+from trainflow.flows.spec.spec import load_spec
 
 pytestmark = pytest.mark.needs("deepspeed")
 

@@ -32,8 +32,8 @@ from trainer_lib.errors import (
     from_record,
 )
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.preemption import Preemption
-from trainer_lib.requests import PreparedData, Request
+from trainer_lib.protocol.preemption import Preemption
+from trainer_lib.protocol.requests import PreparedData, Request
 
 # Rank 1 does something; rank 0 waits for it in vain. Every process leaves a line, so that attempts can be counted.
 RECIPE = """

@@ -25,7 +25,7 @@ from tests.support.launched import Owner, kept_files, patience_s, wait_until
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import PreparedData, PrepareRequest, Request
+from trainer_lib.protocol.requests import PreparedData, PrepareRequest, Request
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29500

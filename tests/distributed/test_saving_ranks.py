@@ -22,13 +22,14 @@ from tests.support.gates import Gate, until
 from tests.support.launched import wait_until
 from tests.support.toys import classification_rows
 from tests.support.training import NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import TrainerCallback, TrainingArguments, distributed
+from trainer_lib import TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.storage import Store
 

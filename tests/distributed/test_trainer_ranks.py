@@ -17,13 +17,14 @@ from torch import nn
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import final_state, trainer
-from trainer_lib import Trainer, TrainerCallback, TrainingArguments, distributed
+from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.added_files import add_files
-from trainer_lib.commit import read_commit
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import CodeError, ConfigError, OutOfMemoryError, StorageFullError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit
 
 ROWS = classification_rows(22)
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}

@@ -14,20 +14,20 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.past_runs import list_runs
-from flows.server.api import prefect_api
-from flows.server.embedded import SERVED_TAG
-from flows.server.membership import server_folder
-from flows.server.run_process import OWNER, SERVER_FOLDER
-from flows.server.schedule import Schedule
-from flows.server.serving import _deployment, _forget_planned_runs
-from flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from tests.support import police, toy
 from tests.support.command import Done, command_words, running, trainflow
 from tests.support.prefect_home import make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
+from trainflow.flows.records.past_runs import list_runs
+from trainflow.flows.server.api import prefect_api
+from trainflow.flows.server.embedded import SERVED_TAG
+from trainflow.flows.server.membership import server_folder
+from trainflow.flows.server.run_process import OWNER, SERVER_FOLDER
+from trainflow.flows.server.schedule import Schedule
+from trainflow.flows.server.serving import _deployment, _forget_planned_runs
+from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 
 # prepare and train: what a schedule has to show, in the least time.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -143,7 +143,7 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     assert again.code == 10, again.err
     [failed] = server.api("POST", "flow_runs/filter", {"flow_runs": {"state": {"type": {"any_": ["FAILED"]}}}})
     repaired.write_text("now")
-    server.prefect("flow-run", "retry", failed["id"], "--entrypoint", "flows.deployed.pipeline")
+    server.prefect("flow-run", "retry", failed["id"], "--entrypoint", "trainflow.flows.deployed.pipeline")
     assert server.api("GET", f"flow_runs/{failed['id']}")["state"]["type"] == "COMPLETED"
     assert len(trained(store)) == 2
     assert {past.status for past in list_runs(str(store))} == {"FINISHED"}
@@ -261,8 +261,8 @@ def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
         "import logging, os\n"
         "before = os.getsid(0)\n"
         "from prefect.flows import load_flow_from_entrypoint\n"
-        "served = load_flow_from_entrypoint('flows.deployed.pipeline', use_placeholder_flow=False)\n"
-        "from flows.pipeline import pipeline\n"
+        "served = load_flow_from_entrypoint('trainflow.flows.deployed.pipeline', use_placeholder_flow=False)\n"
+        "from trainflow.flows.pipeline import pipeline\n"
         "print(os.getsid(0) == before, logging.getLogger('prefect.flow_runs').filters)\n"
         "print(served.name == pipeline.name, served.parameters == pipeline.parameters, served.fn is pipeline.fn)\n"
         f"print(served.validate_parameters(dict(spec={spec!r}))['spec'].name)\n"

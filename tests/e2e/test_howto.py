@@ -22,7 +22,7 @@ import pytest
 from tests.support.command import Cli
 from tests.support.pages import Block, blocks
 from tests.support.repository import ROOT
-from trainer_lib.yaml_text import dump_yaml, parse_yaml
+from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
 
 pytestmark = pytest.mark.timeout(900)
 WINE = "trainflow init wine --quiet && mv wine/* ."

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec.spec import load_spec
-from tasks.stage import manifest as _manifests
 from tests.support.command import cli as cli
 from tests.support.once import once_per_run
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 from trainer_lib.model_folder.trusted import trust_storage
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.stage import manifest as _manifests
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,7 +25,7 @@ def _server(shared_server: None) -> None:
 @pytest.fixture(scope="session")
 def prefect_server(shared_server: None) -> Iterator[str]:
     """The URL of Prefect's API, in place for the rest of the session."""
-    from flows.server.api import prefect_api, quiet_environment
+    from trainflow.flows.server.api import prefect_api, quiet_environment
 
     quiet_environment()
     with prefect_api() as url:
@@ -46,7 +46,7 @@ def prefect_server(shared_server: None) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> Path:
     """A project that has run once; tests work on copies of it."""
-    from flows.pipeline import run_pipeline
+    from trainflow.flows.pipeline import run_pipeline
 
     def run(folder: Path) -> None:
         result = run_pipeline(load_spec(project(folder / "project"), (*IN_PROCESS, "tracking.enabled=true")))

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.full_plan import plan_in_full
-from flows.plan import Plan
-from tasks.stage import progress, runner
-from tasks.stage.stage_code import code_of
 from tests.support import toy
 from tests.support.command import Cli, Done
 from tests.support.runs import IN_PROCESS, ran, reason, run, spec_of
@@ -23,6 +19,10 @@ from tests.support.s3 import NOWHERE, S3_AWAY
 from tests.support.toy import RECIPE
 from trainer_lib.errors import ConfigError, StorageGoneError
 from trainer_lib.locks.lease import acquire_lease
+from trainflow.flows.planning.full_plan import plan_in_full
+from trainflow.flows.planning.plan import Plan
+from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.stage import progress, runner
 
 # The data has a file of its own, so that a change of the model's file does not prepare it again.
 DATA, MODEL = toy.RECIPE.split("def build_model")
@@ -319,7 +319,7 @@ def test_what_can_be_measured_trains_and_is_not_tried_again(fresh: Path, monkeyp
     [metrics] = fresh.glob("store/stages/evaluate/*/metrics.json")
     assert {"mae", "r2", "most", "most/sign/0", "rows/sign/1"} <= set(json.loads(metrics.read_text())["test"])
     # The model is there: another metric is measured, and nothing is tried before.
-    monkeypatch.setattr("flows.run_stages.rehearse_evaluation", None)
+    monkeypatch.setattr("trainflow.flows.run_stages.rehearse_evaluation", None)
     again = run(fresh, *good, "evaluate.metrics=[mae, bias]")
     again.raise_for_error()
     assert "evaluate" in ran(again)

@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flows.cli import inventory
-from flows.cli import main as cli_main
 from tests.support import toy
 from tests.support.checkpoints import save
 from tests.support.command import TRAINFLOW, Cli, Done, running, trainflow
@@ -34,6 +32,8 @@ from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
+from trainflow.flows.cli import inventory
+from trainflow.flows.cli import main as cli_main
 
 # The shortest chain that trains: two launches.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -253,7 +253,7 @@ def test_what_a_stranger_leaves_in_the_storage_or_beside_the_recipe_is_not_execu
         plant(folder, mark)
     program = tmp_path / "program" / "trainflow.py"  # as the installed script: its own folder is on the path
     program.parent.mkdir()
-    program.write_text("from flows.cli.main import main\nmain()\n")
+    program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
     environ = {"TMPDIR": str(temporary)}
     with running("run", "pipeline.yaml", *SHORT, log=tmp_path / "1", cwd=project, env=environ, program=program) as run:
         assert run.process.wait(120) == 0, run.output

@@ -25,29 +25,31 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import AwaitingRetry, Pending, Running
 
-from flows import heartbeat, prefect_runs
-from flows.cli.signals import stoppable
-from flows.ending import Ending, expect_ending
-from flows.run_record import RunRecord
-from flows.run_status import find_statuses, sweep
-from tasks.stage.manifest import StageManifest
 from tests.support.prefect_server import wait_for
 from tests.support.runs import newest_state, run
 from trainer_lib.errors import Interrupted, Preempted, TrainflowError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.records import prefect_runs
+from trainflow.flows.records.ending import Ending, expect_ending
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.runs import heartbeat
+from trainflow.flows.runs.run_status import find_statuses, sweep
+from trainflow.tasks.stage.manifest import StageManifest
 
 HERE = Holder.this_process(30.0)
 GONE = replace(HERE, started="1")
 
-# A flow as `flows.pipeline` has it, that stays in its second task until it is killed or its standard input ends. Only
-# with `--sweeps` it looks for dead runs in the background: on a slow machine it would do so before the test does.
+# A flow as `trainflow.flows.pipeline` has it, that stays in its second task until it is killed or its standard input
+# ends. Only with `--sweeps` it looks for dead runs in the background: on a slow machine it would do so before the test
+# does.
 PROGRAM = """
 import json
 import sys
-from flows import prefect_runs
-from flows.prefect_runs import created_by_this_process, own_flow_run
-from flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.records import prefect_runs
+from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
+from trainflow.flows.server.api import prefect_api, quiet_environment
 quiet_environment()
 if "--sweeps" not in sys.argv:
     prefect_runs._sweep = lambda client: []
@@ -214,7 +216,7 @@ def test_a_death_is_kept_until_the_server_that_knows_the_run_learns_of_it(
         assert warning.endswith(f"delete {alive.parent}/alive/before.json.")
     assert json.loads((alive.parent / "run.json").read_text())["status"] == "KILLED"
     # On that server it was deleted.
-    monkeypatch.setattr("flows.run_status.configured_api", lambda: "http://team:4200/api")
+    monkeypatch.setattr("trainflow.flows.runs.run_status.configured_api", lambda: "http://team:4200/api")
     assert sweep(str(tmp_path), find_statuses(str(tmp_path))) == []
     assert not list(alive.iterdir())
 

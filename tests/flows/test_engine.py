@@ -39,18 +39,23 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.server.api import prefect_api, quiet_environment
-from tasks.prefect_internals import patient_events, send_little, send_queued, settings_for_every_thread
 from tests.support import repository
 from tests.support.prefect_home import make_home
 from tests.support.prefect_server import wait_for
 from tests.support.repository import relative, sources, tree
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainflow.flows.server.api import prefect_api, quiet_environment
+from trainflow.tasks.prefect.prefect_internals import (
+    patient_events,
+    send_little,
+    send_queued,
+    settings_for_every_thread,
+)
 
 # A command with a flow inside prefect_api: each line of standard input is a further task.
 COMMAND = """
 import sys
-from flows.server.api import prefect_api, quiet_environment
+from trainflow.flows.server.api import prefect_api, quiet_environment
 quiet_environment()
 with prefect_api() as url:
     from prefect import flow, task
@@ -290,7 +295,7 @@ def test_quiet_environment_keeps_what_the_user_set_and_tells_a_proxy_to_spare_th
 
 # -- undocumented names -----------------------------------------------------------------------------------------------
 
-HOME = "tasks/prefect_internals.py"
+HOME = "tasks/prefect/prefect_internals.py"
 UNDOCUMENTED = {
     "prefect.events.clients",
     "prefect.events.worker",

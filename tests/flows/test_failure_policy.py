@@ -10,11 +10,6 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
-from flows.cli.registry import promote
-from flows.plan import Plan
-from flows.results import PipelineResult
-from tasks.stage import manifest as _manifests
-from tasks.stage import progress, task
 from tests.support.faulty import Faults
 from tests.support.mlflow_store import client, fresh_store
 from tests.support.runs import broken, ran, reason, run, spec_of
@@ -29,6 +24,11 @@ from trainer_lib.errors import (
     StorageFullError,
 )
 from trainer_lib.storage import Store
+from trainflow.flows.cli.registry import promote
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.results import PipelineResult
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import progress, task
 
 TRAINING = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
 

@@ -10,23 +10,23 @@ from typing import Any
 import fsspec
 import pytest
 
-from flows.cli import inventory
-from flows.lineage_chain import find_chain
-from flows.lineage_checks import LinkCheck, require_held, verify_chain
-from flows.past_runs import find_run
-from tasks.configs import TrackingConfig
 from tests.support.command import Cli, trainflow
 from tests.support.hub_server import HubServer
 from tests.support.runs import ran, run
-from trainer_lib.commit import write_commit
 from trainer_lib.errors import BrokenLineageError, ConfigError
 from trainer_lib.model_folder.lineage import FILE, read_lineage_file
 from trainer_lib.model_folder.locate import find_model
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers import mlflow_registry as registry
 from trainer_lib.trackers.mlflow_client import connect, connect_timed
 from trainer_lib.trackers.model_record import DIGEST_TAG
 from trainer_lib.trackers.shipper import Clock
+from trainflow.flows.cli import inventory
+from trainflow.flows.lineage.lineage_chain import find_chain
+from trainflow.flows.lineage.lineage_checks import LinkCheck, require_held, verify_chain
+from trainflow.flows.records.past_runs import find_run
+from trainflow.tasks.configs import TrackingConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

@@ -20,8 +20,6 @@ import pytest
 import torch
 
 import trainflow
-from flows.plan import Plan
-from tasks.stage.portable_model import describe_model
 from tests.support.hub_server import HubServer
 from tests.support.model_folders import remove_fetched_code
 from tests.support.pages import blocks
@@ -32,6 +30,8 @@ from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError, StorageError
 from trainer_lib.model_folder.description import FILE, read_description
 from trainer_lib.model_folder.trusted import trust_storage
+from trainflow.flows.planning.plan import Plan
+from trainflow.tasks.model.portable_model import describe_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

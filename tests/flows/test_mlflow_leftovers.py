@@ -17,10 +17,6 @@ from typing import Any
 import pytest
 from mlflow.store.tracking import sqlalchemy_store
 
-from flows.cli.signals import stoppable
-from flows.run_record import RunRecord
-from tasks.configs import TrackingConfig
-from tasks.tracking import RunHandle, TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir, tracking_uri
 from tests.support.command import Cli
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.runs import ALL, ran, run
@@ -30,6 +26,18 @@ from trainer_lib.trackers import mlflow_client, spool
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import Session
+from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.mlflow_run import (
+    RunHandle,
+    TrackedRun,
+    deliver_waiting,
+    find_waiting,
+    open_run,
+    spool_dir,
+    tracking_uri,
+)
 
 KEY = "k" * 64
 
@@ -38,7 +46,7 @@ KEY = "k" * 64
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     fresh_store(tmp_path / "storage")
     # The threads of the runs stay out of the way: the tests deliver.
-    monkeypatch.setattr("tasks.tracking.Shipper", _NoShipper)
+    monkeypatch.setattr("trainflow.tasks.tracking.mlflow_run.Shipper", _NoShipper)
     return Store.open(tmp_path / "storage")
 
 
@@ -356,7 +364,7 @@ def test_a_session_that_others_own_or_may_write_is_named_and_left(
 def test_every_user_of_a_storage_has_a_private_spool_in_a_folder_that_is_as_open_as_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.tracking.Shipper", _NoShipper)
+    monkeypatch.setattr("trainflow.tasks.tracking.mlflow_run.Shipper", _NoShipper)
     storage = Store.open(tmp_path / "shared")
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o2770)
@@ -379,7 +387,7 @@ def test_what_another_server_never_took_costs_a_later_command_a_few_seconds(
             login = "me:s3cret@" if has_password else ""
             patch.setenv("MLFLOW_TRACKING_URI", f"http://{login}127.0.0.1:{listener.getsockname()[1]}")
             start(storage, "old").finish("FINISHED")
-        monkeypatch.setattr("tasks.tracking.Shipper", Shipper)
+        monkeypatch.setattr("trainflow.tasks.tracking.mlflow_run.Shipper", Shipper)
         mlflow_client.load()  # what is measured below is the server's time
         monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "8")
         background = deliver_waiting(TrackingConfig(), storage)

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from tasks.configs import TrackingConfig
-from tasks.tracking import RunHandle, TrackedRun, default_tracking_uri, find_waiting, open_run
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.prefect_server import wait_for
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow import MLflowTracker
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.mlflow_run import RunHandle, TrackedRun, default_tracking_uri, find_waiting, open_run
 
 KEY = "k" * 64
 
@@ -238,8 +238,8 @@ def test_a_server_that_is_down_is_logged_once_and_takes_no_time(
 def test_a_run_killed_before_its_end_is_ended_by_the_next_one(storage: Store, start: Start) -> None:
     program = """
         import os, signal, sys
-        from tasks.configs import TrackingConfig
-        from tasks.tracking import open_run
+        from trainflow.tasks.configs import TrackingConfig
+        from trainflow.tasks.tracking.mlflow_run import open_run
         from trainer_lib.storage import Store
         run = open_run(TrackingConfig(), Store.open(sys.argv[1]), name="digits", pipeline_key="d" * 64, params={},
                        resume=True)
@@ -279,8 +279,8 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "storage" / "model" / "model.safetensors").write_bytes(b"x")
     code = """
         import sys
-        from tasks import tracking
-        from tasks.configs import TrackingConfig
+        from trainflow.tasks.tracking import mlflow_run as tracking
+        from trainflow.tasks.configs import TrackingConfig
         from trainer_lib.storage import Store
         assert "mlflow" not in sys.modules
         storage = Store.open(sys.argv[1])

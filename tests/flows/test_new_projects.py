@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flows.cli.main import main
-from flows.lineage_chain import find_chain
-from flows.lineage_checks import verify_chain
-from flows.new_project.starting import write_project
-from flows.pipeline import run_pipeline
-from flows.spec.spec import load_spec
-from tasks.configs import TrackingConfig
 from tests.support.model_folders import remove_fetched_code
 from tests.support.repository import ROOT
 from tests.support.runs import ALL, IN_PROCESS, ran, reason, run
 from tests.support.toy import RECIPE, project
 from trainer_lib import load_model
 from trainer_lib.model_folder.lineage import read_lineage_file
-from trainer_lib.recipe_names import ABOUT
+from trainer_lib.protocol.recipe_names import ABOUT
 from trainer_lib.recipes.causal_models import new_causal_model
 from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
 from trainer_lib.storage import Store
+from trainflow.flows.cli.main import main
+from trainflow.flows.lineage.lineage_chain import find_chain
+from trainflow.flows.lineage.lineage_checks import verify_chain
+from trainflow.flows.new_project.starting import write_project
+from trainflow.flows.pipeline import run_pipeline
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.configs import TrackingConfig
 
 SMALL = (
     "limit=24",

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
-from flows.run_status import find_statuses, sweep
-from tasks.notify_settings import NotifySettings
-from tasks.notifying import Message, send
 from tests.support.runs import broken, run
 from trainer_lib.errors import CodeError
+from trainflow.flows.runs.run_status import find_statuses, sweep
+from trainflow.tasks.tracking.notify_settings import NotifySettings
+from trainflow.tasks.tracking.notifying import Message, send
 
 
 @contextlib.contextmanager

@@ -16,22 +16,23 @@ import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
 
-from flows.cli import presentation
-from flows.deployed import pipeline as deployed_pipeline
-from flows.past_runs import list_runs
-from flows.pipeline import run_pipeline
-from flows.plan import Plan, StagePlan, StageReason, explain
-from flows.server.serving import _deployment
-from flows.spec.spec import load_spec
-from flows.stages import find_stage, stage_names
-from tasks.stage import closure, progress
-from tasks.stage import progress as _progress
-from tasks.stage.resolver import Resolver
 from tests.support.runs import ALL, broken, newest_flow_run, ran, reason, run, spec_of
 from tests.support.toy import RECIPE, project
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.launch import LaunchConfig, config
+from trainflow.flows.cli import presentation
+from trainflow.flows.deployed import pipeline as deployed_pipeline
+from trainflow.flows.pipeline import run_pipeline
+from trainflow.flows.planning.plan import Plan, StagePlan, StageReason, explain
+from trainflow.flows.records.past_runs import list_runs
+from trainflow.flows.server.serving import _deployment
+from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.stages import find_stage, stage_names
+from trainflow.tasks.code import closure
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage import progress
+from trainflow.tasks.stage import progress as _progress
 
 AFTER_TRAIN = ALL - {"prepare-data"}
 

@@ -19,17 +19,6 @@ from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelling
 
-from flows import prefect_artifacts, run_images, run_record
-from flows.past_runs import list_runs
-from flows.pipeline import run_pipeline
-from flows.plan import Plan, explain
-from flows.results import PipelineResult
-from flows.spec.spec import load_spec
-from tasks.prefect_client import quick_client
-from tasks.stage import manifest as _manifests
-from tasks.stage import progress as _progress
-from tasks.stage import run_link
-from tasks.stage.manifest import StageManifest
 from tests.support.command import trainflow
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.runs import (
@@ -46,6 +35,17 @@ from tests.support.runs import (
 from tests.support.toy import project
 from trainer_lib.errors import CodeError, Interrupted
 from trainer_lib.storage import Store
+from trainflow.flows.pipeline import run_pipeline
+from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.records.past_runs import list_runs
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports import prefect_artifacts, run_images, run_record
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.prefect.prefect_client import quick_client
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage import run_link
+from trainflow.tasks.stage.manifest import StageManifest
 
 PATIENCE_S = 60.0
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import terminal
 from tests.support.runs import run
 from tests.support.toy import RECIPE, project
+from trainflow.flows.cli import terminal
 
 SAY = """
 import json, logging, os, pathlib, sys

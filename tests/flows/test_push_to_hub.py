@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 
-from tasks.configs import PublishConfig
-from tasks.push_to_hub import push_to_hub
-from tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from tasks.stage.keys import publish_key, stage_key
-from tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 from tests.support.hub_server import HubServer
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.requests import PreparedSplit
+from trainer_lib.protocol.requests import PreparedSplit
+from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.keys.keys import publish_key, stage_key
+from trainflow.tasks.push_to_hub import push_to_hub
+from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
+from trainflow.tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 

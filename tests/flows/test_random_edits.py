@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flows.spec import checks
 from tests.support.recipe_edits import Counts, check, compare_plans_with_runs
+from trainflow.flows.spec import checks
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

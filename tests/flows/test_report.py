@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from flows.charts import MAX_POINTS, draw_charts
-from flows.cli.presentation import summary, where
-from flows.plan_record import Comparison
-from flows.report import render_report
-from flows.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
-from flows.results import PipelineResult, StageOutcome
-from flows.stages import find_stage
-from tasks.stage.facts import PublishFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.outcome_tables import Outcome
 from tests.support.repository import ROOT
 from trainer_lib.trackers.mlflow_registry import Registered, Registration, Score, Verdict
+from trainflow.flows.cli.presentation import summary, where
+from trainflow.flows.records.plan_record import Comparison
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.reports.charts import MAX_POINTS, draw_charts
+from trainflow.flows.reports.report import render_report
+from trainflow.flows.reports.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
+from trainflow.flows.stages import find_stage
+from trainflow.tasks.model.outcome_tables import Outcome
+from trainflow.tasks.stage.facts import PublishFacts
+from trainflow.tasks.stage.manifest import StageManifest
 
 MEASURED = ("prepare-data", "evaluate")
 VOID = {"meta", "br", "img", "input", "link", "hr"}
@@ -315,7 +315,7 @@ def test_a_failure_is_told_with_its_remedy_and_a_run_without_anything_is_a_page_
 def test_drawing_leaves_no_trace_in_matplotlib_and_needs_no_pyplot() -> None:
     code = """if 1:
         import sys, matplotlib
-        from flows.charts import draw_charts
+        from trainflow.flows.reports.charts import draw_charts
         names = [name for name in matplotlib.rcParams if name != "backend"]  # looking at that one imports pyplot
         before = [matplotlib.rcParams[name] for name in names]
         draw_charts([{"step": 1, "loss": 1.0}])

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flows.lineage_chain import find_chain
-from flows.pipeline import run_pipeline
-from flows.prove_resume import seal_holds
-from flows.reproduction import Outcome, Question, Reproduction, open_scratch
-from flows.results import PipelineResult
-from flows.spec.spec import PipelineSpec
-from tasks.stage import made_with
 from tests.support import toy
 from tests.support.command import Cli, trainflow
 from tests.support.runs import broken, run
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.worker.measure import measure_arrays
+from trainflow.flows.lineage.lineage_chain import find_chain
+from trainflow.flows.lineage.reproduction import Outcome, Question, Reproduction, open_scratch
+from trainflow.flows.pipeline import run_pipeline
+from trainflow.flows.planning.prove_resume import seal_holds
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.model import versions
 
 
 def _run(folder: Path) -> str:
@@ -87,7 +87,7 @@ def test_other_numbers_are_measured_and_judged_by_the_tolerance(folder: Path, tm
 def test_other_versions_and_other_data_are_named_before_it_begins(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made_with, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
+    monkeypatch.setattr(versions, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
     said: list[str] = []
     (folder / "rows.csv").write_text("1\n")
     result = run(folder, f"prepare.sources=[{folder / 'rows.csv'}]")

@@ -14,28 +14,28 @@ from prefect.serializers import JSONSerializer
 from pydantic import Field
 
 from examples.own_flow.flow import count_rows, own_flow
-from flows import stages
-from flows.cli import presentation
-from flows.plan import Plan, explain
-from flows.results import PipelineResult
-from flows.spec.spec import PipelineSpec, load_spec
-from flows.stages import Stage
-from tasks.configs import Launch, LaunchSettings, StageSettings, setting
-from tasks.stage import manifest as _manifests
-from tasks.stage import progress
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, StageFacts
-from tasks.stage.keys import StageKey, settings_fields, stage_key
-from tasks.stage.manifest import StageManifest
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.task import stage_task
-from tasks.stage.worker import common_fields, launch_request
-from tasks.tracking import TrackedRun
 from tests.support.runs import ran, reason, run, spec_of
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
-from trainer_lib.requests import PreparedSplit, Request
+from trainer_lib.protocol.requests import PreparedSplit, Request
 from trainer_lib.storage import FileEntry, Store
+from trainflow.flows import stages
+from trainflow.flows.cli import presentation
+from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.stages import Stage
+from trainflow.tasks.configs import Launch, LaunchSettings, StageSettings, setting
+from trainflow.tasks.keys.keys import StageKey, settings_fields, stage_key
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import progress
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts, StageFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.task import stage_task
+from trainflow.tasks.stage.worker import common_fields, launch_request
+from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
 # -- the verb: what the worker does -----------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ ROW = Stage(
 def six_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = stages.TABLE[:2], stages.TABLE[2:]
     monkeypatch.setattr(stages, "TABLE", (*before, ROW, *after))
-    monkeypatch.setattr("flows.spec.spec.PipelineSpec", SixStagesSpec)
+    monkeypatch.setattr("trainflow.flows.spec.spec.PipelineSpec", SixStagesSpec)
     verb = ModuleType("trainer_lib.worker.count_rows")
     verb.run = count_in_worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, verb.__name__, verb)

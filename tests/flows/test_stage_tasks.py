@@ -21,20 +21,6 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, LogFilter, LogFilterTaskRunId
 from prefect.runtime import task_run
 
-from tasks.stage import manifest as _manifests
-from tasks.stage import progress as _progress
-from tasks.stage import task as _task
-from tasks.stage.facts import StageFacts
-from tasks.stage.keys import StageKey
-from tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
-from tasks.stage.runner import (
-    StageAttempt,
-    StageContext,
-    StageOutput,
-    run_stage,
-    stage_key,
-)
-from tasks.stage.task import stage_task
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -46,6 +32,20 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.locks.lease import _take_epoch
+from trainflow.tasks.keys.keys import StageKey
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage import task as _task
+from trainflow.tasks.stage.facts import StageFacts
+from trainflow.tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
+from trainflow.tasks.stage.runner import (
+    StageAttempt,
+    StageContext,
+    StageOutput,
+    run_stage,
+    stage_key,
+)
+from trainflow.tasks.stage.task import stage_task
 
 Work = Callable[[StageAttempt], StageOutput]
 
@@ -414,7 +414,7 @@ def test_of_two_processes_one_works_and_the_other_takes_its_result(local: str) -
 
 CRASH = """
 import os, signal, sys
-from tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
+from trainflow.tasks.stage.runner import StageContext, StageOutput, run_stage, stage_key
 
 def work(attempt):
     attempt.store.write_bytes("checkpoints/c1", b"kept")

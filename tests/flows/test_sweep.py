@@ -15,8 +15,6 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter
 
 import trainflow
-from flows.spec.spec import load_spec
-from flows.sweeps.sweeping import run_sweep
 from tests.support import toy
 from tests.support.command import command_words
 from tests.support.command import trainflow as command
@@ -24,6 +22,8 @@ from tests.support.pages import blocks
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.gpu_selection import num_cores
+from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.sweeps.sweeping import run_sweep
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
 SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x.float())", "y = self.linear(x.float()) + self.shift").replace(
@@ -159,7 +159,11 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
     def kill_one(event: Mapping[str, Any]) -> None:
         events.append(event)
         if [each["event"] for each in events].count("began") == 1 and event["event"] == "began":
-            slots = [each for each in psutil.Process().children() if "flows.sweeps.trial_slot" in command_words(each)]
+            slots = [
+                each
+                for each in psutil.Process().children()
+                if "trainflow.flows.sweeps.trial_slot" in command_words(each)
+            ]
             slots[0].kill()
 
     result = run_sweep(spec.settings, listener=kill_one)

@@ -22,39 +22,46 @@ from prefect.client.orchestration import get_client
 from prefect.flow_engine import FlowRunEngine
 from prefect.states import Running
 
-from flows import pipeline as _pipeline
-from flows import pipeline as module
-from flows.cli.resume import _choose
-from flows.heartbeat import read_signs
-from flows.past_runs import PastRun, describe_changes, list_runs, read_record, run_folder, write_record
-from flows.pipeline import run_pipeline
-from flows.plan import Plan
-from flows.prefect_runs import OwnFlowRun, own_flow_run
-from flows.recorded_spec import read_recorded_spec
-from flows.results import PipelineResult
-from flows.resumption import require_sources
-from flows.spec.spec import PipelineSpec, load_spec
-from flows.stages import all_stages
-from flows.still_forced import find_still_forced
-from flows.unchanged import result_if_unchanged
-from tasks.stage import manifest as _manifests
-from tasks.stage import progress
 from tests.support import toy
 from tests.support.command import Cli, trainflow
 from tests.support.runs import ALL, IN_PROCESS, broken, ran, run
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, NewerVersionError, TrainflowError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
-from trainer_lib.yaml_text import parse_yaml
+from trainer_lib.storage.commit import COMMIT
+from trainflow.flows import pipeline as _pipeline
+from trainflow.flows import pipeline as module
+from trainflow.flows.cached_run import result_if_unchanged
+from trainflow.flows.cli.resume import _choose
+from trainflow.flows.pipeline import run_pipeline
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import (
+    PastRun,
+    describe_changes,
+    list_runs,
+    read_record,
+    run_folder,
+    write_record,
+)
+from trainflow.flows.records.prefect_runs import OwnFlowRun, own_flow_run
+from trainflow.flows.records.recorded_spec import read_recorded_spec
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.runs.forced_on_resume import find_still_forced
+from trainflow.flows.runs.heartbeat import read_signs
+from trainflow.flows.runs.resumption import require_sources
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.stages import all_stages
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import progress
 
 GONE = replace(Holder.this_process(30.0), started="1")
 
 # Ends with 3 if anything of Prefect, MLflow or torch was imported.
 PROGRAM = """
 import sys
-from flows.cli.main import main
+from trainflow.flows.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:

@@ -53,7 +53,7 @@ def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_pa
     """And the flow's parameters are serialized without fastapi."""
     code = (
         "import sys\n"
-        "from flows.spec.spec import load_spec\n"
+        "from trainflow.flows.spec.spec import load_spec\n"
         f"spec = {str(project(tmp_path / 'project'))!r}\n"
         "load_spec(spec)\n"
         "try:\n"
@@ -61,7 +61,7 @@ def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_pa
         "except ValueError as error:\n"
         "    print(error)\n"
         "print(sorted({'prefect', 'mlflow', 'torch', 'pyarrow', 'numpy'} & set(sys.modules)))\n"
-        "from flows.pipeline import pipeline\n"
+        "from trainflow.flows.pipeline import pipeline\n"
         "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
         "print('fastapi' in sys.modules)"
     )

@@ -13,7 +13,7 @@ from tests.support.repository import ROOT
 
 _CLEANING = """
     import sys, time
-    from flows.garbage import find_garbage, remove_garbage
+    from trainflow.flows.runs.garbage import find_garbage, remove_garbage
     storage = sys.argv[1]
     print("ready", flush=True)
     sys.stdin.readline()
@@ -37,7 +37,7 @@ _RUNS = """
     # names the folder in its record, and only then looks for the result; without one it makes it again under the lease.
     import hashlib, json, sys, time
     from dataclasses import asdict
-    from tasks.stage.manifest import look_up
+    from trainflow.tasks.stage.manifest import look_up
     from trainer_lib.locks.removal import leave_mark
     from tests.support.recorded import commit_stage, key_of
     from trainer_lib.locks.lease import Holder, acquire_lease

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from flows.results import flat_metrics
 from tests.support.command import engine, running, trainflow
 from tests.support.launched import wait_until
 from tests.support.mlflow_store import fresh_store, points
 from tests.support.sweeps import SLOW_RECIPE, attempts, checkpoints, sweep_project
 from tests.support.toy import RECIPE, project
 from trainer_lib.errors import Interrupted
+from trainflow.flows.records.results import flat_metrics
 
 SLOW = RECIPE.replace(
     "        def forward(self, x, labels=None):\n",
@@ -50,12 +50,12 @@ publish: {enabled: false}
 TRAINING = """
 import json, sys
 from dataclasses import asdict, replace
-from flows.plan import Plan
-from flows.spec.spec import load_spec
-from tasks.prepare_data import prepare_data
-from tasks.stage.keys import train_key
-from tasks.tracking import open_run
-from tasks.train import train
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.prepare_data import prepare_data
+from trainflow.tasks.keys.keys import train_key
+from trainflow.tasks.tracking.mlflow_run import open_run
+from trainflow.tasks.train import train
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 

@@ -23,7 +23,7 @@ from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Pree
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.locks import tickets
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")
 

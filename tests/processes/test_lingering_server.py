@@ -16,11 +16,11 @@ import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from flows.server import embedded, membership
-from flows.server.membership import Membership
 from tests.support.prefect_home import make_home
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.file_lock import is_locked
+from trainflow.flows.server import embedded, membership
+from trainflow.flows.server.membership import Membership
 
 
 # ------------------------------------------------------------------------------------------------ the locks alone

@@ -16,7 +16,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.command import running, trainflow
 from tests.support.launched import wait_until
 from tests.support.model_folders import publish_line, remove_fetched_code
@@ -25,6 +24,7 @@ from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
 from trainer_lib.locks.lease import Holder
+from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 HERE = LaunchConfig(kind="in_process", processes=1)
 ROWS = [{"id": f"r{n}", "x": [n / 100]} for n in range(120)]

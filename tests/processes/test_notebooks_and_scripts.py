@@ -106,7 +106,8 @@ SCRIPT = """
 import atexit, gc, json, os, sys
 import torch
 import torch.distributed as dist
-from trainer_lib import TrainingArguments, distributed
+from trainer_lib import TrainingArguments
+from trainer_lib.distributed import communicator as distributed
 
 distributed.init(TrainingArguments("out", use_cpu=True))  # alone: imports what it needs, and forms nothing
 os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "2"

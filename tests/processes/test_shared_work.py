@@ -27,8 +27,7 @@ from tests.support.repository import ROOT
 from tests.support.searching import rate, search_trainer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import read_commit, verify_files, write_commit
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, LeaseLostError, StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.hub.folder import FolderHub
@@ -36,8 +35,9 @@ from trainer_lib.launch import LaunchConfig, launch, launch_workers
 from trainer_lib.launch.pool import apart
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.requests import PreparedData, RecipeFile
+from trainer_lib.protocol.requests import PreparedData, RecipeFile
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit, verify_files, write_commit
 
 SUMS_ONLY = """
 def metric_sums(p):
@@ -245,7 +245,7 @@ import os, sys, torch
 from tests.support.checkpoints import untrained
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.storage import Store
 
 root = Store.open(sys.argv[1])

@@ -35,7 +35,7 @@ from trainer_lib.errors import (
 )
 from trainer_lib.launch import LaunchConfig, launch_workers, resolve_config
 from trainer_lib.launch.pool import apart
-from trainer_lib.requests import PreparedData, Request
+from trainer_lib.protocol.requests import PreparedData, Request
 
 
 class FakeSlurm:

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.new_rows import NewRows, RowsJob, predict_new_rows
 from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.repository import ROOT
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
+from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 BERT = {
     "config": {

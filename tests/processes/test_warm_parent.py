@@ -25,7 +25,7 @@ from trainer_lib.guard import Process
 from trainer_lib.launch import LaunchConfig, gpu_selection, launch, warm
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.warm import SWITCH
-from trainer_lib.requests import PreparedData
+from trainer_lib.protocol.requests import PreparedData
 from trainer_lib.worker import warm_parent
 
 ONE = LaunchConfig(kind="process", processes=1, grace_s=2.0)

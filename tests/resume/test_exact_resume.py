@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, ExportableState, Trainer, TrainerCallback
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.storage.commit import COMMIT
 from trainer_lib.storage.remote import RemoteBackend
 
 ROWS = classification_rows(22)

@@ -18,10 +18,11 @@ from tests.support.checkpoints import checkpoints
 from tests.support.distributed import RemoteFailure, run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import Note, arguments, assert_equal, final_state
-from trainer_lib import Trainer, TrainerCallback, distributed
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.collators import default_data_collator
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Preempted, from_record
 from trainer_lib.storage import Store
 

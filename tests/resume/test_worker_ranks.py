@@ -9,7 +9,7 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.errors import CodeError
-from trainer_lib.requests import PreparedData
+from trainer_lib.protocol.requests import PreparedData
 
 
 def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, prepared_data: PreparedData) -> None:

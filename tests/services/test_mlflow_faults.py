@@ -13,8 +13,6 @@ from unittest import mock
 
 import pytest
 
-from tasks.configs import TrackingConfig
-from tasks.tracking import TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir
 from tests.support.launched import wait_until
 from tests.support.mlflow_proxy import Proxy, mlflow_server
 from tests.support.mlflow_store import client, points, runs
@@ -22,6 +20,8 @@ from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client, shipper
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.mlflow import MLflowTracker
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.mlflow_run import TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir
 
 PATIENCE_S = 5 + 3  # a second for each of five stages, and what a busy machine adds
 

@@ -23,14 +23,14 @@ from tests.support.mlflow_proxy import answering, mlflow_server
 from tests.support.mlflow_store import client
 from tests.support.model_folders import publish_line
 from tests.support.tiny_models import bert, tokenizer
-from trainer_lib.commit import content_digest
+from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder import pyfunc
 from trainer_lib.model_folder.description import FILE, Places, read_description
 from trainer_lib.model_folder.locate import PIN, model_digest
-from trainer_lib.records import to_record
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers import mlflow_models
 from trainer_lib.trackers.mlflow_client import RefusedError, connect_timed
 from trainer_lib.trackers.mlflow_models import deliver_model, download_model, send_model

@@ -20,14 +20,6 @@ from unittest import mock
 import pytest
 import sqlalchemy.event
 
-from flows.plan import Plan
-from flows.results import PipelineResult
-from flows.run_record import RunRecord
-from flows.spec.spec import load_spec
-from tasks.configs import TrackingConfig
-from tasks.follow.evaluations import Evaluation
-from tasks.follow.points import RunPoints
-from tasks.tracking import TrackedRun, find_waiting, open_run
 from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.toy import project
 from tests.support.toys import classification_rows
@@ -36,6 +28,14 @@ from trainer_lib.storage import Store
 from trainer_lib.trackers import mlflow_client, shipper
 from trainer_lib.trackers.mlflow import MLflowTracker
 from trainer_lib.trackers.spool import Session, own_spool
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.follow.evaluations import Evaluation
+from trainflow.tasks.follow.points import RunPoints
+from trainflow.tasks.tracking.mlflow_run import TrackedRun, find_waiting, open_run
 
 
 @pytest.fixture

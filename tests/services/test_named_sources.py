@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from tasks.stage.sources import fingerprints
 from tests.support import tiny
 from tests.support.hub_server import HubServer
 from tests.support.named_recipes import prepare_sources
@@ -21,9 +20,10 @@ from tests.support.s3 import S3Server
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError, StorageError, StoreUnreachableError
-from trainer_lib.recipe_names import recipe_file
-from trainer_lib.requests import PrepareRequest, RecipeFile
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.storage import Store
+from trainflow.tasks.keys.sources import fingerprints
 
 Put = Callable[[dict[str, bytes]], str]
 NAME = "org/wine"

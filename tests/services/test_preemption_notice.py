@@ -17,9 +17,9 @@ import psutil
 import pydantic
 import pytest
 
-from tasks.configs import PreemptionSettings
 from tests.support.launched import wait_until
-from trainer_lib.preemption import NoticeWatch, Preemption, find_notice
+from trainer_lib.protocol.preemption import NoticeWatch, Preemption, find_notice
+from trainflow.tasks.configs import PreemptionSettings
 
 
 class _Metadata(http.server.BaseHTTPRequestHandler):

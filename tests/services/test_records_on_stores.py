@@ -13,17 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-from flows.cli.runs import _compared_lines
-from flows.garbage import find_garbage
-from flows.past_runs import find_run, list_runs
-from flows.plan_record import write_half
-from flows.run_details import RunDetails, read_details
-from flows.run_logs import LogReader, follow_lines, keep_logs
-from flows.run_names import name_run
-from flows.server.new_data import Watch
-from flows.spec.spec import PipelineSpec
-from tasks.stage.progress import publish
-from tasks.stage.sources import fingerprints
 from tests.support.following import FollowedStage
 from tests.support.recorded import (
     collect,
@@ -37,9 +26,20 @@ from tests.support.recorded import (
 )
 from tests.support.s3 import S3Server
 from trainer_lib.checkpoint.catalogue import rotate_checkpoints
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
+from trainflow.flows.cli.runs import _compared_lines
+from trainflow.flows.records.past_runs import find_run, list_runs
+from trainflow.flows.records.plan_record import write_half
+from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
+from trainflow.flows.records.run_names import name_run
+from trainflow.flows.runs.garbage import find_garbage
+from trainflow.flows.runs.run_details import RunDetails, read_details
+from trainflow.flows.server.new_data import Watch
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.keys.sources import fingerprints
+from trainflow.tasks.stage.progress import publish
 
 
 @pytest.fixture(params=["file", "s3"])

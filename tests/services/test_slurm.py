@@ -17,7 +17,7 @@ from tests.support.launched import Owner, wait_until
 from tests.support.repository import ROOT
 from tests.support.slurm_cluster import slurm_cluster
 from trainer_lib.errors import ConfigError, Interrupted
-from trainer_lib.requests import PreparedData
+from trainer_lib.protocol.requests import PreparedData
 
 pytestmark = [pytest.mark.needs("slurm"), pytest.mark.timeout(400)]
 

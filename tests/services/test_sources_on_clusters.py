@@ -149,7 +149,7 @@ def test_no_cluster_at_the_address(tmp_path: Path, nowhere: Place) -> None:
 def test_prefect_has_the_workers_as_tasks_of_the_flow_run(tmp_path: Path, place: Place) -> None:
     from prefect.client.orchestration import get_client
 
-    from flows.server.api import prefect_api
+    from trainflow.flows.server.api import prefect_api
 
     assert place.prepare(project(tmp_path / "project")).code == 0
     with prefect_api(), get_client(sync_client=True) as client:
@@ -216,7 +216,7 @@ def test_machines_that_cannot_do_the_work_are_refused_before_anything_is_placed(
 ) -> None:
     import platform
 
-    from tasks.runners import clusters, dask_tasks
+    from trainflow.tasks.runners import clusters, dask_tasks
 
     monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "11", "9"))
     monkeypatch.setattr(clusters, "PREFECT_API_URL", SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api"))

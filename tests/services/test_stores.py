@@ -24,12 +24,12 @@ from tests.support.faulty import Faults
 from tests.support.repository import ROOT
 from tests.support.tensor_zoo import NAME, assert_same, save, zoo
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.commit import COMMIT, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError, StorageFullError
 from trainer_lib.locks import claim
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage import ranges as ahead
+from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, withdraw_folder, write_commit
 
 
 def sizes(store: Store, folder: str = "") -> list[tuple[str, int]]:
@@ -364,7 +364,7 @@ HOLD = """
 import sys
 from trainer_lib.errors import TrainflowError
 from trainer_lib.locks.lease import acquire_lease
-from trainer_lib.commit import write_commit
+from trainer_lib.storage.commit import write_commit
 from trainer_lib.storage import Store
 
 store = Store.open(sys.argv[1])

@@ -18,9 +18,9 @@ from tests.support.hub_server import HubServer, Repo
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.yaml_text import parse_yaml
 
 # huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")

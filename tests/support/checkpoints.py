@@ -14,9 +14,9 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimiz
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.commit import write_commit
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from unittest import mock
 import psutil
 import pytest
 
-TRAINFLOW = [sys.executable, "-c", "from flows.cli.main import main; main()"]
+TRAINFLOW = [sys.executable, "-c", "from trainflow.flows.cli.main import main; main()"]
 
 
 def command_words(process: psutil.Process) -> list[str]:
@@ -57,8 +57,8 @@ Cli = Callable[..., Done]
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
     """The command in the test's process, which is done in a twentieth of the time."""
-    from flows.cli.main import main
-    from tasks.stage import manifest
+    from trainflow.flows.cli.main import main
+    from trainflow.tasks.stage import manifest
 
     def run(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
         code: object = 0
@@ -147,7 +147,7 @@ def engine(home: Path) -> Iterator[dict[str, str]]:
     """
     program = (
         "import sys\n"
-        "from flows.server.api import prefect_api, quiet_environment\n"
+        "from trainflow.flows.server.api import prefect_api, quiet_environment\n"
         "quiet_environment()\n"
         "with prefect_api():\n"
         "    print('up', flush=True)\n"

@@ -21,11 +21,11 @@ from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact,
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.commit import verify_files, withdraw_folder
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import StorageFullError, TrainflowError
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import verify_files, withdraw_folder
 
 
 def state(step: int, *, large: bool = False) -> Snapshot:

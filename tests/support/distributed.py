@@ -85,8 +85,9 @@ def run_distributed(
 
     `fn` is a module-level function; arguments and results are pickled (they are the test's own). The environment has
     RANK, WORLD_SIZE and so on set as torchrun sets them, but forming the group is left to `fn`
-    (`trainer_lib.distributed.init`); it is ended afterwards. The exception of the rank that failed first is raised
-    here, with the remote traceback as a note. A run longer than `timeout_s` fails with every child's stack on stderr.
+    (`trainer_lib.distributed.communicator.init`); it is ended afterwards. The exception of the rank that failed first
+    is raised here, with the remote traceback as a note. A run longer than `timeout_s` fails with every child's stack on
+    stderr.
     """
     _keep_sockets_out_of_tmp()
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -207,7 +208,7 @@ def _child(
 
     try:
         answer = _answer(call)  # the error and its frames, which may hold tensors of collectives, are gone
-        from trainer_lib import distributed
+        from trainer_lib.distributed import communicator as distributed
 
         distributed.shutdown()
         connection.send(answer)

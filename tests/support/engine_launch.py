@@ -10,7 +10,7 @@ import pytest
 from tests.support.launched import wait_until
 from trainer_lib.errors import TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 
 
 class Launch:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from tasks.configs import LaunchSettings, TrainConfig
-from tasks.follow import follower as module
-from tasks.follow.follower import Follower, Job, Listener, check_settings
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
 from tests.support.checkpoints import save_untrained
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.locks.keeping import is_kept
-from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedSplit
+from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedSplit
 from trainer_lib.storage import Store
+from trainflow.tasks.configs import LaunchSettings, TrainConfig
+from trainflow.tasks.follow import follower as module
+from trainflow.tasks.follow.follower import Follower, Job, Listener, check_settings
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
 
 LOSSES = {1: 0.5, 2: 0.2, 3: 0.3, 4: 0.2, 5: math.nan}
 Measure = Callable[[EvaluateCheckpointRequest], CheckpointMetrics]

@@ -19,6 +19,7 @@ from torch import nn
 from tests.support.checkpoints import save, trained
 from tests.support.fuzz import Target, in_json, in_safetensors, in_torch_file
 from tests.support.hostile import saved
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.foreign.parameters import derive_names, list_slots
@@ -30,15 +31,14 @@ from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit, verify_files, write_commit
+from trainer_lib.distributed.sharding import Rows
 from trainer_lib.errors import DamagedError
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.claim import WRITING, read_claim
 from trainer_lib.locks.lease import Holder, find_holder
 from trainer_lib.locks.readers import list_readers
-from trainer_lib.sharding import Rows
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit, verify_files, write_commit
 from trainer_lib.trainer.history import StepHistory
 
 Read = Callable[[bytes], object]

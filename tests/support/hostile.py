@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from trainer_lib.commit import COMMIT, read_commit, write_commit
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, read_commit, write_commit
 
 
 class Evil:

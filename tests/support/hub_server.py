@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from trainer_lib.yaml_text import YamlProblem, parse_yaml
+from trainer_lib.base.yaml_text import YamlProblem, parse_yaml
 
 LFS_SUFFIXES = (".safetensors", ".parquet", ".bin")
 LFS_BYTES = 1 << 20

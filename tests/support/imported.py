@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import ImportRequest, ImportResult, RecipeFile
+from trainer_lib.protocol.requests import ImportRequest, ImportResult, RecipeFile
 
 SETTINGS: dict[str, Any] = {
     "logging_strategy": "steps",

@@ -18,10 +18,10 @@ import psutil
 
 from tests.support.command import command_words
 from tests.support.repository import ROOT
+from trainer_lib.base.records import to_record
 from trainer_lib.errors import TrainflowError
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.records import to_record
-from trainer_lib.requests import RecipeFile, Request, read_request
+from trainer_lib.protocol.requests import RecipeFile, Request, read_request
 
 # A recipe without torch: it writes a file when it is ready, leaves a grandchild in a session of its own, and waits.
 WAITING_RECIPE = """

@@ -12,7 +12,7 @@ import torch
 
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
 

@@ -16,18 +16,18 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from flows.plan import Plan
-from flows.spec.spec import load_spec
-from tasks.stage import manifest as _manifests
-from tasks.stage import stage_code
-from tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, PublishFacts, StageFacts, TrainFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.publication import publication_target
-from tasks.stage.reach import Code, Reach
-from tasks.stage.resolver import Resolver
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from trainer_lib.hub.base import Content
 from trainer_lib.hub.transport import open_hub
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.code.reach import Code, Reach
+from trainflow.tasks.keys import stage_code
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, PublishFacts, StageFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.publication import publication_target
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 
 STAGES = ("prepare-data", "train", "evaluate", "predict")
 ENTRIES = ("prepare", "build_model", "collate", "compute_metrics", "prediction_columns")

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flows.garbage import Garbage, find_garbage, remove_garbage
-from flows.past_runs import list_runs
-from flows.spec.spec import PipelineSpec
-from tasks.stage.facts import StageFacts
-from tasks.stage.keys import StageKey, stage_key
-from tasks.stage.manifest import stage_store
-from trainer_lib.commit import write_commit
-from trainer_lib.records import to_record
+from trainer_lib.base.records import to_record
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
+from trainflow.flows.records.past_runs import list_runs
+from trainflow.flows.runs.garbage import Garbage, find_garbage, remove_garbage
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.keys.keys import StageKey, stage_key
+from trainflow.tasks.stage.facts import StageFacts
+from trainflow.tasks.stage.manifest import stage_store
 
 STAGES = ("prepare-data", "train", "evaluate")
 _FACTS: dict[str, dict[str, Any]] = {"prepare-data": {"splits": {}}, "predict": {"rows": 1, "split": "test"}}

@@ -36,15 +36,20 @@ def pyproject() -> dict[str, Any]:
 def packages() -> set[str]:
     """Dotted names of the folders that hold an `__init__.py`."""
     inits = (init for house in HOUSES for init in (ROOT / house).rglob("__init__.py"))
-    return {".".join(init.parent.relative_to(ROOT).parts) for init in inits}
+    return {_dotted(init.parent) for init in inits}
+
+
+def _dotted(path: Path) -> str:
+    """The name by which a file or folder is imported: `trainflow` has links to the houses `flows` and `tasks`."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return f"trainflow.{name}" if name.split(".")[0] in ("flows", "tasks") else name
 
 
 def modules(package: str) -> list[str]:
     """Dotted names of a package's modules, itself first, `__main__` left out."""
     names = []
-    for path in sources(*package.split(".")[:1]):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        dotted = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if (dotted == package or dotted.startswith(f"{package}.")) and parts[-1] != "__main__":
+    for path in sources():
+        dotted = _dotted(path).removesuffix(".__init__")
+        if (dotted == package or dotted.startswith(f"{package}.")) and path.stem != "__main__":
             names.append(dotted)
     return names

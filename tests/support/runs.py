@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flows.results import PipelineResult
-from flows.spec.spec import PipelineSpec, load_spec
-from flows.stages import all_stages
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.stages import all_stages
 
-# Prefect, and with it flows.pipeline, reads the environment when it is imported: only inside functions, after the
-# sandbox of tests/conftest.py is in place.
+# Prefect, and with it trainflow.flows.pipeline, reads the environment when it is imported: only inside functions, after
+# the sandbox of tests/conftest.py is in place.
 
 IN_PROCESS = ("prepare.launch=in_process", "train.launch=in_process")
 # Those that a spec has on without saying so: a further stage may be off by default.
@@ -22,7 +22,7 @@ def spec_of(folder: Path, *overrides: str) -> PipelineSpec:
 
 
 def run(folder: Path, *overrides: str, **how: Any) -> PipelineResult:
-    from flows.pipeline import run_pipeline
+    from trainflow.flows.pipeline import run_pipeline
 
     return run_pipeline(spec_of(folder, *overrides), **how)
 

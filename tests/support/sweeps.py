@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.stage.retry import Ledger
 from tests.support import toy
 from trainer_lib.storage import Store
+from trainflow.tasks.stage.retry import Ledger
 
 # A step takes a tenth of a second: long enough to be killed in.
 SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")

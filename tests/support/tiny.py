@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tests.support.launched import request
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import PreparedData, Request
+from trainer_lib.protocol.requests import PreparedData, Request
 
 R = TypeVar("R")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.support.once import once_per_run
 
 if TYPE_CHECKING:
-    from trainer_lib.requests import PreparedData
+    from trainer_lib.protocol.requests import PreparedData
 
 # Imported inside the fixtures: fsspec reads the environment at import, after tests/conftest.py has set the sandbox up.
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def prepared_data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
     """The recipe's data, as requests describe it."""
     from tests.support import tiny
-    from trainer_lib.records import from_record, to_record
-    from trainer_lib.requests import PreparedData
+    from trainer_lib.base.records import from_record, to_record
+    from trainer_lib.protocol.requests import PreparedData
 
     def prepare(folder: Path) -> None:
         (folder / "record.json").write_text(json.dumps(to_record(tiny.prepared(folder))))

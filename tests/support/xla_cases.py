@@ -67,7 +67,7 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 def resume(folder: Path, **given: Any) -> dict[str, Any]:
     """A training of ten steps, and one that continues it from the fourth."""
-    from trainer_lib import xla
+    from trainer_lib.distributed import xla
 
     whole = _trainer(folder, **given)
     whole.train()
@@ -174,7 +174,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 def device(folder: Path) -> str:
     """The device that the arguments choose, or the error."""
-    from trainer_lib.devices import choose_device
+    from trainer_lib.distributed.devices import choose_device
     from trainer_lib.errors import ConfigError
 
     try:

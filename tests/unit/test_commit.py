@@ -11,7 +11,9 @@ import pytest
 from tests.support.commits import committed, write_files
 from tests.support.faulty import Died, Faults, Kind
 from tests.support.hostile import bounded
-from trainer_lib.commit import (
+from trainer_lib.errors import DamagedError, StorageError, TrainflowError
+from trainer_lib.storage import Store
+from trainer_lib.storage.commit import (
     COMMIT,
     LIMIT,
     Commit,
@@ -22,8 +24,6 @@ from trainer_lib.commit import (
     withdraw_folder,
     write_commit,
 )
-from trainer_lib.errors import DamagedError, StorageError, TrainflowError
-from trainer_lib.storage import Store
 
 # --------------------------------------------------------------------------------------------- stores that fail
 

@@ -17,10 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer_lib import distributed, in_flight
-from trainer_lib.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
-from trainer_lib.devices import choose_device
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.base.memory import MemoryTracker
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.distributed import in_flight
+from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
+from trainer_lib.distributed.communicator import SingleProcess
+from trainer_lib.distributed.devices import choose_device
+from trainer_lib.distributed.precision import create_precision, full_eval_dtype
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -30,9 +33,7 @@ from trainer_lib.errors import (
     first_line,
     from_exception,
 )
-from trainer_lib.footprint import STRATEGIES, Footprint, ModelSize, footprints
-from trainer_lib.memory import MemoryTracker
-from trainer_lib.precision import create_precision, full_eval_dtype
+from trainer_lib.protocol.footprint import STRATEGIES, Footprint, ModelSize, footprints
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 
 TASKS = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}

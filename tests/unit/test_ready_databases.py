@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from flows.server import membership
-from trainer_lib.ready_databases import Kind, create, keep, place
+from trainer_lib.base.ready_databases import Kind, create, keep, place
+from trainflow.flows.server import membership
 
 KIND = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "kinds"))
 

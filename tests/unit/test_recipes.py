@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from trainer_lib.errors import CodeError, ConfigError, DataError, MissingExtraError, OutOfMemoryError, TrainflowError
-from trainer_lib.recipe_failures import user_error
-from trainer_lib.recipe_functions import as_measurements
+from trainer_lib.protocol.recipe_failures import user_error
+from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
 from trainer_lib.storage import Store
 
@@ -172,22 +172,14 @@ def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
     assert sys.path[-1] == str(tmp_path / "project")
 
 
-def test_a_project_may_have_a_folder_called_tasks(tmp_path: Path) -> None:
-    written(tmp_path / "tasks", "VALUE = 5\n", "__init__.py")
-    assert loaded(tmp_path, MINIMAL).build_model({}, data()) == 7
-    with pytest.raises(CodeError, match="VALUE") as caught:
-        loaded(tmp_path, "from tasks import VALUE\n" + MINIMAL)
-    assert str(tmp_path / "tasks") in (caught.value.remedy or "")
-
-
 def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "flows", "", "__init__.py")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flows"]:
+    written(tmp_path / "trainflow", "", "__init__.py")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainflow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="This folder hides trainflow's own package 'flows'") as caught:
+    with pytest.raises(ConfigError, match="This folder hides trainflow's own package 'trainflow'") as caught:
         loaded(tmp_path / "project", MINIMAL)
-    assert caught.value.value == str(tmp_path / "flows")
+    assert caught.value.value == str(tmp_path / "trainflow")
 
 
 # -- what the functions return ----------------------------------------------------------------------------------------

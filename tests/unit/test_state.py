@@ -16,9 +16,7 @@ import pytest
 
 from tests.support.surface import SURFACE
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
-from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.outputs import (
+from trainer_lib.base.outputs import (
     BestRun,
     EvalLoopOutput,
     EvalPrediction,
@@ -27,6 +25,8 @@ from trainer_lib.outputs import (
     TrainOutput,
     speed_metrics,
 )
+from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 
 

@@ -11,11 +11,8 @@ import pytest
 from markdown_it import MarkdownIt
 from ruamel.yaml import YAML
 
-from flows.cli.terminal import _SafeConsole
-from trainer_lib.data.row_sources import RowFile
-from trainer_lib.errors import ConfigError
-from trainer_lib.foreign_text import to_cell, to_html, to_markdown, to_terminal
-from trainer_lib.json_text import (
+from trainer_lib.base.foreign_text import to_cell, to_html, to_markdown, to_terminal
+from trainer_lib.base.json_text import (
     MAX_CONTAINERS,
     MAX_DEPTH,
     parse_json,
@@ -24,10 +21,13 @@ from trainer_lib.json_text import (
     read_json,
     render_sealed,
 )
-from trainer_lib.metric_names import read_metrics
-from trainer_lib.preemption import Preemption
-from trainer_lib.records import to_record
-from trainer_lib.requests import (
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.records import to_record
+from trainer_lib.base.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
+from trainer_lib.data.row_sources import RowFile
+from trainer_lib.errors import ConfigError
+from trainer_lib.protocol.preemption import Preemption
+from trainer_lib.protocol.requests import (
     CompareRequest,
     EstimateRequest,
     EvaluateCheckpointRequest,
@@ -50,7 +50,7 @@ from trainer_lib.requests import (
     read_request,
 )
 from trainer_lib.storage import FileEntry
-from trainer_lib.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
+from trainflow.flows.cli.terminal import _SafeConsole
 
 DEEP = "[" * 100_000 + "]" * 100_000
 

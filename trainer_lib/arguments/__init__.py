@@ -17,7 +17,7 @@ from trainer_lib.arguments.numeric import evaluation_fields, evaluation_matters,
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.tf_arguments import TFTrainingArguments
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
-from trainer_lib.suggestions import nearest, suggestion
+from trainer_lib.base.suggestions import nearest, suggestion
 
 __all__ = [
     "ArgumentParser",

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.io import read_mapping
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 #: The settings of the reference's `AcceleratorConfig`.
 ACCELERATOR_KEYS = (

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer_lib.arguments.coerce import coerce, read_json_mapping
 from trainer_lib.arguments.fields import Declaration, declarations, field_hints, field_map
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import may_be_secret_name
-from trainer_lib.suggestions import suggestion
 
 _SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
     "ge": ("at least", lambda value, bound: value >= bound),

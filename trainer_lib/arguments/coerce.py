@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.arguments.fields import Unset
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
-from trainer_lib.suggestions import suggestion
 
 # The words of transformers' argument parser, and YAML's on and off.
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "t", "1"})

@@ -15,8 +15,8 @@ from typing import Any
 
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments, constructor_names
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 _PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first

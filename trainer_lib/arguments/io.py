@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.arguments.fields import Unset, declarations, field_map
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
 from trainer_lib.secrets import is_secret, mask, mask_value
 
 
@@ -95,6 +95,6 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
 
 
 def _parse_yaml(text: str) -> Any:
-    from trainer_lib.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
+    from trainer_lib.base.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
 
     return parse_yaml(text)

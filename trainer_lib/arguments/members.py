@@ -1,7 +1,8 @@
 """The derived values of `TrainingArguments`: ranks, device, batch sizes, log levels.
 
-Ranks come from the environment that a launcher sets. The device and the barrier come from `trainer_lib.distributed`,
-which is imported on demand, because it stands above the arguments and imports torch.
+Ranks come from the environment that a launcher sets. The device and the barrier come from
+`trainer_lib.distributed.communicator`, which is imported on demand, because it stands above the arguments and imports
+torch.
 """
 
 from __future__ import annotations
@@ -178,4 +179,4 @@ class ArgumentMembers(ArgumentGroups):
 
 # By name: the module stands above the arguments and imports torch, so no import statement may name it here.
 def _distributed() -> Any:
-    return importlib.import_module("trainer_lib.distributed")
+    return importlib.import_module("trainer_lib.distributed.communicator")

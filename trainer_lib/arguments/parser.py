@@ -26,9 +26,9 @@ from trainer_lib.arguments.checked_fields import check_bounds
 from trainer_lib.arguments.coerce import NONE_WORDS, coerce
 from trainer_lib.arguments.fields import Declaration, declarations, field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
-from trainer_lib.suggestions import suggestion
 
 DataClass = Any
 _SHORT_USAGE = 30  # arguments whose usage still fits above an error

@@ -22,8 +22,8 @@ from trainer_lib.arguments.members import ArgumentMembers
 from trainer_lib.arguments.process_state import fill_accelerate_state
 from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
 from trainer_lib.arguments.validation import validate
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 
 class ArgumentSetters(ArgumentMembers):

@@ -20,8 +20,8 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Unset, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.distributed import ProcessGroup, current
-from trainer_lib.json_text import parse_json
+from trainer_lib.distributed.communicator import ProcessGroup, current
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments

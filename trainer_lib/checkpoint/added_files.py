@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.commit import COMMIT, FileEntry
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.claim import is_claim
 from trainer_lib.storage import Store, relative_problem
+from trainer_lib.storage.commit import COMMIT, FileEntry
 
 if TYPE_CHECKING:
-    from trainer_lib.distributed import Communicator
+    from trainer_lib.distributed.communicator import Communicator
 
 WriteFiles = Callable[[Path], None]
 """Writes files into a local folder; called on every rank."""

@@ -25,15 +25,15 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.staging import HostCopy, freeze_snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.storage import Store
 
 if TYPE_CHECKING:
-    from trainer_lib.distributed import Communicator, Pending
+    from trainer_lib.distributed.communicator import Communicator, Pending
 
 
 class BackgroundSaver:

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import re
 
-from trainer_lib.commit import COMMIT
 from trainer_lib.locks.claim import is_claim
+from trainer_lib.storage.commit import COMMIT
 
 KIND = "checkpoint"
 """The kind that the folder's commit file states."""

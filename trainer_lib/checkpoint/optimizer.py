@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpoint.values import from_json, to_json
+from trainer_lib.distributed.sharding import is_sharded, load_like, read_spec
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.sharding import is_sharded, load_like, read_spec
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Group settings that select an implementation, not a result: a resume keeps the current ones."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from trainer_lib.agreement import run_on_all_ranks
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
@@ -27,13 +27,13 @@ from trainer_lib.checkpoint.parsing import damaged_file
 from trainer_lib.checkpoint.sharded import ShardedTensors
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import from_json
-from trainer_lib.commit import COMMIT, verify_files
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, verify_files
 
 if TYPE_CHECKING:
-    from trainer_lib.distributed import Communicator
+    from trainer_lib.distributed.communicator import Communicator
 
 ReadTensors = Callable[[], Mapping[str, Tensor]]
 ShareTensors = Callable[[ReadTensors], Mapping[str, Tensor]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_lib import xla
+from trainer_lib.distributed import xla
 from trainer_lib.errors import DamagedError
 
 

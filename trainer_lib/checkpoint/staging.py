@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.sharded import LocalShard
 from trainer_lib.checkpoint.snapshot import Snapshot, select_part
 from trainer_lib.checkpoint.values import render_json
+from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import OutOfMemoryError
-from trainer_lib.json_text import parse_json
-from trainer_lib.xla import memory_address
 
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size
 Key = TypeVar("Key", bound=Hashable)

@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.parsing import damaged_file
+from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
-from trainer_lib.xla import memory_address
 
 ALIASES = "trainflow.aliases"
 """The metadata key of the tied names: JSON, {other name: stored name}."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_lib.base.json_text import require_shallow
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import require_shallow
 
 _MARKS = ("__tensor__", "__tuple__", "__dict__", "__deque__", "__dtype__")
 

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.added_files import WriteFiles, add_files, digest_of_tensors
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
@@ -42,15 +41,16 @@ from trainer_lib.checkpoint.sharded import build_index, write_shard
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import render_json, to_json
-from trainer_lib.commit import COMMIT, Commit, FileEntry, write_commit
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.errors import ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.secrets import mask_value
 from trainer_lib.storage import Store, relative_problem
+from trainer_lib.storage.commit import COMMIT, Commit, FileEntry, write_commit
 
 if TYPE_CHECKING:
-    from trainer_lib.distributed import Communicator
+    from trainer_lib.distributed.communicator import Communicator
 
 Result = TypeVar("Result")
 Written = tuple[list[FileEntry], dict[str, Any]]

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import DataError
-from trainer_lib.suggestions import nearest
 
 
 class _Rows(Protocol):

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.column import TEXT, Column
 from trainer_lib.errors import DataError
-from trainer_lib.json_text import parse_json
 
 ROW_ID = "row_id"
 _NOTE = b"trainflow"

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID, is_list_of_texts
 from trainer_lib.errors import DataError
-from trainer_lib.suggestions import nearest
 
 # The values of a column converted together: the same values as one by one, in a tenth of the time.
 #

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.part_records import RECORDS, PartRecords
 from trainer_lib.errors import InfrastructureError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
 
 MAX_RECORD_BYTES = 1 << 20

@@ -22,15 +22,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.row_sources import PACKED, RowFile, format_of
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import nearest
 
 # Files with rows of several formats, read in order and in bounded memory: `OpenFile`.
 #

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from trainer_lib.base.suggestions import counted, nearest
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
-from trainer_lib.suggestions import counted, nearest
 
 FIELD = "NEW_DATA"
 FORMATS = {

@@ -17,13 +17,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.columns import ROW_ID, Schema
 from trainer_lib.data.part_records import PartRecords
 from trainer_lib.data.shards import check_split_name, to_arrow_file
 from trainer_lib.errors import DataError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import nearest
 
 # Statistics of prepared columns that can be merged: those of many parts, in any grouping, are those of the whole.
 #

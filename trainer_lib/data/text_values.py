@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import refuse_row
-from trainer_lib.json_text import parse_json
 
 
 def parse_text(place: str, name: str, text: str, column: Column) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, TrainflowError
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.config import LaunchConfig, from_settings
 
 _CLASSES = {"ray": "Ray", "slurm": "Slurm"}

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_record
 from trainer_lib.engines.base import Alive, Ended, Engine, Job, Lost, State, open_engine
 from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, first_line, from_record
-from trainer_lib.json_text import parse_record
 from trainer_lib.launch import engine_files
 from trainer_lib.launch.run_dir import MARK, RunDir
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib import guard
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import to_record
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch import follow, launch
 from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.records import to_record
-from trainer_lib.requests import read_request
+from trainer_lib.protocol.requests import read_request
 from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN
 
 _stopped = threading.Event()

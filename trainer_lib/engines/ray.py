@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.refusal import unshared
 from trainer_lib.launch.variables import thread_variables
 from trainer_lib.storage import Store

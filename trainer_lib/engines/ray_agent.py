@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from trainer_lib import guard
-from trainer_lib.json_text import parse_json
+from trainer_lib.base.json_text import parse_json
 
 KILL_S = 5.0
 MOST_LINES = 100_000

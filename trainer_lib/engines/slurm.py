@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer_lib import errors
+from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.engines import member
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
-from trainer_lib.json_text import parse_json, read_json
 from trainer_lib.storage import Store
 
 # squeue and sacct are asked more seldom the longer nothing changes.

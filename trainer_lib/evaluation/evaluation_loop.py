@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_lib.base.outputs import EvalLoopOutput, EvalPrediction
 from trainer_lib.data.foreign import count_samples_of
 from trainer_lib.data.items import MAPPINGS, count_samples
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested, objects
 from trainer_lib.evaluation.metrics import compute_on_rank_zero, create_batch_metrics, parse_metrics
 from trainer_lib.evaluation.objects import ObjectSpool
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
-from trainer_lib.outputs import EvalLoopOutput, EvalPrediction
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.evaluator import Evaluator

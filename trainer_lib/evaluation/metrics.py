@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from trainer_lib.distributed import Communicator
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
 from trainer_lib.evaluation import nested
-from trainer_lib.outputs import EvalPrediction
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.evaluator import Evaluator

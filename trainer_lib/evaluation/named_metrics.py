@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_lib.base.metric_names import CLASS_METRICS, FIELD, NUMBER_METRICS, MetricCall
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.evaluation.metrics import is_metric_object, without_synchronization
 from trainer_lib.evaluation.nested import take_rows
-from trainer_lib.metric_names import CLASS_METRICS, FIELD, NUMBER_METRICS, MetricCall
-from trainer_lib.outputs import EvalPrediction
-from trainer_lib.suggestions import nearest
 
 # Metrics of installed packages, imported by a dotted name: functions, metrics with a state, objects that compute.
 #
@@ -59,7 +59,7 @@ class Outputs:
         """The predictions as a metric gets them: ``[rows]``, or ``[rows, classes]`` of probabilities and scores.
 
         Args:
-            what: one of `trainer_lib.metric_names.INPUTS`; numbers are given as they are.
+            what: one of `trainer_lib.base.metric_names.INPUTS`; numbers are given as they are.
             single: of two classes only the second is given.
         """
         if self.scores is None:

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
-from trainer_lib.outputs import EvalPrediction
 
 Array = npt.NDArray[Any]
 _LEAF = "leaf"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.prediction_spool import (
@@ -25,7 +26,6 @@ from trainer_lib.evaluation.prediction_spool import (
     fill_padded,
     full_disk_named,
 )
-from trainer_lib.json_text import parse_json
 
 
 def pack_objects(tree: Any) -> bytes:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation import nested
-from trainer_lib.outputs import EvalPrediction
 
 DIGITS = 6
 """Significant digits that are kept: enough for quantiles, and few enough for a small file."""

@@ -1,8 +1,8 @@
 """The interface of a hub: the content to publish, the result, and the `Hub` protocol.
 
-A publication is a set of files under repository paths. Its content digest is defined in `trainer_lib.commit`: SHA-256
-over the sorted (path, size, sha256) lines, without times or run ids. A hub holds one history of revisions per target.
-Publishing what the newest revision already holds does not create another.
+A publication is a set of files under repository paths. Its content digest is defined in `trainer_lib.storage.commit`:
+SHA-256 over the sorted (path, size, sha256) lines, without times or run ids. A hub holds one history of revisions per
+target. Publishing what the newest revision already holds does not create another.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
-from trainer_lib.commit import content_digest
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import content_digest
 
 ADAPTER = "adapter"
 """Folder of a publication whose weights have adapters merged in: the adapters as they were trained."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import ConfigError
-from trainer_lib.foreign_text import to_markdown
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_results import HardRows, Picture, render_results
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
@@ -102,7 +102,7 @@ class Card:
 
 def render_card(card: Card) -> str:
     """The README of a model with its YAML head."""
-    from trainer_lib.yaml_text import dump_yaml
+    from trainer_lib.base.yaml_text import dump_yaml
 
     head = dump_yaml(_render_head(card))
     parts = [

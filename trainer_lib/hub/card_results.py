@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from trainer_lib.foreign_text import to_markdown
+from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.hub.card_tables import format_value, render_table
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.trackers.names import with_intervals

@@ -60,7 +60,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     text = _SECTION.sub(lambda found: new.get(found["name"], _GONE), text)
     text = re.sub(f"{_GONE}\\n*", "", text).strip()
     added = [section.strip() for name, section in new.items() if name not in known]
-    from trainer_lib.yaml_text import dump_yaml  # not above: every worker imports this module
+    from trainer_lib.base.yaml_text import dump_yaml  # not above: every worker imports this module
 
     return "\n\n".join([f"---\n{dump_yaml(merged)}---", *filter(None, [text]), *added]) + "\n"
 
@@ -101,7 +101,7 @@ def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], 
     Raises:
         ConfigError: the head is not YAML.
     """
-    from trainer_lib.yaml_text import YamlProblem, parse_yaml
+    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml
 
     parts = card.replace("\r\n", "\n").split("---\n", 2)
     if len(parts) < 3 or parts[0].strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trainer_lib.foreign_text import to_markdown
+from trainer_lib.base.foreign_text import to_markdown
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

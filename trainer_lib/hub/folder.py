@@ -3,9 +3,10 @@
     <target>/README.md  NEWEST    for people: the newest card, which they may edit, and the path of its revision
     <target>/revisions/<00001>-<content digest[:16]>/{README.md, model.safetensors, …, COMMIT.json}
 
-By the protocol of `trainer_lib.commit`, a revision is either committed or absent. The newest revision has the highest
-number. History stays: no revision is renamed or overwritten, and no program depends on the two files for people. A
-lease on the target keeps two publishers apart. The next publisher removes what a killed one left without a COMMIT.json.
+By the protocol of `trainer_lib.storage.commit`, a revision is either committed or absent. The newest revision has the
+highest number. History stays: no revision is renamed or overwritten, and no program depends on the two files for
+people. A lease on the target keeps two publishers apart. The next publisher removes what a killed one left without a
+COMMIT.json.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_lib.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
 from trainer_lib.hub.card_sections import choose_card, insert_section, move_pictures
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit
 
 REVISIONS = "revisions"
 CARD = "README.md"

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainer_lib.commit import content_digest
+from trainer_lib.base.json_text import read_json
 from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
-from trainer_lib.json_text import read_json
 from trainer_lib.storage import FileEntry
+from trainer_lib.storage.commit import content_digest
 from trainer_lib.storage.outages import describe_outage
 
 if TYPE_CHECKING:

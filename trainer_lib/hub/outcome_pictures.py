@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer_lib.foreign_text import to_html
+from trainer_lib.base.foreign_text import to_html
 
 _SIZE = 460, 340  # of a drawing of points, in pixels
 _LEFT, _BOTTOM, _EDGE = 64, 46, 12  # of the plane

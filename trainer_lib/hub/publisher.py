@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import HubStrategy
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, SHARD_INDEX, checkpoint_name, parse_step
-from trainer_lib.commit import COMMIT, read_commit
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content, Hub, Source
 from trainer_lib.hub.card import parse_card_head, render_card
@@ -38,6 +37,7 @@ from trainer_lib.hub.transport import SCHEME
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, read_commit
 
 if TYPE_CHECKING:
     # Imported at the first push to a repository: it loads the Hub's client.

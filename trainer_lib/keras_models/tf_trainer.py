@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from trainer_lib.arguments import TFTrainingArguments, TrainingArguments
+from trainer_lib.base.outputs import EvalLoopOutput
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, TrainLoader, has_length
@@ -23,7 +24,6 @@ from trainer_lib.keras_models.keras_backend import choose_torch
 from trainer_lib.keras_models.keras_forward import KerasForward, LossSum
 from trainer_lib.keras_models.keras_optimizer import KerasOptimizer, KerasSchedule
 from trainer_lib.keras_models.pairs import Batch, BatchLoader, as_dataset, to_batch
-from trainer_lib.outputs import EvalLoopOutput
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.overrides import takes, takes_positionals

@@ -36,7 +36,7 @@ from trainer_lib.launch.run_dir import MARK, RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor
 from trainer_lib.launch.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.locks.tickets import POLL_S, Place, Queue, Ticket
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 
 SAY_S = 60.0  # between two messages about one wait
 CPU = "the CPU"

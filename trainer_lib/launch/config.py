@@ -49,8 +49,8 @@ class _Matching:
 class LaunchConfig:
     """How the processes of a verb are started and ended.
 
-    A spec validates these settings through `tasks.configs.LaunchSettings`, which derives from this class. pydantic is
-    not imported here, because every worker imports this package.
+    A spec validates these settings through `trainflow.tasks.configs.LaunchSettings`, which derives from this class.
+    pydantic is not imported here, because every worker imports this package.
 
     The number of threads is fixed at the start: with it, the order of additions, and so every bit of a result, does not
     depend on the machine's load. A save has to fit into `grace_s`.

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import MissingExtraError
 from trainer_lib.launch.refusal import refused
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.launch.config import LaunchConfig

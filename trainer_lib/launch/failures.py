@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
     HangError,
     InfrastructureError,
@@ -24,7 +25,6 @@ from trainer_lib.errors import (
     TrainflowError,
     from_record,
 )
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending
 

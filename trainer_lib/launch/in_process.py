@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer_lib.kept_process import variables_kept
+from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")
 

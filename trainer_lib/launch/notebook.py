@@ -18,10 +18,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from trainer_lib.arguments.environment import Ranks
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
 from trainer_lib.guard import PR_SET_PDEATHSIG, prctl
-from trainer_lib.json_text import parse_json
-from trainer_lib.kept_process import variables_kept
 from trainer_lib.launch.config import LaunchConfig, resolve_config
 from trainer_lib.launch.failures import signal_name
 from trainer_lib.launch.variables import free_port, thread_variables, threads_of

@@ -19,7 +19,7 @@ from trainer_lib.errors import InfrastructureError, Interrupted
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.gpu_selection import core_share, list_visible
-from trainer_lib.requests import Request
+from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")
 

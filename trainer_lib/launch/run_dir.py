@@ -32,9 +32,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageFullError, is_full_disk
 from trainer_lib.guard import Process, is_alive, send_signal, start_time
-from trainer_lib.json_text import parse_json, read_json
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made

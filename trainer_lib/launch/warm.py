@@ -32,8 +32,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.guard import Process, is_alive, is_stopped, send_signal
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.gpu_selection import has_accelerator
 from trainer_lib.launch.run_dir import RunDir

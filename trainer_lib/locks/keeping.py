@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 
-from trainer_lib.commit import COMMIT
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 
 KEEP = "KEEP.json"
 

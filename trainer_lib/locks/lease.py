@@ -33,9 +33,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import LeaseLostError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.guard import Process, is_gone, start_time
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 from trainer_lib.storage.translation import gone
 

@@ -22,11 +22,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from trainer_lib.commit import COMMIT, LIMIT
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.locks.keeping import KEEP
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, LIMIT
 
 TTL_S = 3600.0
 """Seconds that a mark of another machine counts after it was last renewed."""

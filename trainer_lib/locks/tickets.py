@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.user_folders import state_folder
 from trainer_lib.errors import Interrupted
 from trainer_lib.guard import OWNER, is_stopped, start_time
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.file_lock import try_lock
-from trainer_lib.user_folders import state_folder
 
 POLL_S = 0.2
 _LOCK = "lock"

@@ -30,8 +30,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.json_text import parse_json
 
 POLL_S = 0.2
 FIRST_S = 0.02

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing import api
 
-from trainer_lib.json_text import parse_json
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.machines.forked import become
 
 POLL_S = 0.02

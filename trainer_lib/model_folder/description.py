@@ -18,11 +18,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.commit import content_digest
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import parse_json
-from trainer_lib.records import from_record, to_record
 from trainer_lib.storage import FileEntry, relative_problem
+from trainer_lib.storage.commit import content_digest
 
 FILE = "trainflow_model.json"
 FORMAT = 1

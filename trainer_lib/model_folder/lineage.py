@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json, seal_of
+from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import parse_json, seal_of
-from trainer_lib.records import from_record, to_record
 from trainer_lib.secrets import mask_value
 from trainer_lib.storage import FileEntry, Store, relative_problem
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from trainer_lib import recipes
+from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.by_length import in_order
 from trainer_lib.data.generators import keep_generators
@@ -29,9 +30,8 @@ from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
+from trainer_lib.protocol.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.recipes.table_form import TableForm
-from trainer_lib.records import to_record
-from trainer_lib.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
 from trainer_lib.worker.predict import single_output

@@ -18,7 +18,6 @@ import json
 import re
 from dataclasses import dataclass, replace
 
-from trainer_lib.commit import COMMIT, Commit, content_digest, read_commit
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
@@ -26,6 +25,7 @@ from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
 from trainer_lib.model_folder.trusted import is_trusted
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit
 from trainer_lib.trackers.mlflow_models import download_model
 
 FIELD = "model"

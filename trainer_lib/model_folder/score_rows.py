@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
+from trainer_lib.base.restore_process import objects_set_aside
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.by_length import longest_first, require_column
 from trainer_lib.data.given_rows import GivenRows, known_columns
 from trainer_lib.data.row_files import BadRow, Row, RowReader
@@ -20,14 +22,12 @@ from trainer_lib.data.row_predictions import RowPredictionWriter
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
-from trainer_lib.kept_process import objects_set_aside
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
-from trainer_lib.requests import ScoreRequest
+from trainer_lib.protocol.requests import ScoreRequest
+from trainer_lib.protocol.verb_results import ScoreResult
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import nearest
-from trainer_lib.verb_results import ScoreResult
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
 

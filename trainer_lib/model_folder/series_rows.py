@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.row_files import BadRow, Row, RowReader, read_rows
 from trainer_lib.data.row_sources import FIELD
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.protocol.requests import ScoreRequest
 from trainer_lib.recipes.table_files import read_table
 from trainer_lib.recipes.time_series import Series, SeriesTable, window_columns
-from trainer_lib.requests import ScoreRequest
-from trainer_lib.suggestions import counted
 
 
 class SeriesReader(RowReader):

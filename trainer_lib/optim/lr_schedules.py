@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer_lib.arguments.enums import SchedulerType
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.suggestions import suggestion
 
 # GreedyLR: raise the learning rate while a metric keeps improving, lower it while it does not (arXiv:2512.14527).
 #

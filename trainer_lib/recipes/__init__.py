@@ -17,10 +17,11 @@ Only the first two functions are required::
     class Trainer(trainer_lib.Trainer)
 
 The file is loaded by its path under a private module name. Its project's root is appended to the module path, so a
-project may have folders called flows/ or tasks/ without hiding ours.
+project's folders do not hide installed packages.
 
-The other modules of this package are recipes that a spec takes by name (`trainer_lib.recipe_names`), each a file to
-copy, and what several of them share. None of them does anything at import but define names: keys follow into them.
+The other modules of this package are recipes that a spec takes by name (`trainer_lib.protocol.recipe_names`), each a
+file to copy, and what several of them share. None of them does anything at import but define names: keys follow into
+them.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from trainer_lib import recipe_functions
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.evaluation.metric_sums import MergedMetrics
-from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipe_failures import OURS, user_error
+from trainer_lib.protocol import recipe_functions
+from trainer_lib.protocol.recipe_failures import OURS, user_error
 from trainer_lib.recipes.data_info import DataInfo, PrepareOutput
 
 __all__ = [
@@ -372,8 +373,7 @@ def create_empty_recipe(root: Path) -> Recipe:
 
 
 def refuse_hidden_packages() -> None:
-    """Raise ConfigError when `import flows`, `tasks` or `trainer_lib` would find another package than ours."""
-    # The folder above `trainer_lib`, where `flows` and `tasks` lie as well.
+    """Raise ConfigError when `import trainflow` or `import trainer_lib` would find another package than ours."""
     home = Path(__file__).resolve().parents[2]
     for name in OURS:
         found = sys.modules.get(name)

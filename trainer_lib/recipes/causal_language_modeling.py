@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.causal_models import (
     DTYPES,
     ENDS,

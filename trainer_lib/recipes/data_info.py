@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.json_text import parse_json
-from trainer_lib.recipe_functions import kind_of
+from trainer_lib.protocol.recipe_functions import kind_of
 from trainer_lib.storage import FileEntry, Store
 
 T = TypeVar("T")

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_classes
 from trainer_lib.recipes.image_files import (
     ADDRESS,

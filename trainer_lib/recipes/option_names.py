@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 
 def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: str) -> dict[str, Any]:

@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.answered_questions import read_context
 from trainer_lib.recipes.causal_models import DTYPES, ENDS, load_causal_model, new_causal_model, require_positions
 from trainer_lib.recipes.lora_adapters import add_adapters

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.answered_questions import QuestionRows
 from trainer_lib.recipes.classifier_models import MODEL, build_with_head
 from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 from typing_extensions import override
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.row_files import read_id, read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError, first_line
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import suggestion
 
 SPOOL_BYTES = 32 << 20
 """The most that a table keeps in memory, values that are not yet in the file and the file itself."""

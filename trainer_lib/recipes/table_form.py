@@ -18,11 +18,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.recipes.table_files import is_index, number_of, plain_value, read_texts, text_of
-from trainer_lib.suggestions import nearest
 
 NOTE = "new_rows"
 

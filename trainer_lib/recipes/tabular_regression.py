@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.outputs import EvalPrediction
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_numbers
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.tabular_net import Regressor, collate_table

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.installed_files import find_installed_files
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
@@ -23,7 +24,6 @@ from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_lin
 from trainer_lib.recipes.splitting import cut_rows, read_split
 from trainer_lib.recipes.table_files import text_of
 from trainer_lib.storage import Store
-from trainer_lib.suggestions import suggestion
 
 FIELD = "prepare.options"
 SOURCES = "prepare.sources"

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.option_names import choose
 from trainer_lib.recipes.table_files import read_table

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.packing import Document
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

@@ -7,11 +7,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.enums import HPSearchBackend
+from trainer_lib.base.restore_process import variables_kept
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.kept_process import variables_kept
 from trainer_lib.search.base import SearchBackend, SearchSettings
 from trainer_lib.search.optuna import OptunaSearch
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.search.trials import TrialRunner

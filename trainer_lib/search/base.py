@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trainer_lib.agreement import run_on_all_ranks
-from trainer_lib.distributed import Communicator
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.outputs import BestRun
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
-from trainer_lib.outputs import BestRun
-from trainer_lib.suggestions import suggestion
 
 DIRECTIONS = ("minimize", "maximize")
 _NO_METRIC = ("epoch", "num_input_tokens_seen")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer_lib.base.json_text import seal_of
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError, StorageError, first_line
-from trainer_lib.json_text import seal_of
 from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.search.study_design import Axis, Design, decode_value, encode_value
 

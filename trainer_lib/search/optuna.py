@@ -15,7 +15,9 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.agreement import run_on_all_ranks
+from trainer_lib.base.outputs import BestRun
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.errors import (
     ConfigError,
     MissingExtraError,
@@ -26,7 +28,6 @@ from trainer_lib.errors import (
     from_record,
 )
 from trainer_lib.guard import start_time
-from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import (
     SearchSettings,
     SharedTrial,
@@ -37,7 +38,6 @@ from trainer_lib.search.base import (
     json_values,
     parse_objective,
 )
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.search.trials import TrialRunner

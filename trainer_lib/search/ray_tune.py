@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import tune
 
+from trainer_lib.base.json_text import parse_json, read_json
+from trainer_lib.base.outputs import BestRun
+from trainer_lib.base.restore_process import signals_kept, variables_kept
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.json_text import parse_json, read_json
-from trainer_lib.kept_process import signals_kept, variables_kept
-from trainer_lib.outputs import BestRun
 from trainer_lib.search.base import SearchSettings, json_values
 from trainer_lib.search.trainer_parts import absolute_output, put_together, sent_as_reference, take_apart
 from trainer_lib.search.trial_process import (
@@ -39,7 +40,6 @@ from trainer_lib.search.trial_process import (
     marked,
     report_failure,
 )
-from trainer_lib.suggestions import suggestion
 
 if TYPE_CHECKING:
     from trainer_lib.search.trials import TrialRunner

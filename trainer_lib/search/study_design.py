@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_lib.json_text import parse_json
+from trainer_lib.base.json_text import parse_json
 
 _FEW = 100_000
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments, compat
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.distributed import Communicator
+from trainer_lib.base.outputs import BestRun
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
-from trainer_lib.outputs import BestRun
 from trainer_lib.search.backends import create_backend
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
-from trainer_lib.suggestions import suggestion
 from trainer_lib.trackers.vendors import ReporterCallback
 
 if TYPE_CHECKING:

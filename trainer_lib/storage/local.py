@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import StorageError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage.files import FileInfo, FolderGoneError
 
 T = TypeVar("T")

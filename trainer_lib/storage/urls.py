@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import nearest
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _LOCAL = {"file", "local"}

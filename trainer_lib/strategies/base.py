@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trainer_lib.distributed import Communicator
-from trainer_lib.precision import Precision, PrecisionSettings
+from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.precision import Precision, PrecisionSettings
 
 
 class StrategySettings(Protocol):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
 from trainer_lib.strategies.single import SingleStrategy

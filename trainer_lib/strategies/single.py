@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.precision import Precision, PrecisionSettings, create_precision
+from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
-from trainer_lib.precision import Precision, PrecisionSettings, create_precision
 from trainer_lib.strategies.base import Strategy, total_norm
-from trainer_lib.xla import memory_address
 
 
 class SingleStrategy(Strategy):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer_lib import xla
+from trainer_lib.distributed import xla
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.single import SingleStrategy
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsFloat
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.suggestions import nearest
 
 
 class Tracker(Protocol):

@@ -16,8 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import TrainflowError
-from trainer_lib.json_text import parse_json
 from trainer_lib.storage import Store
 from trainer_lib.trackers.line_file import LineFile
 

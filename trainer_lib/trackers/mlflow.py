@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.json_text import parse_json, read_json
+from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.names import group_log

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer_lib.base.ready_databases import Kind, create
 from trainer_lib.errors import first_line
-from trainer_lib.ready_databases import Kind, create
 from trainer_lib.storage.local import make_folders
 from trainer_lib.trackers.shipper import Clock
 

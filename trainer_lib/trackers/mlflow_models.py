@@ -21,9 +21,10 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.base.records import to_record
+from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
 from trainer_lib.data.column import Column
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
-from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.trackers.mlflow_client import BATCH, GoneError, Point, RefusedError, latest_points, load
@@ -39,7 +40,6 @@ from trainer_lib.trackers.model_record import (
     nested,
 )
 from trainer_lib.trackers.shipper import shorten
-from trainer_lib.yaml_text import dump_yaml, parse_yaml
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

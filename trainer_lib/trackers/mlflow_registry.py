@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
-from trainer_lib.records import from_record, to_record
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
 from trainer_lib.trackers.model_record import DIGEST_TAG, Flavor
 from trainer_lib.trackers.model_versions import versions_of

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.json_text import parse_record, read_json
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_record, read_json
 from trainer_lib.storage import Store
 from trainer_lib.storage.local import make_folders
 

@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from trainer_lib.arguments.global_batch import follows_global_batch
+from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.foreign import ForeignLoader
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import LossSpikeError, OutOfMemoryError, first_line, is_out_of_memory
-from trainer_lib.memory import empty_device_cache
 from trainer_lib.state import ExportableState, TrainerControl
 from trainer_lib.trainer.history import Spike, SpikeFound
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.callbacks.base import CallbackHandler
 from trainer_lib.hub.push_queue import PushQueue
-from trainer_lib.memory import MemoryTracker
 from trainer_lib.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:

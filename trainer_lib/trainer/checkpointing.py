@@ -33,12 +33,12 @@ from trainer_lib.checkpoint.layout import checkpoint_name, parse_step
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.commit import COMMIT, withdraw_folder
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.readers import withdraw_if_unread
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, withdraw_folder
 from trainer_lib.trainer.overrides import takes
 from trainer_lib.trainer.run import Saving, TrainingRun
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer_lib import xla
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.base.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.data.generators import keep_generators
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed import xla
+from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
-from trainer_lib.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
-from trainer_lib.precision import back_up_weights, full_eval_dtype
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
 from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state

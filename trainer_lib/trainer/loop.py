@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer_lib.agreement import lost_peer_error
 from trainer_lib.arguments.enums import SaveStrategy
+from trainer_lib.base.memory import empty_device_cache
+from trainer_lib.base.outputs import TrainOutput, speed_metrics
 from trainer_lib.data.items import describe_row
+from trainer_lib.distributed.agreement import lost_peer_error
 from trainer_lib.errors import DataError, InfrastructureError, Preempted
-from trainer_lib.memory import empty_device_cache
-from trainer_lib.outputs import TrainOutput, speed_metrics
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
-from trainer_lib.trainer.beginning import begin_callbacks, begin_run
 from trainer_lib.trainer.history import SpikeFound
 from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
+from trainer_lib.trainer.setup import begin_callbacks, begin_run
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals

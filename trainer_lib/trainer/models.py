@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.suggestions import suggestion
 from trainer_lib.trainer.overrides import parameters_of
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_lib import distributed
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.outputs import speed_metrics
 from trainer_lib.data.items import MAPPINGS, batch_size_of
-from trainer_lib.json_text import parse_json
-from trainer_lib.outputs import speed_metrics
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
@@ -18,15 +17,16 @@ from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.preload import PreloadedCheckpoint
 from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
-from trainer_lib.commit import COMMIT
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
+from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.optim.present_settings import PresentSettings
-from trainer_lib.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 from trainer_lib.trainer import models
 from trainer_lib.trainer.checkpointing import IMPORT
 from trainer_lib.trainer.run import describe_change, refuse_batch, saved_batch, steps_after_change

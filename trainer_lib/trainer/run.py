@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.data.loader import TrainSource
-from trainer_lib.distributed import Communicator, Pending
+from trainer_lib.distributed.communicator import Communicator, Pending
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.trainer.history import Spike, StepHistory, spikes_from_json, spikes_to_json

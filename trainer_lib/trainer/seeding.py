@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_lib import xla
 from trainer_lib.data.order import derive
+from trainer_lib.distributed import xla
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

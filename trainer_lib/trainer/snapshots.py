@@ -23,8 +23,8 @@ from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import from_json, to_json
+from trainer_lib.distributed.sharding import local_rows
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.sharding import local_rows
 from trainer_lib.state import collect_callback_states
 from trainer_lib.storage import Store
 from trainer_lib.trainer import models

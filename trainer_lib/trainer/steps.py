@@ -12,9 +12,9 @@ from torch import nn
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
+from trainer_lib.distributed.xla import move_module
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.base import TrainerBase
-from trainer_lib.xla import move_module
 
 
 class StepMethods(TrainerBase):

@@ -13,17 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments, launched
 from trainer_lib.arguments.foreign_arguments import adopt_arguments
+from trainer_lib.base.memory import MemoryTracker
+from trainer_lib.base.outputs import BestRun, TrainOutput
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
-from trainer_lib.memory import MemoryTracker
-from trainer_lib.outputs import BestRun, TrainOutput
-from trainer_lib.precision import apply_tf32
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.distributed.precision import apply_tf32
 from trainer_lib.search.base import SearchSettings, default_compute_objective, parse_directions
 from trainer_lib.trainer import trainer_checks
-from trainer_lib.trainer.beginning import training_values
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
@@ -32,6 +31,7 @@ from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+from trainer_lib.trainer.setup import training_values
 from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer_lib import distributed
-from trainer_lib.agreement import run_on_all_ranks
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.accelerator_config import BatchSettings
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
-from trainer_lib.commit import verify_files
-from trainer_lib.distributed import Communicator, Pending
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator, Pending
 from trainer_lib.errors import TrainflowError
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import verify_files
 
 
 class NodeView:

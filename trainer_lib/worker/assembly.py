@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.global_batch import total_batch_size
+from trainer_lib.base.metric_names import MetricCall
+from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
@@ -17,10 +19,8 @@ from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
-from trainer_lib.metric_names import MetricCall
-from trainer_lib.recipe_functions import kind_of
+from trainer_lib.protocol.recipe_functions import kind_of
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.layout import TRAINER_STATE, TRAINING_ARGS
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.commit import verify_files
 from trainer_lib.errors import DamagedError
-from trainer_lib.json_text import parse_json
-from trainer_lib.requests import CompareRequest, CompareResult
+from trainer_lib.protocol.requests import CompareRequest, CompareResult
 from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import verify_files
 from trainer_lib.worker.session import Work
 
 _SHOWN = 20  # differences that are named

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_map_only
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.arguments.global_batch import accumulation_steps, rows_at_a_time
+from trainer_lib.base.memory import read_resident_bytes
+from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.devices import choose_device
+from trainer_lib.distributed.devices import choose_device
 from trainer_lib.errors import TrainflowError, first_line
-from trainer_lib.footprint import Estimate, ModelSize
-from trainer_lib.memory import read_resident_bytes
+from trainer_lib.protocol.footprint import Estimate, ModelSize
+from trainer_lib.protocol.requests import EstimateRequest
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import EstimateRequest
 from trainer_lib.strategies.fsdp.units import find_units
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer
 from trainer_lib.worker.session import Work

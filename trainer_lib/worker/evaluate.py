@@ -16,13 +16,16 @@ from torch import nn
 from torch.utils.data import Subset
 from typing_extensions import override
 
-from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.commit import content_digest
 from trainer_lib.data.parts import NumberedParts
 from trainer_lib.data.row_parts import SUMS, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
 from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
 from trainer_lib.evaluation.metric_sums import RangeMetrics, RangeSums
@@ -38,17 +41,14 @@ from trainer_lib.evaluation.named_metrics import (
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.shared_parts import SharedParts
-from trainer_lib.outputs import EvalPrediction
-from trainer_lib.recipe_functions import as_measurements
+from trainer_lib.protocol.recipe_functions import as_measurements
+from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult
+from trainer_lib.protocol.verb_results import OUTCOMES
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import EvaluateRequest, EvaluateResult
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import counted, suggestion
+from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
-from trainer_lib.verb_results import OUTCOMES
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.events import QUIET_S, EventsCallback
 from trainer_lib.worker.predict import single_output

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer_lib import distributed
+from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import CheckpointMetrics, EvaluateCheckpointRequest
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trackers.base import numbers_only

@@ -21,10 +21,10 @@ from trainer_lib.checkpoint.foreign.source import (
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names
-from trainer_lib.requests import ImportRequest, ImportResult
+from trainer_lib.protocol.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.single import SingleStrategy
 from trainer_lib.trainer import models

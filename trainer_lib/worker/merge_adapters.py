@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.errors import ConfigError, first_line
+from trainer_lib.protocol.requests import MergeRequest
+from trainer_lib.protocol.verb_results import MergeResult
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import MergeRequest
 from trainer_lib.storage import Store
 from trainer_lib.trainer.models import in_saving_order, is_peft, model_files
-from trainer_lib.verb_results import MergeResult
 from trainer_lib.worker.assembly import arguments, build_model, load_weights
 from trainer_lib.worker.session import Work
 

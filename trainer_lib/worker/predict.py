@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib import distributed
+from trainer_lib.base.records import to_record
 from trainer_lib.data.by_length import Reordered, in_order, longest_first, require_column
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.locks.shared_parts import SharedParts
+from trainer_lib.protocol.requests import PredictRequest, PredictResult
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import PredictRequest, PredictResult
 from trainer_lib.storage import Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_weights
 from trainer_lib.worker.events import QUIET_S

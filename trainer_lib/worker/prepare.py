@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import islice
 
+from trainer_lib.base.records import from_record
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.shards import SplitWriter
+from trainer_lib.protocol.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.recipes import PrepareOutput
-from trainer_lib.records import from_record
-from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import counted
 from trainer_lib.worker import prepare_parts
 from trainer_lib.worker.session import Work
 

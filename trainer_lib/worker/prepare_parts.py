@@ -16,20 +16,20 @@ import time
 import uuid
 from typing import Any
 
-from trainer_lib.commit import MOST_FILES
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.row_id_check import count_repeated_ids
 from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
 from trainer_lib.data.unusual_data import describe_unusual
 from trainer_lib.errors import DataError, TrainflowError
-from trainer_lib.json_text import parse_json
 from trainer_lib.locks.shared_parts import SharedParts
-from trainer_lib.recipe_failures import vanished_source
+from trainer_lib.protocol.recipe_failures import vanished_source
+from trainer_lib.protocol.requests import PreparedSplit, PrepareRequest, PrepareResult
+from trainer_lib.protocol.verb_results import STATISTICS
 from trainer_lib.recipes import PrepareOutput
-from trainer_lib.requests import PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.suggestions import counted
-from trainer_lib.verb_results import STATISTICS
+from trainer_lib.storage.commit import MOST_FILES
 from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from trainer_lib import distributed
+from trainer_lib.base.memory import read_peak_bytes
+from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.footprint import Probe
-from trainer_lib.memory import read_peak_bytes
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.protocol.footprint import Probe
+from trainer_lib.protocol.requests import ProbeRequest
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import ProbeRequest
 from trainer_lib.storage import Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer
 from trainer_lib.worker.session import Work

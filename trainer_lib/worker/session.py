@@ -23,15 +23,15 @@ from typing import Any, Generic, NoReturn, TextIO, TypeVar
 from typing_extensions import override
 
 from trainer_lib import recipes
-from trainer_lib.agreement import is_collective_timeout, is_lost_peer
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import to_record
+from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import descendants, send_signal
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.machines.watch import ParentWatch
-from trainer_lib.recipe_failures import user_error
-from trainer_lib.records import to_record
-from trainer_lib.requests import Request, read_request
+from trainer_lib.protocol.recipe_failures import user_error
+from trainer_lib.protocol.requests import Request, read_request
 
 # A rank's flight recorder, written where the launch's owner asks for stacks: which collectives it has entered.
 #

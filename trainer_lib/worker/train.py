@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import numeric_fields
+from trainer_lib.base.memory import read_peak_bytes
+from trainer_lib.base.peak_flops import utilization
+from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice
-from trainer_lib.memory import read_peak_bytes
-from trainer_lib.peak_flops import utilization
-from trainer_lib.preemption import NoticeWatch
+from trainer_lib.protocol.preemption import NoticeWatch
+from trainer_lib.protocol.requests import Proof, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
-from trainer_lib.records import to_record
-from trainer_lib.requests import Proof, TrainRequest, TrainResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.models import innermost, is_adapted, is_transformers
 from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib import guard
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.guard import Guard, start_time
-from trainer_lib.json_text import parse_json
 from trainer_lib.launch.warm import REFUSED
 from trainer_lib.machines import forked
 from trainer_lib.worker import session  # noqa: F401 (its exit handler has to run last, so it is registered first)

@@ -19,7 +19,7 @@ from trainer_lib.arguments import (
     TrainingArguments,
 )
 from trainer_lib.arguments.coerce import coerce
-from trainer_lib.yaml_text import dump_yaml, parse_yaml
+from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
 
 _names = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12).filter(
     lambda text: text.lower() not in ("none", "null", "~") and not text.startswith("-")

@@ -17,8 +17,8 @@ import pytest
 from trainer_lib import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from trainer_lib.arguments import ArgumentParser
 from trainer_lib.arguments.fields import declarations
+from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import ConfigError
-from trainer_lib.yaml_text import dump_yaml
 
 
 class Colour(str, Enum):  # noqa: UP042 - as older code writes it

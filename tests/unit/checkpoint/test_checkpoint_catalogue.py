@@ -17,8 +17,7 @@ from tests.support.faulty import Faults, FaultyFileSystem
 from trainer_lib.checkpoint.catalogue import delete_leftovers, find_newest_intact, list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import COMMIT
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.locks import readers
 from trainer_lib.locks.claim import WRITING
@@ -26,6 +25,7 @@ from trainer_lib.locks.keeping import KEEP, end_keeping, is_kept, keep_checkpoin
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 
 
 @pytest.fixture

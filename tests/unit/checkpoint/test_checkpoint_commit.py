@@ -23,7 +23,7 @@ from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.writer import save_checkpoint
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder

@@ -23,10 +23,10 @@ from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import COMMIT, FileEntry, read_commit, write_commit
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, TrainflowError
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, FileEntry, read_commit, write_commit
 
 
 @pytest.fixture(scope="module")

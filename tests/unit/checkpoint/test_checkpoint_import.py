@@ -24,11 +24,11 @@ from trainer_lib.checkpoint.catalogue import get_last_checkpoint
 from trainer_lib.checkpoint.foreign.parameters import Slot, derive_names
 from trainer_lib.checkpoint.foreign.source import derive_position
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.commit import read_commit, verify_files
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit, verify_files
 
 STEPS = 12
 BUILT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_steps": 3}

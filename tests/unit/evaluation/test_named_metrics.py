@@ -12,16 +12,16 @@ import pytest
 import torchmetrics
 from sklearn import metrics
 
-from flows.spec.prepared_checks import check_splits
-from flows.spec.spec import parse_spec
+from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, MetricCall, read_metrics
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure, measure_slices, require_named
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.metric_names import CLASS_METRICS, NUMBER_METRICS, MetricCall, read_metrics
-from trainer_lib.outputs import EvalPrediction
+from trainer_lib.protocol.verb_results import PreparedSplit
 from trainer_lib.recipes.held_out_metrics import measure_classes, measure_numbers, measure_tokens
 from trainer_lib.recipes.preference_scores import measure_preferences
-from trainer_lib.verb_results import PreparedSplit
+from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.spec import parse_spec
 
 DRAW = np.random.default_rng(0)
 LABELS = DRAW.integers(0, 3, 200)

@@ -18,9 +18,9 @@ import kubernetes_validate
 import pytest
 from ruamel.yaml import YAML
 
-from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
 from trainer_lib.errors import TrainflowError
+from trainflow.flows.spec.spec import load_spec
 
 FOLDER = ROOT / "deployments"
 POOL = json.loads((FOLDER / "kubernetes-pool.json").read_text())

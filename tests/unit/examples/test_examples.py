@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import nn
 
-from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
+from trainflow.flows.spec.spec import load_spec
 
 MODULES = ["abc", "ast", "base64", "bdb", "bisect", "calendar", "cmd", "code", "copy", "csv", "dis", "enum", "io"]
 

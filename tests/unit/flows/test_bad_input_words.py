@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec.spec import load_spec
 from tests.support import toy
 from trainer_lib.errors import ConfigError
+from trainflow.flows.spec.spec import load_spec
 
 RAW = re.compile(
     r"Input should|String should|List should|valid (string|integer|number|boolean|dictionary|list|tuple)|pydantic|"

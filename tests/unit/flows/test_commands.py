@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import typer
 
-from flows.cli import usage_errors
-from flows.cli.examples import _EXAMPLES
-from flows.cli.main import application, main
 from tests.support.command import TRAINFLOW
 from trainer_lib.errors import OutOfMemoryError
+from trainflow.flows.cli import usage_errors
+from trainflow.flows.cli.examples import _EXAMPLES
+from trainflow.flows.cli.main import application, main
 
 # What Typer and pydantic write: a usage line, a box, their sentences.
 TYPERS = re.compile(

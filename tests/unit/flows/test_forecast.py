@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
-from flows import full_plan
-from flows.cli.planning import describe
-from flows.forecast import Forecast, Found, Length, find_similar, forecast
-from flows.obstacles import Obstacle, find_obstacles
-from flows.plan import Plan
-from flows.plan_record import compare, read_plan_record, write_half
-from flows.run_stages import expect_launches
-from flows.spec.spec import PipelineSpec, load_spec
-from tasks.stage import rehearsal
-from tasks.stage.facts import PrepareFacts, TrainFacts
 from tests.support.hub_server import HubServer
 from tests.support.recorded import commit_facts, record_run
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
-from trainer_lib.footprint import Estimate, ModelSize, Probe
 from trainer_lib.launch import LaunchConfig, warm
 from trainer_lib.launch.variables import worker_environment
 from trainer_lib.launch.warm import read_conditions
-from trainer_lib.requests import PreparedSplit
+from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
+from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
+from trainflow.flows.cli.planning import describe
+from trainflow.flows.planning import full_plan
+from trainflow.flows.planning.forecast import Forecast, Found, Length, find_similar, forecast
+from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.plan_record import compare, read_plan_record, write_half
+from trainflow.flows.run_stages import expect_launches
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.tasks.stage import rehearsal
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 
 SIZE = ModelSize(10, 10, 40, 40, 80, 20, None, 40, 40)
 ESTIMATE = Estimate(SIZE, process_bytes=1000, tokens_per_sample=3.0, device="cpu")

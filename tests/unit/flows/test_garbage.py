@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import cleaning
-from flows.cli import main as cli
-from flows.garbage import find_garbage, remove_garbage
-from flows.past_runs import find_run, list_runs, tag_run
 from tests.support.recorded import collect, commit_stage, committed, folders, nightly, record_run
-from trainer_lib.commit import COMMIT, write_commit
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, write_commit
 from trainer_lib.trackers import mlflow_client, model_versions
 from trainer_lib.trackers.model_versions import ModelVersion
+from trainflow.flows.cli import cleaning
+from trainflow.flows.cli import main as cli
+from trainflow.flows.records.past_runs import find_run, list_runs, tag_run
+from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
 
 def sign(storage: str, run_id: str, holder: Holder) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from flows.cli.completion import complete_override, complete_recipe
-from flows.new_project import starting
-from flows.new_project.starting import FILES, diabetes, elnino, wine
-from flows.spec.schema import argument_schemas, spec_schema
-from flows.spec.spec import load_spec
 from tests.support.repository import ROOT
 from tests.support.toy import SPEC
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipe_names import ABOUT
-from trainer_lib.yaml_text import parse_yaml
+from trainer_lib.protocol.recipe_names import ABOUT
+from trainflow.flows.cli.completion import complete_override, complete_recipe
+from trainflow.flows.new_project import starting
+from trainflow.flows.new_project.starting import FILES, diabetes, elnino, wine
+from trainflow.flows.spec.schema import argument_schemas, spec_schema
+from trainflow.flows.spec.spec import load_spec
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_the_shell_completes_keys_arguments_and_values() -> None:
 
 
 def test_the_command_completes_by_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from flows.cli.main import main
+    from trainflow.flows.cli.main import main
 
     monkeypatch.setenv("_TRAINFLOW_COMPLETE", "complete_zsh")
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "trainflow run pipeline.yaml train.args.warmup_st")

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
-from flows.cli.main import main
-from flows.cli.runs import parse_age, parse_filter, sort_key
-from flows.garbage import find_garbage, remove_garbage
-from flows.past_runs import (
+from tests.support.recorded import commit_stage, nightly, record_run, train_spec
+from trainer_lib.errors import ConfigError, DamagedError, HangError
+from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.removal import remove_run
+from trainer_lib.storage import Store
+from trainflow.flows.cli.main import main
+from trainflow.flows.cli.runs import parse_age, parse_filter, sort_key
+from trainflow.flows.records.past_runs import (
     find_run,
     list_runs,
     newest_unfinished,
@@ -25,20 +29,16 @@ from flows.past_runs import (
     untag_run,
     write_record,
 )
-from flows.results import StageOutcome, describe_outcomes, flat_metrics
-from flows.run_comparison import compare_runs
-from flows.run_details import read_details
-from flows.run_logs import LogReader, read_attempts
-from flows.run_names import describe_settings, flat_settings, name_run
-from flows.run_progress import describe_progress, estimate_rest
-from flows.run_status import look
-from flows.server.api import quiet_environment
-from tasks.stage.retry import Ledger
-from tests.support.recorded import commit_stage, nightly, record_run, train_spec
-from trainer_lib.errors import ConfigError, DamagedError, HangError
-from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.removal import remove_run
-from trainer_lib.storage import Store
+from trainflow.flows.records.results import StageOutcome, describe_outcomes, flat_metrics
+from trainflow.flows.records.run_logs import LogReader, read_attempts
+from trainflow.flows.records.run_names import describe_settings, flat_settings, name_run
+from trainflow.flows.runs.garbage import find_garbage, remove_garbage
+from trainflow.flows.runs.run_comparison import compare_runs
+from trainflow.flows.runs.run_details import read_details
+from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
+from trainflow.flows.runs.run_status import look
+from trainflow.flows.server.api import quiet_environment
+from trainflow.tasks.stage.retry import Ledger
 
 ODD_SHAPES = (
     '{"name": "toy", "stages": {"train": 1}}',

@@ -17,34 +17,41 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flows import prefect_artifacts as _artifacts
-from flows import prefect_artifacts as _live
-from flows import run_tracking
-from flows.charts import draw_charts, draw_images
-from flows.plan import Plan
-from flows.report import REPORT, render_report
-from flows.report_facts import ReportFacts, describe_data
-from flows.results import PipelineResult, StageOutcome
-from flows.run_images import log_outcomes
-from flows.run_summary import summarize
-from flows.run_tracking import NOTE, describe_end, describe_experiment, describe_start, settings_files, tracked_params
-from flows.spec.spec import PipelineSpec, load_spec
-from flows.training_history import read_training_history, read_unfinished_history
-from tasks.prefect_internals import settings_for_every_thread
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.progress import publish
-from tasks.sweep_settings import TRIAL
 from tests.support.launched import wait_until
 from tests.support.toy import project
-from trainer_lib.commit import write_commit
 from trainer_lib.errors import CodeError, GateError
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.hub.card import Card, render_card
-from trainer_lib.requests import PreparedSplit
+from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.params import flatten_params
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
+from trainflow.flows.reports import prefect_artifacts as _artifacts
+from trainflow.flows.reports import prefect_artifacts as _live
+from trainflow.flows.reports import run_tracking
+from trainflow.flows.reports.charts import draw_charts, draw_images
+from trainflow.flows.reports.report import REPORT, render_report
+from trainflow.flows.reports.report_facts import ReportFacts, describe_data
+from trainflow.flows.reports.run_images import log_outcomes
+from trainflow.flows.reports.run_summary import summarize
+from trainflow.flows.reports.run_tracking import (
+    NOTE,
+    describe_end,
+    describe_experiment,
+    describe_start,
+    settings_files,
+    tracked_params,
+)
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.spec.sweep_settings import TRIAL
+from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.progress import publish
 
 _LETTERS = "a1B2c3D4e5F6g7H8"
 PLANTED = [

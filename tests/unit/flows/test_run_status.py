@@ -15,22 +15,23 @@ from typing import Any, cast
 
 import pytest
 
-from flows import following, heartbeat
-from flows import following as module
-from flows.cli import follow
-from flows.cli.main import main
-from flows.following import Training, Watch
-from flows.heartbeat import PAUSE_S
-from flows.past_runs import read_run
-from flows.run_status import RunStatus, State, find_statuses, look
-from tasks.stage.keys import stage_key
-from tasks.stage.manifest import StageManifest
 from tests.support.launched import wait_until
 from tests.support.toy import project
-from trainer_lib.commit import write_commit
 from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
+from trainflow.flows.cli import follow
+from trainflow.flows.cli.main import main
+from trainflow.flows.follow import following
+from trainflow.flows.follow import following as module
+from trainflow.flows.follow.following import Training, Watch
+from trainflow.flows.records.past_runs import read_run
+from trainflow.flows.runs import heartbeat
+from trainflow.flows.runs.heartbeat import PAUSE_S
+from trainflow.flows.runs.run_status import RunStatus, State, find_statuses, look
+from trainflow.tasks.keys.keys import stage_key
+from trainflow.tasks.stage.manifest import StageManifest
 
 HERE = Holder.this_process(30.0)
 GONE = replace(HERE, started="1")
@@ -109,15 +110,17 @@ def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
     record(tmp_path, "a", "RUNNING")
     beat = sign(tmp_path, "a", ELSEWHERE)
     waits: list[float] = []
-    monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
+    monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", waits.append)
     assert only(tmp_path).state == "running"
     assert waits == [], "its beat is young"
     for seconds_ago in (300.0, -300.0):  # its clock may be wrong either way
         sign(tmp_path, "a", ELSEWHERE, seconds_ago=seconds_ago)
         assert only(tmp_path).state == "died"
-        monkeypatch.setattr("flows.heartbeat.time.sleep", lambda _: beat.write_text('{"beat": "2", "stage": "train"}'))
+        monkeypatch.setattr(
+            "trainflow.flows.runs.heartbeat.time.sleep", lambda _: beat.write_text('{"beat": "2", "stage": "train"}')
+        )
         assert only(tmp_path).state == "running"
-        monkeypatch.setattr("flows.heartbeat.time.sleep", waits.append)
+        monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", waits.append)
     assert waits == [heartbeat.SILENT_S] * 2
     sign(tmp_path, "a", ELSEWHERE, seconds_ago=60.0)  # a short silence is not a death
     found = only(tmp_path)
@@ -135,7 +138,7 @@ def test_a_run_that_ends_while_it_is_watched_has_not_died(tmp_path: Path, monkey
         beat.with_suffix(".json").unlink()
         beat.unlink()
 
-    monkeypatch.setattr("flows.heartbeat.time.sleep", end)
+    monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", end)
     assert (only(tmp_path).state, only(tmp_path).is_swept) == ("finished", True)
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from flows.server.new_data import Watch
-from flows.server.pools import read_variables, require_type
-from flows.server.schedule import Schedule, read_interval, show_firings
-from flows.server.serving import log_path, logged
-from flows.spec.spec import PipelineSpec
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.storage import Store
+from trainflow.flows.server.new_data import Watch
+from trainflow.flows.server.pools import read_variables, require_type
+from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
+from trainflow.flows.server.serving import log_path, logged
+from trainflow.flows.spec.spec import PipelineSpec
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 

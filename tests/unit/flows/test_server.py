@@ -17,13 +17,13 @@ import httpx
 import pytest
 from prefect import Flow
 
-from flows.pipeline import pipeline
-from flows.server import automations, embedded, membership
-from flows.server.answers import reachable, require_answer
-from flows.server.membership import Membership
-from flows.spec.spec import load_spec
+from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.kept_process import objects_set_aside
+from trainflow.flows.pipeline import pipeline
+from trainflow.flows.server import automations, embedded, membership
+from trainflow.flows.server.answers import reachable, require_answer
+from trainflow.flows.server.membership import Membership
+from trainflow.flows.spec.spec import load_spec
 
 
 @pytest.fixture

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec.prepared_checks import check_splits
-from flows.spec.spec import _SECTION_PATHS, PipelineSpec, _section_paths, load_spec, parse_spec, spec_parameter
-from flows.spec.spec_file import read_spec_file
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
-from trainer_lib.verb_results import PreparedSplit
+from trainer_lib.protocol.verb_results import PreparedSplit
+from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.spec import (
+    _SECTION_PATHS,
+    PipelineSpec,
+    _section_paths,
+    load_spec,
+    parse_spec,
+    spec_parameter,
+)
+from trainflow.flows.spec.spec_file import read_spec_file
 
 ADDRESSES = [
     "hf://name",

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from flows.cli.run_choice import choose_place
-from flows.cli.spec_choice import choose_spec_file, choose_spec_or_storage
-from flows.plan import Plan
-from flows.spec.spec import PipelineSpec, load_spec
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
+from trainflow.flows.cli.run_choice import choose_place
+from trainflow.flows.cli.spec_choice import choose_spec_file, choose_spec_or_storage
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 SPEC = "name: toy\nrecipe: recipe.py\n"
 

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from markdown_it import MarkdownIt
 
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import Content
 from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
@@ -19,7 +20,6 @@ from trainer_lib.hub.card_results import HardRows, Picture
 from trainer_lib.hub.card_sections import insert_section, merge_card, move_pictures, remove_marks
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.yaml_text import parse_yaml
 
 CARD = Card(
     title="Handwritten digits",

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.publishing import digits_content
-from trainer_lib.commit import read_commit, verify_files
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Published
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.transport import open_hub, publish
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit, verify_files
 
 
 @pytest.fixture

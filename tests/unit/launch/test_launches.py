@@ -21,7 +21,7 @@ from trainer_lib.guard import Process, start_time
 from trainer_lib.launch import LaunchConfig, in_process, reported
 from trainer_lib.launch.reported import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.requests import PrepareRequest
+from trainer_lib.protocol.requests import PrepareRequest
 from trainer_lib.storage import Store
 from trainer_lib.worker import session
 

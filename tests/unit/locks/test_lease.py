@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty import Faults
-from trainer_lib.commit import read_commit, write_commit
 from trainer_lib.errors import StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.locks.claim import WRITING
@@ -21,6 +20,7 @@ from trainer_lib.locks.file_lock import is_locked, try_lock
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.shared_parts import BLOCK, SharedParts
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit, write_commit
 
 
 def lease_files(store: Store) -> list[str]:

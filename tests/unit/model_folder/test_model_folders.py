@@ -19,7 +19,6 @@ import pytest
 from tests.support.model_folders import publish_line, publish_recipe, remove_fetched_code
 from tests.support.toy import RECIPE
 from trainer_lib import load_model
-from trainer_lib.commit import content_digest
 from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError
 from trainer_lib.model_folder.description import FILE, Places, read_description
 from trainer_lib.model_folder.lineage import (
@@ -34,6 +33,7 @@ from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.model_folder.provenance import make_statement, render_statement
 from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.storage import FileEntry
+from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers import mlflow_models
 from trainer_lib.trackers.model_record import ModelRecord
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starting import character_names, code_questions
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
 from trainer_lib import Trainer
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
-from trainer_lib.outputs import EvalPrediction
 from trainer_lib.recipes.question_answering import (
     find_nearest_sentence,
     find_usual_answers,
@@ -25,6 +24,7 @@ from trainer_lib.recipes.question_answering import (
 )
 from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
+from trainflow.flows.new_project.starting import character_names, code_questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "learning_rate": 1e-2}

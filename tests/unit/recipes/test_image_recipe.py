@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from flows.new_project.starting import digits
 from tests.support.named_recipes import Prepared, collate_of, prepare_sources, refusal, trainer_of
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError, TrainflowError
 from trainer_lib.recipes.image_classification import (
@@ -27,6 +26,7 @@ from trainer_lib.recipes.image_classification import (
     new_image_model,
 )
 from trainer_lib.recipes.image_files import ImageForm, count_pixels, mean_and_spread
+from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 TINY = {"model_type": "vit", **VIT}

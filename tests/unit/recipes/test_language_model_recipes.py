@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starting import word_orders
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError, DamagedError, DataError
@@ -26,6 +25,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.preference_scores import measure_preferences, preference_losses
 from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.worker.assembly import load_weights
+from trainflow.flows.new_project.starting import word_orders
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 SOURCES = ("stdlib:json", "stdlib:concurrent")

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.spec.spec import load_spec, parse_spec
-from tasks.stage import closure, project_files, stage_code
-from tasks.stage.import_effects import ImportEffects
-from tasks.stage.reach import Code, Reach
-from tasks.stage.resolver import Resolver
-from trainer_lib import recipe_names
+from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipe_names import ABOUT, FOLDER, recipe_file, recipe_name
+from trainer_lib.protocol import recipe_names
+from trainer_lib.protocol.recipe_names import ABOUT, FOLDER, recipe_file, recipe_name
 from trainer_lib.recipes import load
-from trainer_lib.yaml_text import dump_yaml
+from trainflow.flows.spec.spec import load_spec, parse_spec
+from trainflow.tasks.code import closure, project_files
+from trainflow.tasks.code.import_effects import ImportEffects
+from trainflow.tasks.code.reach import Code, Reach
+from trainflow.tasks.keys import stage_code
+from trainflow.tasks.keys.resolver import Resolver
 
 STAR = "from trainer_lib.recipes.tabular_classification import *\n"
 MINE = STAR + "\n\ndef build_model(options, data):\n    return 'mine'\n"

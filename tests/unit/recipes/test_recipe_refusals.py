@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flows.new_project.starting import elnino, modules
 from tests.support.named_recipes import RecipeCase
+from trainflow.flows.new_project.starting import elnino, modules
 
 CASES = {
     "tabular-classification": RecipeCase("tabular-classification", options={"label": "answer"}),

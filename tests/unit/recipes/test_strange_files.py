@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.server.new_data import Watch
-from tasks.stage.sources import fingerprints
 from trainer_lib.data.row_files import RowReader
 from trainer_lib.data.row_sources import describe_hidden, find_row_files
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_files import find_images
 from trainer_lib.recipes.table_files import Spool, SpooledValues, Table, number_of, read_table
 from trainer_lib.recipes.table_form import TableForm
 from trainer_lib.recipes.text_documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
+from trainflow.flows.server.new_data import Watch
+from trainflow.tasks.keys.sources import fingerprints
 
 Splits = dict[str, list[dict[str, Any]]]
 

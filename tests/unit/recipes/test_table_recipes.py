@@ -15,13 +15,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from flows.new_project.starting import elnino
 from tests.support.named_recipes import Prepared, RecipeCase, collate_of, prepare_sources, refusal, trained
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import load
 from trainer_lib.recipes.tabular_net import TabularNet, text_code
+from trainflow.flows.new_project.starting import elnino
 
 WINE, DIABETES = ROOT / "examples" / "tabular" / "wine.csv", ROOT / "examples" / "tabular" / "diabetes.csv"
 TABLE = RecipeCase("tabular-classification", options={"label": "answer"})

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from flows.new_project.starting import code_lines, entity_names, modules
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from trainer_lib import EvalPrediction, Trainer
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
 from trainer_lib.recipes.token_classification import find_usual_tags, measure_tags
 from trainer_lib.recipes.tokenizing import learn_tokenizer, new_config
-from trainer_lib.requests import PrepareRequest, RecipeFile
+from trainflow.flows.new_project.starting import code_lines, entity_names, modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
-from trainer_lib import distributed
+from trainer_lib.distributed import communicator as distributed
 
 ROWS = classification_rows(8)
 

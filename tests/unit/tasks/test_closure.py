@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from flows.plan import Plan
-from flows.spec.spec import load_spec
-from tasks.configs import PrepareConfig, TrainConfig
-from tasks.stage import resolver as _resolver
-from tasks.stage.closure import Closure, closure, find_root
-from tasks.stage.declared_paths import declared_paths
-from tasks.stage.options_read import warn_of_unread
-from tasks.stage.reach import Code
-from tasks.stage.resolver import Resolver
+from trainer_lib.base.path_options import PathOptions
 from trainer_lib.errors import ConfigError
-from trainer_lib.path_options import PathOptions
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.code.closure import Closure, closure, find_root
+from trainflow.tasks.code.reach import Code
+from trainflow.tasks.configs import PrepareConfig, TrainConfig
+from trainflow.tasks.keys import resolver as _resolver
+from trainflow.tasks.keys.declared_paths import declared_paths
+from trainflow.tasks.keys.options_read import warn_of_unread
+from trainflow.tasks.keys.resolver import Resolver
 
 
 def write(root: Path, **files: str) -> Path:
@@ -53,7 +53,7 @@ CYCLE = {
         ("from pack import value, mod", PACKAGE, {"pack/__init__", "pack/mod"}),
         ("from pack import *", PACKAGE, {"pack/__init__", "pack/mod", "pack/two"}),
         ("import pack.a", {"pack____init__": "", **CYCLE}, {f"pack/{n}" for n in ("__init__", "a", "b", "d", "sub/c")}),
-        ("import trainer_lib.data\nfrom flows import spec\n", {"flows__spec": ""}, set()),
+        ("import trainer_lib.data\nfrom trainflow import spec\n", {"trainflow__spec": ""}, set()),
     ],
     ids=["imports", "every init on the way", "modules and names", "star", "relative and cycles", "our own packages"],
 )

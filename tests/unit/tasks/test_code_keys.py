@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.stage import project_files, stage_code
-from tasks.stage.closure import closure
-from tasks.stage.code_changes import describe_code
-from tasks.stage.keys import differences
-from tasks.stage.reach import Code, Reach
-from tasks.stage.resolver import Resolver
+from trainflow.tasks.code import project_files
+from trainflow.tasks.code.closure import closure
+from trainflow.tasks.code.reach import Code, Reach
+from trainflow.tasks.keys import stage_code
+from trainflow.tasks.keys.code_changes import describe_code
+from trainflow.tasks.keys.keys import differences
+from trainflow.tasks.keys.resolver import Resolver
 
 BASE = """
 import logging
@@ -491,7 +492,7 @@ def test_a_package_installed_in_place_counts_by_functions_and_a_large_one_by_its
     write(linked, {f"ownlib_of_tests/{name}.py": NETS for name in ("__init__", "nets", "more")})
     write(root, {"recipe.py": f"from ownlib_of_tests.nets import build_model{PREPARE}"})
     if is_large:
-        monkeypatch.setattr("tasks.stage.closure._MOST_FILES", 2)
+        monkeypatch.setattr("trainflow.tasks.code.closure._MOST_FILES", 2)
     before = reach(root / "recipe.py", root)
     if is_large:
         counted = {"recipe.py", "(linked)/ownlib_of_tests/__init__.py"}

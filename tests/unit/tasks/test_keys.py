@@ -12,9 +12,16 @@ from typing import Any
 
 import pytest
 
-from flows.plan import Plan
-from flows.spec.spec import load_spec
-from tasks.configs import (
+from tests.support.recipe_edits import ENTRIES, FACTS, SPEC
+from tests.support.recorded import commit_stage
+from tests.support.toy import project
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.removal import REMOVING, announce_removal, withdraw_removal
+from trainer_lib.storage import Store
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.configs import (
     EvaluateConfig,
     KeyedSettings,
     LaunchSettings,
@@ -24,21 +31,14 @@ from tasks.configs import (
     PublishConfig,
     TrainConfig,
 )
-from tasks.runner_settings import RunnerSettings
-from tasks.stage import keys as _keys
-from tasks.stage.context import StageContext
-from tasks.stage.facts import TrainFacts
-from tasks.stage.keys import Difference, differences, stage_key
-from tasks.stage.manifest import StageManifest, explain_miss, look_up_under, summary
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
-from tasks.stage.sources import check, fingerprints
-from tests.support.recipe_edits import ENTRIES, FACTS, SPEC
-from tests.support.recorded import commit_stage
-from tests.support.toy import project
-from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.removal import REMOVING, announce_removal, withdraw_removal
-from trainer_lib.storage import Store
+from trainflow.tasks.keys import keys as _keys
+from trainflow.tasks.keys.keys import Difference, differences, stage_key
+from trainflow.tasks.keys.sources import check, fingerprints
+from trainflow.tasks.settings.runner_settings import RunnerSettings
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest, explain_miss, look_up_under, summary
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 
 DATA, MODEL = (StageManifest(stage, "", "", letter * 64) for stage, letter in (("prepare-data", "d"), ("train", "m")))
 

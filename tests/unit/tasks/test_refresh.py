@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from flows.plan import Plan, explain
-from flows.spec.spec import load_spec, parse_spec
-from tasks.configs import MaxAge
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts
-from tasks.stage.keys import StageKey, stage_key
-from tasks.stage.manifest import StageManifest
-from tasks.stage.refresh import current_key
-from tasks.stage.resolver import Resolver
-from tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from tests.support import toy
-from trainer_lib import commit as commits
-from trainer_lib.durations import describe
+from trainer_lib.base.durations import describe
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.storage import Store
+from trainer_lib.storage import commit as commits
+from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.spec.spec import load_spec, parse_spec
+from trainflow.tasks.configs import MaxAge
+from trainflow.tasks.keys.keys import StageKey, stage_key
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.refresh import current_key
+from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 
 DAY = MaxAge(timedelta(days=1), "refresh.prepare")
 KEY = stage_key("prepare-data", {"rows": 3, "recipe": {"recipe.py": "a" * 64}})
@@ -99,7 +99,7 @@ def test_the_way_to_the_newest_of_many_results_is_short_and_can_be_lost(
         looks.append(store)
         return commits.read_commit(store, kind=kind)
 
-    monkeypatch.setattr("tasks.stage.refresh.read_commit", read)
+    monkeypatch.setattr("trainflow.tasks.stage.refresh.read_commit", read)
     assert current_key(KEY, clock.context(tmp_path)).digest == newest.key
     assert len(looks) == 1
     note = tmp_path / "refresh" / "prepare-data" / f"{KEY.folder}.json"

@@ -10,10 +10,14 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
 
-from tasks.stage import retry as _retry
-from tasks.stage.goodput import add_up
-from tasks.stage.progress import StageProgress
-from tasks.stage.retry import (
+from trainer_lib import errors
+from trainer_lib.arguments import TrainingArguments, numeric_fields
+from trainer_lib.base.peak_flops import find_peak, utilization
+from trainer_lib.storage import Store
+from trainflow.tasks.stage import retry as _retry
+from trainflow.tasks.stage.goodput import add_up
+from trainflow.tasks.stage.progress import StageProgress
+from trainflow.tasks.stage.retry import (
     DELAYS_S,
     OUTAGE_TRIES,
     Decision,
@@ -27,10 +31,6 @@ from tasks.stage.retry import (
     max_halvings,
     should_retry,
 )
-from trainer_lib import errors
-from trainer_lib.arguments import TrainingArguments, numeric_fields
-from trainer_lib.peak_flops import find_peak, utilization
-from trainer_lib.storage import Store
 
 RETRIED = {
     "StorageError",

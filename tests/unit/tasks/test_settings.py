@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from flows.results import PipelineResult, StageOutcome
-from flows.run_message import describe_run, tell_of_run
-from flows.spec.checks import check_spec, find_measured
-from flows.spec.spec import PipelineSpec, load_spec, parse_spec
-from tasks.configs import EvaluateConfig, LaunchSettings
-from tasks.notify_settings import NotifySettings
-from tasks.notifying import Message, check_places, send
-from tasks.requirements import parse_requirement
-from tasks.runner_settings import RunnerSettings, check_runner
-from tasks.stage import keys as _keys
-from tasks.stage.context import StageContext
-from tasks.stage.gates import judge
-from tasks.stage.manifest import StageManifest
-from tasks.stage.metric_packages import metric_packages
-from tasks.stage.resolver import Resolver
-from tasks.sweep_settings import Range
 from tests.support import shared_sources, toy
+from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.errors import CodeError, ConfigError, GateError, Interrupted, MissingExtraError, Pruned, from_record
-from trainer_lib.metric_names import read_metrics
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.records.run_message import describe_run, tell_of_run
+from trainflow.flows.spec.checks import check_spec, find_measured
+from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
+from trainflow.flows.spec.sweep_settings import Range
+from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
+from trainflow.tasks.keys import keys as _keys
+from trainflow.tasks.keys.metric_packages import metric_packages
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.settings.requirements import parse_requirement
+from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runner
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.gates import judge
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.tracking.notify_settings import NotifySettings
+from trainflow.tasks.tracking.notifying import Message, check_places, send
 
 
 def refused(**sections: Any) -> ConfigError:
@@ -295,7 +295,7 @@ def test_only_the_ends_that_are_asked_for_are_sent(monkeypatch: pytest.MonkeyPat
         sent.append(subject)
         return True
 
-    monkeypatch.setattr("tasks.notifying._send", note)
+    monkeypatch.setattr("trainflow.tasks.tracking.notifying._send", note)
     ends = (
         PipelineResult("done", "", "s", stages=[StageOutcome("train", "ran", "", 1.0)]),
         PipelineResult("cached", "", "s", stages=[StageOutcome("train", "cached", "")]),
@@ -375,7 +375,7 @@ def test_the_version_of_the_package_and_the_arguments_count_for_the_key(
     assert "metric_packages" not in fields(path, ["mae"]), "the keys of before stay"
     one, two = (fields(path, [{"name": BETA, "beta": beta}])["metrics"] for beta in (1, 2))
     assert one != two
-    monkeypatch.setattr("tasks.stage.metric_packages.metadata.version", lambda name: "0.0.1")
+    monkeypatch.setattr("trainflow.tasks.keys.metric_packages.metadata.version", lambda name: "0.0.1")
     assert metric_packages(read_metrics([KAPPA])) == {"scikit-learn": "0.0.1"}
 
 

@@ -16,23 +16,23 @@ from typing import Any
 
 import pytest
 
-from tasks import evaluate
-from tasks.configs import EvaluateConfig, LaunchSettings
-from tasks.prefect_client import _tls_context, quick_client
-from tasks.prefect_internals import settings_for_every_thread, without_retries
-from tasks.stage import run_link, worker
-from tasks.stage.context import StageContext
-from tasks.stage.facts import PrepareFacts, TrainFacts
-from tasks.stage.manifest import StageManifest
-from tasks.stage.model_flavor import describe_flavor
-from tasks.stage.resolver import Resolver
-from tasks.stage.run_link import RunLink, wait_for_drawings
-from tasks.system_load import SystemLoad, parse_gpus
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.model_folder.description import ModelDescription
-from trainer_lib.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
+from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trackers.model_record import Flavor
+from trainflow.tasks import evaluate
+from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
+from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.model.model_flavor import describe_flavor
+from trainflow.tasks.prefect.prefect_client import _tls_context, quick_client
+from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread, without_retries
+from trainflow.tasks.stage import run_link, worker
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.run_link import RunLink, wait_for_drawings
+from trainflow.tasks.tracking.system_load import SystemLoad, parse_gpus
 
 
 @pytest.fixture

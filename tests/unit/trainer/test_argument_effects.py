@@ -23,15 +23,9 @@ from torch.utils.data import Dataset
 from tests.support.tiny_models import llama
 from tests.support.toys import Classifier, classification_rows, token_rows
 from tests.support.training import trained, trainer
-from trainer_lib import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    TrainerCallback,
-    TrainingArguments,
-    WandbCallback,
-    distributed,
-)
+from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments, WandbCallback
 from trainer_lib.arguments import ArgumentParser
+from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
 
 ROWS = classification_rows(12)

@@ -16,11 +16,11 @@ from tests.support.toys import Classifier, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, trained, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
-from trainer_lib.commit import COMMIT, read_commit, verify_files
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, read_commit, verify_files
 from trainer_lib.trainer.checkpointing import Occupied, SavePlan
 
 ROWS = classification_rows(24)  # 6 steps of 4 in an epoch

@@ -23,7 +23,7 @@ from tests.support.training import note_heads, trainer
 from trainer_lib import ModelOutput, Trainer
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, TrainLoader
-from trainer_lib.distributed import DataParallel, SingleProcess
+from trainer_lib.distributed.communicator import DataParallel, SingleProcess
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds
 from trainer_lib.trainer.weighting import CountedItems, LossScale, MicroBatches, StepWeights

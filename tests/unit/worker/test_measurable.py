@@ -16,14 +16,21 @@ from tests.support.launched import request
 from tests.support.repository import ROOT
 from tests.support.tiny import run
 from trainer_lib import Trainer, TrainingArguments
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics
-from trainer_lib.metric_names import read_metrics
-from trainer_lib.recipe_names import recipe_file
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.protocol.requests import (
+    EvaluateRequest,
+    EvaluateResult,
+    PreparedData,
+    PrepareRequest,
+    RecipeFile,
+    TrainRequest,
+)
 from trainer_lib.recipes import DataInfo, load
-from trainer_lib.records import to_record
-from trainer_lib.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest, RecipeFile, TrainRequest
 
 WITHOUT = tiny.RECIPE.partition("def compute_metrics")[0]
 OBJECT = f"{WITHOUT}\nfrom torchmetrics.classification import MulticlassAccuracy as M\n\ncompute_metrics = M(2)\n"

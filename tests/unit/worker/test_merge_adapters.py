@@ -12,7 +12,7 @@ from torch import nn
 from tests.support import tiny
 from tests.support.tiny_models import bert, llama
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.requests import MergeRequest, PreparedData, RecipeFile
+from trainer_lib.protocol.requests import MergeRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
 from trainer_lib.worker.assembly import load_weights
 from trainer_lib.worker.merge_adapters import merge, require_mergeable

@@ -19,11 +19,11 @@ from tests.support.launched import request
 from tests.support.tiny import ARGS, RECIPE, run
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.row_parts import split_parts
-from trainer_lib.distributed import SingleProcess
+from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
-from trainer_lib.footprint import Estimate, Probe
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.requests import CheckpointMetrics, PreparedData, TrainResult
+from trainer_lib.protocol.footprint import Estimate, Probe
+from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, TrainResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.single import SingleStrategy
 from trainer_lib.trainer.history import StepHistory

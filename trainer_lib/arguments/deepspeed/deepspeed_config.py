@@ -27,8 +27,8 @@ from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
     resolve_setting,
 )
 from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_size
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 _STACK = 10  # of a warning: the line that makes the arguments
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from trainer_lib.arguments.enums import FSDPOption
 from trainer_lib.arguments.fsdp.fsdp_keys import FIELD, KEYS, MODES, Reading
 from trainer_lib.arguments.io import read_mapping
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 _WHOLE = "It needs every parameter as a whole."
 # Parts of optimizers' names.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.arguments.coerce import coerce
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 _log = logging.getLogger(__name__)
 FIELD = "fsdp_config"

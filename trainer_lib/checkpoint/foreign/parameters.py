@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
-from trainer_lib.xla import memory_address
 
 Names = list[list[str]]
 """Parameter names by group, in the order of the group's numbers."""

@@ -20,17 +20,17 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.foreign.recognise import TRANSFORMERS, recognise_folder
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file, refuse_file
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.rng import encode_state
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import to_json
-from trainer_lib.commit import COMMIT
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.json_text import parse_json
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT
 
 _JSON_LIMIT = 512 * 2**20
 _FILE_LIMIT = 256 * 2**20

@@ -31,12 +31,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from trainer_lib import distributed
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.precision import Precision, PrecisionSettings
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
-from trainer_lib.precision import Precision, PrecisionSettings
 from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
 from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib import sharding
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed import sharding
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
 from trainer_lib.strategies.single import SingleStrategy, refuse_others

@@ -31,11 +31,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from trainer_lib import distributed, sharding
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.fsdp.fsdp_config import FsdpArguments, FsdpSettings, read_settings
 from trainer_lib.arguments.fsdp.fsdp_keys import sharded_checkpoints
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed import communicator as distributed
+from trainer_lib.distributed import sharding
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import StrategySettings
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings
+from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.suggestions import suggestion
 
 _CLASSES = "fsdp_config.transformer_layer_cls_to_wrap"
 

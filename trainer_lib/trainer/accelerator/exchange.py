@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.items import MAPPINGS
-from trainer_lib.distributed import Communicator
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
-from trainer_lib.json_text import parse_json
 
 _MOST_DIMENSIONS = 8
 _DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))

@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints while they are made."""

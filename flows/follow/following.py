@@ -1,0 +1,340 @@
+"""What `trainflow follow` does: it waits for a training, evaluates its checkpoints, and ends after the training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer_lib.errors import StorageError
+from trainer_lib.storage import Store
+from trainer_lib.storage.commit import read_commit
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import PastRun, list_runs, read_run
+from trainflow.flows.runs.heartbeat import PAUSE_S
+from trainflow.flows.runs.run_status import RunStatus, read_status
+from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.follow.best import Standard
+from trainflow.tasks.follow.evaluations import Evaluation
+from trainflow.tasks.follow.follower import Follower, Job, Listener, check_settings
+from trainflow.tasks.follow.points import RunPoints
+from trainflow.tasks.keys.keys import StageKey
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store
+from trainflow.tasks.tracking import mlflow_run as tracking
+from trainflow.tasks.tracking.mlflow_run import find_waiting
+from trainflow.tasks.tracking.run_handle import RunHandle
+
+# The training that `trainflow follow` follows: where it is, whether it goes on, and which MLflow run it has.
+#
+# It is found by its content key, so a spec in which only later stages were changed since finds the same training.
+
+
+SETTLE_S = 30.0
+"""Seconds after the last beat of a process that died, in which its workers may still save the step they are at."""
+_DATA, _TRAIN = "prepare-data", "train"
+_ENDS = {
+    "failed": "The training failed",
+    "stopped": "The training was stopped",
+    "pruned": "The sweep ended this trial early",
+    "died": "The process of the training died",
+    "silent": f"The process of the training has given no sign of life for {PAUSE_S / 60:.0f} minutes",
+    "finished": "The run of the training has ended",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a training ended.
+
+    Attributes:
+        state: committed, failed, stopped, pruned, died, silent or finished.
+        sentence: the same in words.
+    """
+
+    state: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that has started.
+
+    Attributes:
+        run: the newest run that trains under this key.
+        key: the content key of its train stage.
+        data: what prepare-data has committed.
+    """
+
+    run: PastRun
+    key: StageKey
+    data: StageManifest[PrepareFacts]
+    storage: str
+
+    @property
+    def stage(self) -> Store:
+        """The folder of the train stage."""
+        return stage_store(self.storage, self.key)
+
+    def handle(self, spec: PipelineSpec) -> RunHandle | None:
+        """The MLflow run that has the training curve; None where nothing is tracked."""
+        if not spec.tracking.enabled:
+            return None
+        token = self.run.record.get("tracked_run")
+        commit = read_commit(self.stage, kind="stage")
+        if commit is not None:
+            facts = StageManifest.from_commit(self.stage.url, commit).facts
+            # The run that trained: a later one found the result committed.
+            token = facts.tracked_run or token if isinstance(facts, TrainFacts) else token
+        if not token:
+            return None
+        storage = Store.open(self.storage)
+        uri, spool = tracking.tracking_uri(spec.tracking, storage), tracking.spool_dir(storage)
+        return RunHandle(str(token), spec.tracking.experiment or spec.name, uri, str(spool))
+
+
+def find_training(plan: Plan) -> Training | str:
+    """The training of a spec, or a sentence that says what there is to wait for.
+
+    Raises:
+        ConfigError: the prepared data lack a split that the spec names.
+        StorageError: the storage cannot be read.
+    """
+    spec = plan.spec
+    data, _ = look_up(spec.storage, plan.key_of(_DATA, {}))
+    if data is None:
+        return "No data is prepared for this spec yet"
+    data = data.with_facts(PrepareFacts)
+    check_splits(spec, data.facts.splits)
+    key = plan.key_of(_TRAIN, {_DATA: data})
+    for run in list_runs(spec.storage):
+        # The newest first.
+        if run.name == spec.name and key.digest in (run.worked_in.get(_TRAIN), run.stages.get(_TRAIN)):
+            return Training(run, key, data, spec.storage)
+    return "No training of this spec has started yet"
+
+
+class Watch:
+    """Looks whether a training goes on.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, training: Training, clock: Callable[[], float] = time.monotonic) -> None:
+        self._training = training
+        self._clock = clock
+        self._beat: bytes | None = None
+        self._since = clock()
+        self.is_settling = False
+        """Whether the process has died, and its workers may still save the step they are at."""
+
+    def look(self) -> Ending | None:
+        """How the training has ended; None while it goes on.
+
+        Raises:
+            StorageError: the storage cannot be read.
+        """
+        training = self._training
+        run = read_run(training.storage, training.run.id)
+        if run is None:
+            return Ending("finished", "The record of the training was removed")
+        # The status before the commit: a run that commits and ends between two looks has committed.
+        status = read_status(training.storage, run)
+        if read_commit(training.stage, kind="stage") is not None:
+            return Ending("committed", "The training is committed")
+        self.is_settling = status.state == "died" and _may_still_save(status)
+        if self.is_settling:
+            return None
+        if not status.is_at_work:
+            return Ending(status.state, f"{_ENDS[status.state]}{_words(status)}")
+        return Ending("silent", _ENDS["silent"]) if self._is_silent(status) else None
+
+    def _is_silent(self, status: RunStatus) -> bool:
+        """Whether a process of another machine, which cannot be seen from here, has not written its beat for long."""
+        if status.sign is None or status.sign.life() != "unknown":
+            return False
+        if status.sign.beat != self._beat:
+            self._beat, self._since = status.sign.beat, self._clock()
+        return self._clock() - self._since > PAUSE_S
+
+
+def _may_still_save(status: RunStatus) -> bool:
+    try:
+        beat = datetime.fromisoformat((status.sign.at if status.sign is not None else None) or "")
+        return 0 <= (datetime.now(UTC) - beat).total_seconds() < SETTLE_S
+    except (ValueError, TypeError):
+        return False
+
+
+def _words(status: RunStatus) -> str:
+    return f" ({status.where})" if status.where else ""
+
+
+RESTART_S = 60.0
+"""Seconds that a training which has failed, was stopped or died is given to be taken up: `run & follow` is a race."""
+_UNFINISHED = ("failed", "stopped", "died")
+OUTAGES = 30
+"""Looks in a row that may fail because the storage does not answer."""
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What a follower has done, and how it ended.
+
+    Attributes:
+        training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.
+        sentence: the same in words.
+        run_id: the run; None: none has started.
+        count: checkpoints that this process has evaluated.
+        evaluations: every checkpoint that is evaluated, in the order of the steps.
+        best: the best of those that are still there.
+        waiting: what MLflow does not have yet; None: nothing.
+    """
+
+    training: str
+    sentence: str
+    run_id: str | None = None
+    count: int = 0
+    evaluations: tuple[Evaluation, ...] = ()
+    best: Evaluation | None = None
+    waiting: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        best = None if self.best is None else self.best.to_dict()
+        return {**vars(self), "evaluations": [each.to_dict() for each in self.evaluations], "best": best}
+
+
+def follow_training(
+    spec: PipelineSpec, listener: Listener, *, once: bool, every_s: float, use_cpu: bool, debug: bool
+) -> Followed:
+    """Evaluate the checkpoints of the training of a spec, until it has ended.
+
+    Args:
+        once: evaluate what is there, and end.
+        every_s: seconds between two looks at the storage.
+        use_cpu: evaluate on the CPU.
+
+    Raises:
+        ConfigError: the spec cannot be followed.
+        DamagedError: a checkpoint is damaged; the others were evaluated.
+        TrainflowError: an evaluation failed.
+    """
+    plan = Plan.of(spec, debug=debug)
+    standard = check_settings(spec.train, plan.context)
+    training = _await_training(plan, listener, once=once, every_s=every_s)
+    if isinstance(training, str):
+        return Followed("waiting", f"{training}.")
+    if not once:
+        training = _await_restart(plan, training, listener, every_s=every_s)
+    training.stage.ensure_writable(field="storage")
+    listener.say(f"Following run {training.run.id} ({training.run.run_name or training.run.name}).")
+    with _points(spec, training) as points:
+        job = Job(
+            config=spec.train.with_launchers_arguments(),
+            launch=spec.evaluate_config().launch or spec.train.launch.on_one_machine(),
+            use_cpu=use_cpu,
+            context=plan.context,
+            stage=training.stage,
+            data=training.data,
+            poll_s=every_s,
+        )
+        follower = Follower(job, standard, points, listener)
+        _describe_beginning(follower, standard, listener)
+        ending, count = _follow(follower, Watch(training), listener, once=once, every_s=every_s)
+        done = follower.begin()
+    if follower.damaged:
+        raise follower.damaged[0]
+    waiting = find_waiting(Store.open(spec.storage)) if points is not None else None
+    return Followed(
+        training=ending.state,
+        sentence=f"{ending.sentence}.",
+        run_id=training.run.id,
+        count=count,
+        evaluations=tuple(done),
+        best=follower.best,
+        waiting=None if waiting is None else f"{waiting} in {waiting.root}",
+    )
+
+
+def describe_number(count: int) -> str:
+    """``1 checkpoint is evaluated``, ``2 checkpoints are evaluated``."""
+    return f"{count} checkpoint is evaluated" if count == 1 else f"{count} checkpoints are evaluated"
+
+
+def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: float) -> Training | str:
+    said = ""
+    while isinstance(found := find_training(plan), str) and not once:
+        if found != said:
+            listener.say(f"{found}. Waiting for it.")
+            said = found
+        time.sleep(every_s)
+    return found
+
+
+def _await_restart(plan: Plan, training: Training, listener: Listener, *, every_s: float) -> Training:
+    """Give a command that was just started the time to take up a training that has ended before it was done."""
+    deadline, said = time.monotonic() + RESTART_S, False
+    while time.monotonic() < deadline:
+        try:
+            ending = Watch(training).look()
+        except StorageError:  # a look of `_follow` may fail, and is repeated
+            break
+        if ending is None or ending.state not in _UNFINISHED:
+            break
+        if not said:
+            listener.say(f"{ending.sentence}. Waiting {RESTART_S:g} s for a command that takes it up.")
+            said = True
+        time.sleep(min(every_s, 1.0))
+        again = find_training(plan)
+        training = training if isinstance(again, str) else again
+    return training
+
+
+def _describe_beginning(follower: Follower, standard: Standard, listener: Listener) -> None:
+    done = follower.begin()
+    if done:
+        listener.say(f"{describe_number(len(done))} already, the newest at step {done[-1].step}.")
+    greater = "greatest" if standard.is_greater_better else "smallest"
+    listener.say(f"The checkpoint with the {greater} {standard.metric} is kept.")
+
+
+def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool, every_s: float) -> tuple[Ending, int]:
+    """Evaluate what comes until the training has ended, or once; how it ended, and how many were evaluated."""
+    count = outages = 0
+    while True:
+        try:
+            # Before the checkpoints are listed: a training that has ended commits no more of them.
+            ending = watch.look()
+            count += follower.work(wait=ending is not None and not once)
+            outages = 0
+        except StorageError as error:
+            outages += 1
+            if not error.retryable or once or outages > OUTAGES:
+                raise
+            listener.say(f"The storage does not answer, the next look is in {every_s:g} s: {error.message}")
+            ending = None
+        if ending is not None:
+            return ending, count
+        if once and watch.is_settling:
+            return Ending("died", "The process of the training has died, and its workers may still save"), count
+        if once:
+            return Ending("running", "The training goes on"), count
+        time.sleep(every_s)
+
+
+@contextlib.contextmanager
+def _points(spec: PipelineSpec, training: Training) -> Iterator[RunPoints | None]:
+    """The MLflow run; None where nothing is tracked."""
+    handle = training.handle(spec)
+    points = None if handle is None else RunPoints(handle)
+    try:
+        yield points
+    finally:
+        if points is not None:
+            points.close()

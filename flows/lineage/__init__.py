@@ -1,0 +1,1 @@
+"""From a model back to its data, and the same result again."""

@@ -1,0 +1,356 @@
+"""`trainflow reproduce`: a recorded run, once more from its spec, sources and versions, and what came out compared.
+
+The second run has a storage of its own; MLflow, the registry and hubs are left alone. On a CPU the weights and the
+predictions must have the same bytes. A device that adds up in another order at each run gives other bytes; there the
+numbers are compared, with a tolerance that the outcome states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from trainer_lib.errors import ConfigError, NotReproducibleError
+from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.protocol.requests import FilePair, MeasureRequest
+from trainer_lib.protocol.verb_results import FileDifference
+from trainer_lib.storage import FileEntry, Store
+from trainflow.flows.lineage.lineage_chain import Chain
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import PastRun, describe_changes
+from trainflow.flows.records.recorded_spec import read_kept_spec
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.configs import RegisterConfig
+from trainflow.tasks.keys.sources import find_absent, fingerprints
+from trainflow.tasks.model.versions import describe_environment
+from trainflow.tasks.stage.facts import TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest, look_up_under
+
+TOLERANCE = 1e-3
+"""The largest relative difference of numbers from a device that is not a CPU, unless another is given."""
+_COMPARED = {"train": "model/", "predict": "predictions/"}
+"""Stage -> where its files lie that are compared."""
+_FILES = (".safetensors", ".parquet")
+_CPU = "CPU"
+_MARK = "reproduces"  # a file of the second run's storage: the id of the first run
+
+Verdict = Literal["same bytes", "same numbers", "different"]
+RunPipeline = Callable[..., PipelineResult]
+
+
+@dataclass(frozen=True)
+class Question:
+    """How a run is to be reproduced.
+
+    Attributes:
+        to: storage of the second run, empty.
+        tolerance: compare numbers with this relative difference; None: bytes on a CPU, `TOLERANCE` elsewhere.
+        other_data: go on although the data is not that of the run.
+    """
+
+    to: str
+    tolerance: float | None = None
+    other_data: bool = False
+
+
+@dataclass
+class Outcome:
+    """What came out.
+
+    Attributes:
+        versions: name -> version then and version now, of those that differ.
+        settings: sentences about what else the keys of the stages have otherwise.
+        compared: files with the digests of both runs.
+        metrics: name -> number then and number now, of those that differ.
+        largest: the largest relative difference of a number; None: bytes alone were compared.
+        differences: sentences about what differs.
+    """
+
+    run: str
+    verdict: Verdict = "same bytes"
+    tolerance: float | None = None
+    device: str = _CPU
+    to: str = ""
+    versions: dict[str, tuple[str, str]] = field(default_factory=dict)
+    settings: list[str] = field(default_factory=list)
+    compared: list[dict[str, Any]] = field(default_factory=list)
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    largest: float | None = None
+    differences: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    def require_same(self) -> None:
+        """Raise for what differs.
+
+        Raises:
+            NotReproducibleError: names the first difference.
+        """
+        if self.verdict == "different":
+            more = f" {len(self.differences) - 1} more differ." if len(self.differences) > 1 else ""
+            raise NotReproducibleError(
+                f"The second run differs from the recorded one: {self.differences[0]}.{more}",
+                field=self.run,
+                value=self.to,
+                remedy="Use the versions and the kind of processor of the run; --tolerance compares numbers instead.",
+            )
+
+
+class Reproduction:
+    """One run, reproduced.
+
+    Args:
+        chain: leads to the run.
+        say: called with a line at each step.
+
+    Raises:
+        ConfigError: the run cannot be repeated from here.
+    """
+
+    def __init__(self, chain: Chain, question: Question, say: Callable[[str], object]) -> None:
+        if chain.run is None or chain.storage is None:
+            raise ConfigError(
+                "The run is not known here: its spec and its recipe are on its storage.",
+                field="X",
+                value=chain.address,
+                remedy="Name the storage: --storage URL.",
+            )
+        self.run: PastRun = chain.run
+        self._chain, self._question, self._say = chain, question, say
+        self._storage = chain.storage.url
+        self._check_run()
+        self.to = question.to
+        self.outcome = Outcome(run=self.run.id, to=self.to)
+        spec = read_kept_spec(self._storage, self.run, say)
+        self._check_sources(spec)
+        self.spec = _quiet(spec, self.to)
+        self.spec.check()
+        self._say_versions()
+
+    def carry_out(self, run_pipeline: RunPipeline) -> Outcome:
+        """Run it again and compare.
+
+        Args:
+            run_pipeline: called with a spec and the choice of stages, as `trainflow.flows.pipeline.run_pipeline`.
+
+        Raises:
+            NotReproducibleError: the prepared data is another one. TrainflowError: the second run failed.
+        """
+        prepared = run_pipeline(self.spec, only="prepare-data")
+        prepared.raise_for_error()
+        self._check_data(_manifests(prepared))
+        result = run_pipeline(self.spec)
+        result.raise_for_error()
+        self._compare(_manifests(result))
+        return self.outcome
+
+    # -- before it begins ---------------------------------------------------------------------------------------------
+
+    def _check_run(self) -> None:
+        if "train" not in self.run.stages:
+            raise ConfigError(
+                "This run has trained no model that could be compared.",
+                field="X",
+                value=self.run.id,
+                remedy="Name a run that has finished.",
+            )
+        if self.run.from_run is not None:
+            raise ConfigError(
+                f"This run took results from the run {self.run.from_run}, whose recipe may have been another.",
+                field="X",
+                value=self.run.id,
+                remedy=f"Reproduce that run: trainflow reproduce {self.run.from_run}.",
+            )
+
+    def _check_sources(self, spec: PipelineSpec) -> None:
+        sources = list(spec.prepare.sources)
+        if absent := find_absent(sources):
+            raise ConfigError(
+                "A source of the data is not on this machine.",
+                field="prepare.sources",
+                value=absent[0],
+                remedy="Put it there, as it was when the run prepared its data.",
+            )
+        recorded = [each.digest for each in self._chain.lineage.sources]
+        now = fingerprints(sources, root=spec.root)
+        changed = [each["source"] for each, old in zip(now, recorded, strict=False) if each["digest"] != old]
+        if changed:
+            self._refuse_data(f"the source {changed[0]} is not the one that the run's data was made from")
+
+    def _say_versions(self) -> None:
+        then, now = self._chain.lineage.versions, describe_environment()
+        for name, version in then.items():
+            current = now.get(name, "not installed")
+            # Older runs recorded less: the first two numbers of Python's version, and what changes numerics.
+            is_same = current == version or (name == "python" and current.startswith(f"{version}."))
+            if name != "trainer_lib" and not is_same:
+                self.outcome.versions[name] = (version, current)
+                self._say(f"{name}: {version} in the run, {current} here")
+        plan = Plan.of(self.spec)
+        changes = describe_changes(self._storage, self.run, plan.early_keys)
+        self.outcome.settings = [str(each) for each in changes if ".versions." not in each.field]
+        for sentence in self.outcome.settings:
+            self._say(f"differs from the run: {sentence}")
+        if not self.outcome.versions and not changes:
+            self._say("versions, settings and recipe are those of the run")
+
+    # -- comparing ----------------------------------------------------------------------------------------------------
+
+    def _check_data(self, now: Mapping[str, StageManifest]) -> None:
+        link = self._chain.lineage.stage("prepare-data")
+        if link is not None and now["prepare-data"].content_digest != link.content_digest:
+            then, found = str(link.content_digest)[:12], now["prepare-data"].content_digest[:12]
+            self._refuse_data(f"the prepared data has the digest {found}…, that of the run {then}…")
+
+    def _refuse_data(self, what: str) -> None:
+        self.outcome.settings.append(what)
+        self._say(f"other data: {what}")
+        if not self._question.other_data:
+            raise NotReproducibleError(
+                f"The data differs: {what}.",
+                field="data",
+                remedy="Restore the data, or compare all the same: --other-data.",
+            )
+
+    def _compare(self, now: Mapping[str, StageManifest]) -> None:
+        then = {stage: self._recorded(stage) for stage in self.run.stages if stage in now}
+        for stage, old in then.items():
+            if stage in _COMPARED:
+                self.outcome.compared += _compare_files(old, now[stage])
+        self.outcome.metrics = _compare_metrics(then, now)
+        unequal = [each for each in self.outcome.compared if each["then"] != each["now"]]
+        self.outcome.tolerance = self._tolerance(then, now)
+        if not unequal and not self.outcome.metrics:
+            return
+        self._judge(unequal)
+
+    def _recorded(self, stage: str) -> StageManifest:
+        manifest, damage = look_up_under(self._storage, stage, self.run.stages[stage])
+        if manifest is None:
+            raise ConfigError(
+                f"The result of {stage} in the run {f'is damaged: {damage}' if damage else 'is gone'}.",
+                field="X",
+                value=self.run.id,
+                remedy="trainflow verify shows what of the run is left.",
+            )
+        return manifest
+
+    def _tolerance(self, then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]) -> float | None:
+        facts = [side["train"].facts for side in (then, now)]
+        devices = [each.device or _CPU for each in facts if isinstance(each, TrainFacts)]
+        self.outcome.device = " and ".join(dict.fromkeys(devices))
+        if self._question.tolerance is not None:
+            return self._question.tolerance
+        return None if all(device == _CPU for device in devices) else TOLERANCE
+
+    def _judge(self, unequal: list[dict[str, Any]]) -> None:
+        outcome = self.outcome
+        measured = self._measure([each for each in unequal if each["then"] and each["now"]])
+        outcome.largest = max((each.largest for each in measured.values()), default=0.0)
+        tolerance = outcome.tolerance
+        for each in unequal:
+            found = measured.get(each["path"])
+            if found is None:
+                outcome.differences.append(f"{each['path']} is in one of them only")
+            elif found.problem:
+                outcome.differences.append(f"{each['path']}: {found.problem}")
+            elif tolerance is None or found.largest > tolerance:
+                count = f"{found.different:,} of {found.values:,} numbers"
+                outcome.differences.append(f"{each['path']}: {count} differ, by up to {found.largest:.2g} relatively")
+        for name, (old, new) in outcome.metrics.items():
+            if tolerance is None or not math.isclose(old, new, rel_tol=tolerance):
+                outcome.differences.append(f"{name}: {old:.6g} in the run, {new:.6g} here")
+        outcome.verdict = "different" if outcome.differences else "same numbers"
+
+    def _measure(self, files: list[dict[str, Any]]) -> dict[str, FileDifference]:
+        if not files:
+            return {}
+        self._say("bytes differ; measuring how far the numbers are apart")
+        pairs = tuple(FilePair(each["folders"][0], each["folders"][1], each["path"]) for each in files)
+        result = launch(
+            MeasureRequest(output=self.to, files=pairs),
+            LaunchConfig(kind="process", processes=1),
+            env={},
+            on_line=lambda line: None,
+            on_event=lambda event: None,
+        )
+        return {each.path: each for each in result.files}
+
+
+@contextlib.contextmanager
+def open_scratch(to: str | None, run: str) -> Iterator[str]:
+    """The storage of a second run: a folder that stays, or a temporary one.
+
+    Args:
+        to: an empty folder, or one that an interrupted reproduction of this run has left.
+        run: the id of the first run.
+
+    Raises:
+        ConfigError: the folder has something else in it, or cannot be written.
+    """
+    if to is None:
+        with tempfile.TemporaryDirectory(prefix="trainflow-reproduction-", ignore_cleanup_errors=True) as folder:
+            yield folder
+        return
+    store = Store.open(to, field="--to")
+    left = store.read_if_exists(_MARK, limit=100)
+    if store.children() and left != run.encode():
+        raise ConfigError("The folder is not empty.", field="--to", value=to, remedy="Name a new folder.")
+    store.ensure_writable(field="--to")
+    store.write_bytes(_MARK, run.encode())
+    yield store.url
+
+
+def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:
+    """The spec on a storage of its own, and without anything that others would see."""
+    args = {**spec.train.args, "report_to": "none", "push_to_hub": False}
+    changed = {
+        "storage": to,
+        "refresh": {},
+        "train": spec.train.model_copy(update={"args": args}),
+        "evaluate": spec.evaluate.model_copy(update={"require": {}}),
+        "publish": spec.publish.model_copy(update={"enabled": False}),
+        "register": RegisterConfig(resamples=spec.register.resamples, metric=spec.register.metric),
+        "tracking": spec.tracking.model_copy(update={"enabled": False}),
+    }
+    return spec.model_copy(update=changed).with_resolver(spec.resolver)
+
+
+def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
+    found = {each.stage: each.manifest for each in result.stages if each.manifest is not None}
+    return {stage: StageManifest.from_dict(manifest) for stage, manifest in found.items()}
+
+
+def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str, Any]]:
+    sides = [_compared(each) for each in (old, new)]
+    for path in sorted(sides[0].keys() | sides[1].keys()):
+        then, now = (side[path].sha256 if path in side else None for side in sides)
+        yield {"stage": old.stage, "path": path, "then": then, "now": now, "folders": [old.url, new.url]}
+
+
+def _compared(manifest: StageManifest) -> dict[str, FileEntry]:
+    below = _COMPARED[manifest.stage]
+    return {each.path: each for each in manifest.files if each.path.startswith(below) and each.path.endswith(_FILES)}
+
+
+def _compare_metrics(
+    then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]
+) -> dict[str, tuple[float, float]]:
+    from trainflow.flows.records.results import flat_metrics
+
+    if "evaluate" not in then:
+        return {}
+    old, new = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
+    names = [name for name in old if name in new]
+    return {name: (old[name], new[name]) for name in names if not _equal(old[name], new[name])}
+
+
+def _equal(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -1,0 +1,395 @@
+"""What a training will take, before it is started: steps, samples, memory, time, room on the storage.
+
+What is not known, because the data is not prepared or the model cannot be built, is a sentence in `missing`. Nothing
+here imports torch: the model is built in a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments import total_batch_size
+from trainer_lib.arguments.global_batch import describe_step, rows_at_a_time
+from trainer_lib.base.records import to_record
+from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.protocol.footprint import Estimate, Footprint, Probe, footprints
+from trainer_lib.storage import Store
+from trainflow.flows.records.past_runs import list_runs
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest, look_up_in
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.launch import LaunchConfig
+    from trainflow.flows.planning.plan import Plan
+    from trainflow.tasks.configs import TrainConfig
+
+# Fields of the training's key that change what is computed, and not how long a step takes.
+_TIMELESS = (
+    *("learning_rate", "weight_decay", "adam_", "max_grad_norm", "seed", "data_seed", "num_train_epochs", "max_steps"),
+    *("warmup", "lr_scheduler", "label_smoothing", "metric_for_best_model", "greater_is_better", "optim_target"),
+)
+
+
+@dataclass(frozen=True)
+class PastTraining:
+    """How long an earlier training took.
+
+    Attributes:
+        seconds_per_step: with its evaluations and saves, on average.
+        overhead_s: of its stage, around the training itself.
+        described: the run in words.
+    """
+
+    seconds_per_step: float
+    overhead_s: float
+    described: str
+
+
+def find_similar(plan: Plan) -> PastTraining | None:
+    """The training itself where it is committed, else the nearest one, if only what takes no time differs; or None.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    reason, launch = plan.reasons["train"], plan.stages["train"].launch
+    manifest = reason.manifest
+    if manifest is None and reason.nearest is not None and all(_is_timeless(each.field) for each in reason.differences):
+        manifest = look_up_in(plan.spec.storage, "train", reason.nearest)
+    if manifest is None or not isinstance(manifest.facts, TrainFacts):
+        return None
+    steps, seconds = manifest.facts.global_step, manifest.metrics.get("train_runtime")
+    # A resumed training measured only its last part, and another number of processes is as good as another machine.
+    resumed = manifest.facts.resumed_from is not None
+    if not steps or not isinstance(seconds, int | float) or resumed or launch is None:
+        return None
+    if manifest.facts.world_size != launch.world_size:
+        return None
+    whole = _stage_seconds(plan, manifest)
+    overhead = 0.0 if whole is None else max(0.0, whole - seconds)
+    what = "this training" if reason.hit else "a training that differs in nothing that takes time"
+    return PastTraining(seconds / steps, overhead, f"{what}, committed {manifest.created[:16].replace('T', ' ')} UTC")
+
+
+def _is_timeless(field: str) -> bool:
+    return field.startswith("args.") and field.removeprefix("args.").startswith(_TIMELESS)
+
+
+def _stage_seconds(plan: Plan, manifest: StageManifest) -> float | None:
+    """The time of the whole stage, from the record of the run that made the manifest."""
+    for run in list_runs(plan.spec.storage):
+        outcome = (run.record.get("outcomes") or {}).get("train") if run.stages.get("train") == manifest.key else None
+        if isinstance(outcome, dict) and outcome.get("status") == "ran":
+            return float(outcome.get("seconds") or 0.0)
+    return None
+
+
+_LOADING_BYTES = 20_000
+"""What a checkpoint holds beside weights and optimizer: the states of counters, generators and the schedule."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a training is.
+
+    Attributes:
+        steps: optimizer steps.
+        samples: training samples, those that come again counted again.
+        batch: samples of a step.
+        step: how processes share them, in words.
+        epochs: passes over the data.
+        evaluations, saves: how often it evaluates and saves.
+        evaluated_rows: rows of one evaluation.
+    """
+
+    steps: int
+    samples: int
+    batch: int
+    epochs: float
+    evaluations: int
+    saves: int
+    evaluated_rows: int
+    step: str
+
+    @classmethod
+    def of(cls, args: TrainingArguments, facts: PrepareFacts, config: TrainConfig, processes: int) -> Length:
+        """The length that follows from the arguments and the number of rows."""
+        rows, batch = facts.splits[config.train_split].rows, total_batch_size(args, data_parallel_size=processes)
+        per_epoch = max(1, rows // batch if args.dataloader_drop_last else math.ceil(rows / batch))
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        whole, rest = divmod(steps, per_epoch)
+        samples = whole * (per_epoch * batch if args.dataloader_drop_last else rows) + rest * batch
+        evaluated = 0 if config.eval_split is None else facts.splits[config.eval_split].rows
+        count = _Counter(steps, per_epoch)
+        return cls(
+            steps=steps,
+            samples=samples,
+            batch=batch,
+            epochs=round(steps / per_epoch, 3),
+            evaluations=count(str(args.eval_strategy), args.eval_steps or args.logging_steps)
+            + bool(args.eval_on_start),
+            saves=count(str(args.save_strategy), args.save_steps),
+            evaluated_rows=evaluated,
+            step=describe_step(args, data_parallel_size=processes),
+        )
+
+
+@dataclass(frozen=True)
+class _Counter:
+    steps: int
+    per_epoch: int
+
+    def __call__(self, strategy: str, every: float) -> int:
+        """How often something happens; "best" may happen at every evaluation, and is counted once."""
+        if strategy == "no":
+            return 0
+        if strategy == "best":
+            return 1
+        interval = self.per_epoch if strategy == "epoch" else every if every >= 1 else self.steps * every
+        # The last step counts as one of them, whatever the interval.
+        return math.ceil(self.steps / max(1, math.ceil(interval)))
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the storage has to hold.
+
+    Attributes:
+        checkpoint_bytes: of one checkpoint; None: not known.
+        kept: checkpoints that are there at one time, the one that is being written included.
+        model_bytes: of the exported model.
+        free_bytes: what is free there now; None: the store does not say.
+    """
+
+    checkpoint_bytes: int | None
+    kept: int
+    model_bytes: int
+    free_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """The most that is there at one time; None: not known."""
+        if self.checkpoint_bytes is None:
+            return None
+        return self.checkpoint_bytes * self.kept + self.model_bytes
+
+
+@dataclass
+class Found:
+    """What workers found out.
+
+    Attributes:
+        estimate, probe: None: not asked for, or it failed.
+        error: what failed.
+    """
+
+    estimate: Estimate | None = None
+    probe: Probe | None = None
+    error: TrainflowError | None = None
+
+
+@dataclass
+class Forecast:
+    """What is known of the training of a plan.
+
+    Attributes:
+        strategy: name of the spec's own strategy, as in `trainer_lib.protocol.footprint`.
+        processes: number of ranks.
+        length: None: the data is not prepared.
+        estimate: None: it could not be made.
+        probe: None: none was asked for.
+        seconds: of the stage train; None: not known.
+        time_source: where `seconds` is from.
+        alone: samples of the micro-batch of one process alone.
+        writers: ranks that write a part of FSDP's checkpoint; None: all.
+        only_model: checkpoints have no optimizer state.
+        missing: sentences about what could not be found out, and what to do.
+        error: what failed in the workers.
+    """
+
+    strategy: str
+    processes: int
+    length: Length | None = None
+    estimate: Estimate | None = None
+    probe: Probe | None = None
+    room: Room | None = None
+    seconds: float | None = None
+    time_source: str = ""
+    alone: int | None = None
+    writers: int | None = None
+    only_model: bool = False
+    missing: list[str] = field(default_factory=list)
+    error: TrainflowError | None = None
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that the model is fed; None: not known, or its input holds none."""
+        if self.length is None or self.estimate is None or self.estimate.tokens_per_sample is None:
+            return None
+        return round(self.length.samples * self.estimate.tokens_per_sample)
+
+    def footprints(self) -> list[Footprint]:
+        """The bytes of a rank under every strategy, on as many processes as the spec has, or on two."""
+        return self._footprints(max(2, self.processes), alone=self.alone)
+
+    @property
+    def own(self) -> Footprint | None:
+        """The bytes of a rank as the spec says it."""
+        return next((each for each in self._footprints(self.processes) if each.strategy == self.strategy), None)
+
+    def _footprints(self, processes: int, *, alone: int | None = None) -> list[Footprint]:
+        if self.estimate is None:
+            return []
+        size, writers = self.estimate.size, self.writers
+        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The largest memory of a process: as the probe measured it, else as it was worked out.
+
+        On a CPU that is the resident set, with the interpreter and its libraries; on a GPU what torch allocates.
+        """
+        if self.probe is not None:
+            return self.probe.peak_bytes
+        if self.estimate is None or self.own is None or self.own.total is None:
+            return None
+        return self.own.total + (self.estimate.process_bytes if self.estimate.device == "cpu" else 0)
+
+    def planned(self) -> dict[str, Any]:
+        """The numbers that a run is compared with later (`trainflow.flows.records.plan_record`)."""
+        length, room = self.length, self.room
+        return {
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "steps": None if length is None else length.steps,
+            "samples": None if length is None else length.samples,
+            "tokens": self.tokens,
+            "checkpoint_bytes": None if room is None else room.checkpoint_bytes,
+            "processes": self.processes,
+            "strategy": self.strategy,
+            "device": None if self.estimate is None else self.estimate.device,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """This as plain JSON."""
+        parts: Mapping[str, Any] = {"length": self.length, "estimate": self.estimate, "probe": self.probe}
+        return {
+            "strategy": self.strategy,
+            "processes": self.processes,
+            **{name: None if part is None else to_record(part) for name, part in parts.items()},
+            "tokens": self.tokens,
+            "ranks": [{**to_record(each), "total": each.total} for each in self.footprints()],
+            "peak_bytes": self.peak_bytes,
+            "room": None if self.room is None else {**to_record(self.room), "needed_bytes": self.room.needed_bytes},
+            "seconds": self.seconds,
+            "time_source": self.time_source,
+            "missing": self.missing,
+        }
+
+
+def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found]) -> Forecast:
+    """Work out what the training of a plan will take.
+
+    Args:
+        ask: has workers estimate, and probe, a training on prepared data.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    train = plan.stages["train"]
+    args, launch, config = train.arguments, train.launch, train.config
+    if args is None or launch is None:
+        raise ConfigError("The stage train has no arguments and no launch.", field="train")
+    found = Forecast(strategy_name(args, launch), launch.world_size)
+    reason = plan.reasons["prepare-data"]
+    if reason.manifest is None or not isinstance(reason.manifest.facts, PrepareFacts):
+        found.missing.append(
+            f"The data is not prepared ({reason.reason}), so its rows, and with them steps, memory and time, are not "
+            "known. Prepare it (trainflow run SPEC --only prepare), or plan with --probe, which prepares it."
+        )
+        return found
+    data: StageManifest[PrepareFacts] = reason.manifest
+    if any(split not in data.facts.splits for split in (config.train_split, config.eval_split) if split is not None):
+        return found  # what cannot work says which
+    found.alone = rows_at_a_time(args, data_parallel_size=1)
+    found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
+    found.length = Length.of(args, data.facts, config, launch.world_size)
+    asked = ask(data)
+    found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
+    found.room = _room(plan, args, found)
+    if found.probe is not None:
+        found.seconds, found.time_source = _from_probe(found.length, found.probe), "a probe of a few steps"
+    else:
+        found.seconds, found.time_source = _from_past(plan, found.length)
+    return found
+
+
+def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
+    """The name that `trainer_lib.protocol.footprint` has for the strategy of these arguments."""
+    if args.deepspeed is not None:
+        from trainer_lib.arguments.deepspeed.deepspeed_config import plan
+
+        return f"zero-{plan(args).zero.get('stage', 0)}".replace("zero-0", "ddp")
+    if args.fsdp:
+        return "fsdp"
+    return "ddp" if launch.world_size > 1 else "single"
+
+
+def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
+    """How many ranks write a part of a checkpoint under the FSDP of these arguments; None: all, as by default."""
+    from trainer_lib.arguments.fsdp.fsdp_config import read_settings
+
+    settings = read_settings(args)
+    if settings is None:
+        return None
+    if not settings.sharded_checkpoints or settings.mode == "no_shard":
+        return 1
+    if "hybrid" not in settings.mode:
+        return None
+    # One copy is written; unset, a machine's processes share it.
+    return settings.hybrid_group or int(launch.processes)
+
+
+def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
+    length, estimate = found.length, found.estimate
+    size = None if found.probe is None else found.probe.checkpoint_bytes
+    if size is None and estimate is not None:
+        tensors = estimate.size.checkpoint_bytes(only_model=found.only_model)
+        size = None if tensors is None else tensors + _LOADING_BYTES
+    saves = 0 if length is None else length.saves
+    limit = args.save_total_limit
+    # The oldest goes after the newest is complete; the best one may stay beside those that are kept.
+    most = saves if not limit else limit + 1 + bool(args.load_best_model_at_end)
+    model = 0 if estimate is None else estimate.size.stored_bytes
+    # Published once more, beside the export of the stage.
+    copies = 2 if plan.spec.publish.enabled and plan.spec.publish.to is None else 1
+    return Room(size, min(saves, most), copies * model, free_bytes(plan.spec.storage))
+
+
+def free_bytes(storage: str) -> int | None:
+    """The bytes that are free where a storage is, or will be; None for a remote store, which does not say."""
+    store = Store.open(storage)
+    if not store.is_local:
+        return None
+    folder: Path = store.local_path()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _from_probe(length: Length, probe: Probe) -> float:
+    evaluations = length.evaluations * length.evaluated_rows * (probe.evaluation_row_s or 0.0)
+    steps = length.steps * probe.step_s + probe.warm_up_s
+    return probe.overhead_s + steps + evaluations + length.saves * (probe.save_s or 0.0)
+
+
+def _from_past(plan: Plan, length: Length) -> tuple[float | None, str]:
+    """The time that an earlier run of the same training took for each step, times the steps."""
+    past = find_similar(plan)
+    if past is None:
+        return None, ""
+    return past.seconds_per_step * length.steps + past.overhead_s, past.described

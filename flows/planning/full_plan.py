@@ -1,0 +1,140 @@
+"""A whole plan: the stages, what the training takes, and what cannot work; kept where the run will be recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer_lib.errors import StorageError, TrainflowError
+from trainflow.flows.planning.forecast import Forecast, Found, forecast
+from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import run_folder
+from trainflow.flows.records.plan_record import write_half
+from trainflow.flows.records.results import RUN_ID_CHARS
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
+
+
+@dataclass(frozen=True)
+class FullPlan:
+    """What a run would do and take.
+
+    Attributes:
+        plan: the stages, each with the reason why it runs or does not.
+        forecast: steps, memory, time and room of the training.
+        obstacles: what cannot work, and what may not.
+    """
+
+    plan: Plan
+    forecast: Forecast
+    obstacles: tuple[Obstacle, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What looks like a mistake but stops nothing."""
+        return [each for several in self.plan.warnings.values() for each in several]
+
+    @property
+    def can_work(self) -> bool:
+        """Whether no obstacle is fatal."""
+        return not any(each.is_fatal for each in self.obstacles)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON: what `trainflow plan --json` prints."""
+        return {
+            "ok": self.can_work,
+            "exit_code": 0 if self.can_work else 2,
+            "name": self.plan.spec.name,
+            "limit": self.plan.spec.limit,
+            "stages": [reason.to_dict() for reason in self.plan.reasons.values()],
+            "arguments": effective_arguments(self.plan),
+            **self.forecast.to_dict(),
+            "obstacles": [vars(each) for each in self.obstacles],
+            "warnings": self.warnings,
+        }
+
+
+def plan_in_full(
+    plan: Plan,
+    *,
+    probe: bool = False,
+    during: Callable[[str], AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
+) -> FullPlan:
+    """Work out what a run would do and take, and keep it for the run's report.
+
+    Args:
+        probe: prepare the data if it is not, train a few real steps, and measure time and memory.
+        during: entered with the name of each long step while it lasts.
+
+    Raises:
+        TrainflowError: the data could not be prepared, or the storage cannot be read.
+    """
+    if probe:
+        from trainflow.tasks.stage.rehearsal import announce_probe
+
+        announce_probe(plan.stages["train"].config, plan.context)
+    if probe and plan.reasons["prepare-data"].manifest is None:
+        with during("preparing the data"):
+            plan = _prepared(plan)
+    with during("building the model without values" + (", then training a few steps" if probe else "")):
+        found = forecast(plan, ask=lambda data: _ask(plan, data, probe=probe))
+    full = FullPlan(plan, found, tuple(find_obstacles(plan, found)))
+    _keep(full)
+    return full
+
+
+def effective_arguments(plan: Plan) -> dict[str, Any]:
+    """The training arguments as plain values: those that differ from the defaults first."""
+    from trainer_lib.arguments import TrainingArguments
+
+    args = plan.stages["train"].arguments
+    if args is None:
+        return {}
+    values, defaults = args.to_dict(), TrainingArguments().to_dict()
+    differ = {name: value for name, value in values.items() if value != defaults.get(name)}
+    return {**differ, **values}
+
+
+def _prepared(plan: Plan) -> Plan:
+    """The plan after its data was prepared, which a run would do first."""
+    stage = plan.stages["prepare-data"]
+    # The stage itself, without an engine: it is committed as by a run.
+    stage.stage.load_task().fn(stage.config, plan.context)
+    return Plan.of(plan.spec, debug=plan.context.debug)
+
+
+def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found:
+    """What workers find out; a failure of the recipe's own code is kept as what cannot work."""
+    from trainflow.tasks.stage.rehearsal import estimate_training, needs_rehearsal, probe_training, rehearse_evaluation
+
+    config, found = plan.stages["train"].config, Found()
+    try:
+        found.estimate = estimate_training(config, plan.context, data)
+        measured = None if plan.reasons["train"].hit else plan.stages.get("evaluate")
+        named = plan.spec.counted_on
+        if measured is not None and needs_rehearsal(measured.config, plan.context, named):
+            silent: Any = lambda event: None  # noqa: E731 - the run says it
+            rehearse_evaluation(measured.config, config, plan.context, data, named=named, on_event=silent)
+        if probe:
+            found.probe = probe_training(config, plan.context, data, on_line=lambda line: None)
+    except TrainflowError as error:
+        found.error = error
+    return found
+
+
+def _keep(full: FullPlan) -> None:
+    """Keep the plan where the run will be recorded, so that its report can compare both."""
+    found, plan = full.forecast, full.plan
+    if found.length is None or any(each.field == "storage" for each in full.obstacles):
+        return
+    planned = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "probe": found.probe is not None}
+    try:
+        folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
+        write_half(folder, "planned", {**planned, "stages": {"train": found.planned()}})
+    except StorageError:
+        return  # the plan is shown all the same

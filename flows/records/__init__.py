@@ -1,0 +1,1 @@
+"""What runs leave on a storage, as values to read."""

@@ -1,0 +1,338 @@
+"""The Prefect runs of trainflow's flows: which process each belongs to, and what becomes of those whose process died.
+
+A process that is killed reports nothing, so its runs stay Running in Prefect. Each flow run therefore carries labels
+that name its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
+process is certainly gone and sets them, and their task runs, to Crashed. It also ends task runs that are open although
+their flow run has ended: task states travel as events, and a server that is killed may lose some. A run of another
+machine is left alone here: only its heartbeat on the storage can tell (`trainflow.flows.runs.heartbeat`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from trainer_lib.locks.lease import Holder
+from trainer_lib.secrets import mask
+from trainflow.tasks.prefect.prefect_client import LIMIT_S, quick_client
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.filters import TaskRunFilter
+    from prefect.client.schemas.objects import FlowRun
+
+FLOW, SWEEP_FLOW = "pipeline", "sweep"
+_PREFIX = "trainflow."
+_TAG = "trainflow-process="
+# A run that is retried has the labels of its last process until the new one has written its own.
+_SETTLE_S = 2.0
+# Seconds after which a run that was taken up again has its new labels, if its process lives.
+_START_S = 300.0
+# Seconds between two tries to label a run, at most.
+_PAUSE_S = 10.0
+# Seconds that the end of a flow waits for the sweep.
+_CLOSE_S = 10.0
+_PAGE = 200
+_OPEN = ["PENDING", "RUNNING", "CANCELLING"]
+_OPEN_TASK = [*_OPEN, "SCHEDULED", "PAUSED"]
+_ENDED = ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]
+_log = logging.getLogger(__name__)
+
+Left = Literal["unknown", "starting"]
+
+
+@dataclass(frozen=True)
+class DeadRun:
+    """A flow run whose process has ended without a word, or before the server knew the end of each task.
+
+    Attributes:
+        flow_run_id, name: the Prefect run.
+        holder: the process that it belonged to.
+        state: the type of its state.
+        seen: identifies the state in which it was seen; another one means that it goes on.
+    """
+
+    flow_run_id: UUID
+    name: str
+    holder: Holder
+    state: str
+    seen: tuple[Any, ...]
+
+
+@contextlib.contextmanager
+def created_by_this_process() -> Iterator[None]:
+    """Mark the flow run that is created inside the block as this process's, from its first moment on.
+
+    The mark is a tag, because Prefect takes nothing else when it creates a run; `own_flow_run` puts labels in its
+    place.
+    """
+    from prefect import tags
+
+    with tags(_TAG + _encode(Holder.this_process())):
+        yield
+
+
+class OwnFlowRun:
+    """The run of a flow, as its body sees it."""
+
+    def __init__(self, began: datetime | None = None) -> None:
+        self.began = began
+        """When its first attempt began; None: this is the first."""
+        self.name: str | None = None
+        """Its name in Prefect, once `rename` has set it."""
+        self.ended = threading.Event()
+        self.changed = threading.Event()
+
+    def rename(self, name: str | None) -> None:
+        """Have the run called `name` in Prefect, soon; None leaves its name. Never waits."""
+        self.name = name
+        self.changed.set()
+
+    def end(self) -> None:
+        """Note that the body has ended."""
+        self.ended.set()
+        self.changed.set()
+
+
+@contextlib.contextmanager
+def own_flow_run() -> Iterator[OwnFlowRun]:
+    """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
+
+    Nothing here fails the flow; a server that does not answer costs it three seconds at most.
+    """
+    from prefect.context import FlowRunContext, TagsContext
+
+    context = FlowRunContext.get()
+    run = context.flow_run if context is not None else None
+    if run is None:
+        yield OwnFlowRun()
+        return
+    own = OwnFlowRun(run.start_time if run.run_count > 1 else None)
+    tags = TagsContext.get().current_tags
+    kept = {tag for tag in tags if not tag.startswith(_TAG)}
+    # Without the mark another process has created the run, or ran it before: its labels stand there until ours do.
+    is_marked = kept != tags
+    arguments = run.id, kept if is_marked else None, own
+    introduce = threading.Thread(target=_introduce, args=arguments, name="trainflow-sweep", daemon=True)
+    introduce.start()
+    if not is_marked:
+        introduce.join(LIMIT_S)
+    # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
+    with TagsContext(current_tags=kept):
+        try:
+            yield own
+        finally:
+            own.end()
+            introduce.join(_CLOSE_S)
+
+
+def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> None:
+    """Label a run, until it succeeds or the run has ended; replace its tags unless they are None; sweep; name it."""
+    pause_s = 1.0
+    while not _is_labelled(flow_run_id, tags):
+        if own.ended.wait(pause_s):
+            return
+        pause_s = min(2 * pause_s, _PAUSE_S)
+    try:
+        with quick_client() as client:
+            for run in _sweep(client):
+                _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
+    except Exception as error:  # the next command sweeps, too
+        _log.debug("Dead runs were not looked for: %s", error)
+    own.changed.wait()
+    try:
+        if own.name is not None:
+            with quick_client() as client:
+                client.update_flow_run(flow_run_id, name=own.name)
+    except Exception as error:  # a missing name must not fail the run
+        _log.debug("The flow run is not named: %s", error)
+
+
+def _is_labelled(flow_run_id: UUID, tags: set[str] | None) -> bool:
+    try:
+        with quick_client() as client:
+            holder = asdict(Holder.this_process())
+            client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
+            if tags is not None:
+                client.update_flow_run(flow_run_id, tags=tags)
+    except Exception as error:
+        # With the labels of its last process every sweep would take a run that is retried for dead.
+        _log.debug("The flow run is not labelled yet: %s", error)
+        return False
+    return True
+
+
+def sweep_dead_runs() -> list[DeadRun]:
+    """Set every run to Crashed whose process is certainly gone, with its task runs; Cancelled if that was asked for.
+
+    Takes two looks, two seconds apart, if there is anything to sweep: a run that changes in between is left alone.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    with quick_client() as client:
+        return _sweep(client)
+
+
+def configured_api() -> str | None:
+    """The address of the Prefect server that this process is set to use, without secrets; None: an embedded one."""
+    from prefect.settings.models.api import APISettings
+
+    # Read at each call: the address of an embedded server is in the current settings, too.
+    url = APISettings().url
+    return mask(url) if url else None
+
+
+def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
+    """Set the flow runs of processes that have ended to Crashed, unless another process works on them by now.
+
+    Takes two looks, two seconds apart, as the sweep does.
+
+    Args:
+        gone: id of a flow run, and its process as the sign of life names it.
+
+    Returns:
+        The ids that stay open: "unknown" to this server, or "starting" again.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    left: dict[str, Left] = {}
+    dead: list[tuple[str, Holder, DeadRun]] = []
+    with quick_client() as client:
+        for run_id, holder in gone:
+            found = _judge(client, run_id, holder)
+            if isinstance(found, DeadRun):
+                dead.append((run_id, holder, found))
+            elif found is not None:
+                left[run_id] = found
+        if dead:
+            time.sleep(_SETTLE_S)
+        for run_id, holder, run in dead:
+            if _judge(client, run_id, holder) == run:
+                _end_dead_run(client, run)
+    return left
+
+
+def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | Left | None:
+    """What is known of a flow run whose process has ended; None: it has ended, or is another process's by now."""
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        run = client.read_flow_run(UUID(run_id))
+    except (ObjectNotFound, ValueError):
+        return "unknown"
+    if run.state is None or run.state.type.value not in _OPEN:
+        return None
+    known = _holder_of(run)
+    if known is not None and (known.machine, known.pid, known.started) != (
+        holder.machine,
+        holder.pid,
+        holder.started,
+    ):
+        return None
+    return "starting" if _is_starting_again(run) else _dead(run, holder)
+
+
+def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
+    """Set a flow run and its open task runs to Crashed, or to Cancelled; tasks of one that has ended as it did."""
+    from prefect.client.schemas.objects import State, StateType
+
+    kind, why = run.state, f"The server did not learn how this task ended; its flow run is {run.state.lower()}."
+    if not (has_ended := run.state in _ENDED):
+        kind = "CANCELLED" if run.state == "CANCELLING" else "CRASHED"
+        why = f"Its process ended without a word ({run.holder})."
+    # The tasks first: a sweep that is killed in between finds the flow run again.
+    for task_run_id in _open_task_runs(client, run.flow_run_id):
+        client.set_task_run_state(task_run_id, State(type=StateType(kind), message=why), force=True)
+    if not has_ended:
+        client.set_flow_run_state(run.flow_run_id, State(type=StateType(kind), message=why), force=True)
+
+
+def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
+    found = _dead_runs(client)
+    if not found:
+        return []
+    time.sleep(_SETTLE_S)
+    still = {run.flow_run_id: run for run in _dead_runs(client)}
+    dead = [run for run in found if still.get(run.flow_run_id) == run]
+    for run in dead:
+        _end_dead_run(client, run)
+    return dead
+
+
+def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:
+    runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
+    return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
+
+
+def _is_starting_again(run: FlowRun) -> bool:
+    """Whether a process that takes the run up again may not have labelled it yet: its labels are the ended one's."""
+    if run.state is None or run.state.is_pending():
+        return run.run_count > 0
+    age_s = (datetime.now(UTC) - run.state.timestamp).total_seconds()
+    return run.run_count > 1 and 0 <= age_s < _START_S
+
+
+def _dead(run: FlowRun, holder: Holder) -> DeadRun:
+    state = "" if run.state is None else run.state.type.value
+    return DeadRun(run.id, run.name, holder, state, (run.state_id, run.run_count))
+
+
+def _open_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
+    """Flow runs that have not ended, and those that have, with a task that has not."""
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+
+    flow = FlowFilter.model_validate({"name": {"any_": [FLOW, SWEEP_FLOW]}})
+    for states, tasks in ((_OPEN, None), (_ENDED, _unfinished_tasks())):
+        runs = FlowRunFilter.model_validate({"state": {"type": {"any_": states}}})
+        read = partial(client.read_flow_runs, flow_filter=flow, flow_run_filter=runs, task_run_filter=tasks)
+        offset = 0
+        while page := read(limit=_PAGE, offset=offset):
+            yield from page
+            offset += len(page)
+
+
+def _open_task_runs(client: SyncPrefectClient, flow_run_id: UUID) -> list[UUID]:
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    flow_run = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
+    runs = client.read_task_runs(flow_run_filter=flow_run, task_run_filter=_unfinished_tasks(), limit=_PAGE)
+    return [run.id for run in runs]
+
+
+def _unfinished_tasks() -> TaskRunFilter:
+    from prefect.client.schemas.filters import TaskRunFilter
+
+    return TaskRunFilter.model_validate({"state": {"type": {"any_": _OPEN_TASK}}})
+
+
+def _holder_of(run: FlowRun) -> Holder | None:
+    """The process of a run by its labels, else by the tag that it was created with; None: unknown."""
+    labels = {name.removeprefix(_PREFIX): value for name, value in run.labels.items() if name.startswith(_PREFIX)}
+    with contextlib.suppress(TypeError, ValueError):
+        if labels:
+            return Holder(**labels)  # type: ignore[arg-type]
+    for tag in run.tags:
+        if tag.startswith(_TAG):
+            return _decode(tag.removeprefix(_TAG))
+    return None
+
+
+def _encode(holder: Holder) -> str:
+    return "|".join((holder.machine, str(holder.pid), holder.started, holder.since))
+
+
+def _decode(text: str) -> Holder | None:
+    parts = text.split("|")
+    if len(parts) != 4 or not parts[1].isdigit():
+        return None
+    return Holder("", parts[0], int(parts[1]), parts[2], parts[3], 0.0)

@@ -1,0 +1,128 @@
+"""The result of a pipeline run: one outcome per stage, and where the run can be looked at. No engine is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from trainer_lib.errors import TrainflowError
+from trainer_lib.trackers.names import is_measurement
+
+RUN_ID_CHARS = 16
+"""A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
+
+Status = Literal["cached", "ran", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class StageOutcome:
+    """How one stage ended.
+
+    Attributes:
+        reason: why it ran, was cached, failed or was skipped.
+        seconds: how long it took.
+        manifest: its committed result as `StageManifest.to_dict`; None when it has none.
+        places: label -> URL of what people look for in its result ("model").
+    """
+
+    stage: str
+    status: Status
+    reason: str
+    seconds: float = 0.0
+    manifest: dict[str, Any] | None = None
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class PipelineResult:
+    """A pipeline run. A typed failure is held in `error`; `raise_for_error` raises it.
+
+    `run_name` is its name in Prefect and MLflow; None before it is given.
+    `mlflow_waiting` says what MLflow does not have yet, and where it waits; None: nothing does. `gates` are the checks
+    of `evaluate.require`, as `trainflow.tasks.stage.gates.GateCheck` has them; empty without a gate, or before it was
+    checked.
+    """
+
+    name: str
+    pipeline_key: str
+    storage: str
+    stages: list[StageOutcome] = field(default_factory=list)
+    seconds: float = 0.0
+    run_name: str | None = None
+    mlflow_run_id: str | None = None
+    tracking_uri: str | None = None
+    run_url: str | None = None
+    report_url: str | None = None
+    mlflow_waiting: str | None = None
+    gates: list[dict[str, Any]] = field(default_factory=list)
+    error: TrainflowError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether no stage failed."""
+        return self.error is None
+
+    def outcome(self, stage: str) -> StageOutcome | None:
+        """The outcome of `stage`; None if the run never reached it."""
+        return next((outcome for outcome in self.stages if outcome.stage == stage), None)
+
+    def raise_for_error(self) -> None:
+        """Raise the failure that ended the run, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def to_dict(self) -> dict[str, Any]:
+        """This result as plain JSON; the error as its record."""
+        # These two are not JSON yet.
+        plain = {name: value for name, value in vars(self).items() if name not in ("stages", "error")}
+        error = None if self.error is None else self.error.to_record()
+        return {**plain, "stages": [asdict(outcome) for outcome in self.stages], "error": error}
+
+
+def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """How each stage ended, as a run's record has it.
+
+    Args:
+        earlier: what the record had: a stage that an earlier command of the run has run, and this one found committed,
+            keeps the time that it took.
+    """
+    found = dict(earlier or {})
+    for outcome in outcomes:
+        key = None if outcome.manifest is None else outcome.manifest.get("key")
+        before = found.get(outcome.stage)
+        is_known = isinstance(before, dict) and before.get("status") == "ran" and before.get("key") == key
+        if outcome.status == "cached" and is_known:
+            continue
+        found[outcome.stage] = {
+            "status": outcome.status,
+            "seconds": outcome.seconds,
+            "reason": outcome.reason,
+            "key": key,
+        }
+    return found
+
+
+def collect_metrics(outcomes: Iterable[StageOutcome]) -> dict[str, float]:
+    """What the stages measured, by name; those of a split begin with its name."""
+    found: dict[str, float] = {}
+    for outcome in outcomes:
+        if outcome.manifest is not None:
+            found |= flat_metrics(outcome.manifest["metrics"])
+    return found
+
+
+def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[str, float]:
+    """Metrics by one name each: ``{"test": {"test_error": 0.1}}`` is ``{"test_error": 0.1}``.
+
+    Args:
+        timings: keep times and speeds, which are left out otherwise.
+    """
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            inner = flat_metrics(value, timings=timings)
+            flat |= {f"{name}_{key.removeprefix(f'{name}_')}": number for key, number in inner.items()}
+        elif isinstance(value, int | float) and not isinstance(value, bool) and (timings or is_measurement(name)):
+            flat[name] = value
+    return flat

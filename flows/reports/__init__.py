@@ -1,0 +1,1 @@
+"""The record of a run: report, charts, MLflow, Prefect's page."""

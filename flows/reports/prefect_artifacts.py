@@ -1,0 +1,195 @@
+"""What Prefect's UI shows of a finished run beside its states: a summary with links, tables, and the loss curve.
+
+Written at the end in one thread with a time limit: a server that is gone or hangs costs the run a moment and fails
+nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from trainer_lib.storage import Store
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports.charts import LOSS
+from trainflow.flows.reports.report import REPORT, render_report
+from trainflow.flows.reports.report_facts import collect_facts
+from trainflow.flows.reports.run_summary import summarize
+from trainflow.tasks.prefect.prefect_client import quick_client
+from trainflow.tasks.stage.progress import Event, describe, subscribe
+
+# The report while the run is at work: rewritten every few seconds from the events of its stages.
+#
+# The page reloads itself as long as it says that the run is at work; the report of the end takes its place. Nothing
+# here fails a run or holds it up.
+
+
+EVERY_S = 10.0
+_MOST_ENTRIES = 20_000
+
+
+@contextlib.contextmanager
+def live_report(plan: Plan, result: PipelineResult, folder: Store) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """Keep the report in `folder` up to date inside the block, from the start of the first stage that runs.
+
+    Yields what returns the log of the training so far.
+    """
+    writer = _Writer(plan, result, folder)
+    with subscribe(writer.listen):
+        try:
+            yield lambda: list(writer.history)
+        finally:
+            writer.stop()
+
+
+class _Writer:
+    """The newest state of the run, and the thread that writes it down."""
+
+    def __init__(self, plan: Plan, result: PipelineResult, folder: Store) -> None:
+        self._plan, self._result, self._folder = plan, result, folder
+        self._began, self._moment = time.monotonic(), time.time()
+        self.history: list[dict[str, Any]] = []
+        self._running: dict[str, dict[str, Any]] = {}
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def listen(self, event: Event) -> None:
+        """Take note of an event."""
+        stage, kind = str(event.get("stage") or ""), event.get("event")
+        if kind == "stage":
+            self._note_stage(stage, event)
+        elif stage in self._running and kind in ("progress", "log", "resume", "wait"):
+            known = self._running[stage]
+            known |= {name: value for name, value in event.items() if value is not None}
+            known["reason"] = describe(known) or event.get("message") or known.get("reason")
+        if kind == "resume" and isinstance(event.get("history"), list):
+            self.history = [dict(entry) for entry in event["history"]]
+        if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
+            self.history.append({**event["logs"], "step": event.get("step")})
+            # The curve is too dense to read: keep every other point.
+            if len(self.history) > _MOST_ENTRIES:
+                self.history = self.history[::2]
+
+    def stop(self) -> None:
+        """End the thread; nothing is written afterwards."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _note_stage(self, stage: str, event: Event) -> None:
+        if event.get("status") == "started":
+            self._running[stage] = {"since": time.monotonic(), "reason": event.get("reason")}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="trainflow-live-report", daemon=True)
+                self._thread.start()
+        elif event.get("status") != "waiting":
+            self._running.pop(stage, None)
+
+    def _keep(self) -> None:
+        while not self._done.wait(EVERY_S):
+            try:
+                self._write()
+            except Exception as unwritten:  # the next one may succeed; the work does not depend on it
+                _log.debug("The report could not be written: %s", unwritten)
+
+    def _write(self) -> None:
+        now = time.monotonic()
+        running = [
+            {"stage": name, "status": "running", "reason": each.get("reason") or "", "seconds": now - each["since"]}
+            for name, each in list(self._running.items())
+        ]
+        plain = self._result.to_dict()
+        known = {outcome["stage"] for outcome in plain["stages"]}
+        stages = [*plain["stages"], *(each for each in running if each["stage"] not in known)]
+        url = f"{self._folder.url}/{REPORT}"
+        state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
+        facts = collect_facts(self._plan, self._result)
+        page = render_report(state, list(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
+        if not self._done.is_set():
+            self._folder.replace(REPORT, page.encode())
+
+
+LIMIT_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class HasPictures(Protocol):
+    """What has the curves as PNG by name; none where this command trained nothing."""
+
+    pictures: dict[str, bytes]
+
+
+@contextlib.contextmanager
+def run_artifacts(result: PipelineResult, record: HasPictures) -> Iterator[None]:
+    """After the block, give the Prefect run that this code runs in its artifacts.
+
+    Args:
+        record: what has the pictures at the end of the block.
+    """
+    try:
+        yield
+    finally:
+        if (flow_run_id := _flow_run_id()) is not None and result.stages:
+            thread = threading.Thread(
+                target=_post, args=(flow_run_id, result, record.pictures), name="trainflow-artifacts", daemon=True
+            )
+            thread.start()
+            thread.join(LIMIT_S)
+
+
+def make_artifacts(result: PipelineResult, pictures: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """The artifacts as Prefect's API takes them: key, type, data, description."""
+    found = [
+        {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
+    ]
+    if rows := _metric_rows(result):
+        found.append({"key": "metrics", "type": "table", "data": json.dumps(rows), "description": "Measured quality"})
+    if result.gates:
+        names = ("metric", "requirement", "value", "passed")
+        rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
+        found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
+    if (image := pictures.get(LOSS)) is not None:
+        data = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+        found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
+    return found
+
+
+def _post(flow_run_id: Any, result: PipelineResult, pictures: Mapping[str, bytes]) -> None:
+    from prefect.client.schemas.actions import ArtifactCreate
+
+    try:
+        with quick_client(LIMIT_S) as client:
+            for artifact in make_artifacts(result, pictures):
+                client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
+    except Exception as error:  # the server is away: the run is not
+        _log.debug("Prefect's server did not take the artifacts: %s", error)
+
+
+def _flow_run_id() -> Any:
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return None if context is None or context.flow_run is None else context.flow_run.id
+
+
+def _metric_rows(result: PipelineResult) -> list[dict[str, Any]]:
+    rows = []
+    for outcome in result.stages:
+        for split, values in ((outcome.manifest or {}).get("metrics") or {}).items():
+            if isinstance(values, Mapping):
+                measured = values.items()
+                rows += [{"split": split, "metric": name, "value": _plain(value)} for name, value in measured]
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    # Browsers read no NaN in JSON.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

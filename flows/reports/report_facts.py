@@ -1,0 +1,297 @@
+"""What the report shows beside the results: settings, machine, attempts, and where the time of training went."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import psutil
+from markupsafe import Markup
+
+from trainer_lib.arguments.global_batch import describe_step
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import counted
+from trainer_lib.errors import TrainflowError
+from trainer_lib.protocol.verb_results import STATISTICS
+from trainer_lib.secrets import mask
+from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports.charts import number_text
+from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
+from trainflow.tasks.stage.goodput import Goodput
+from trainflow.tasks.stage.manifest import StageManifest, stage_store
+from trainflow.tasks.stage.progress import duration
+from trainflow.tasks.stage.retry import Ledger
+
+_HARDEST = 10  # rows of the report; MLflow has more
+_CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
+_COLUMNS = 40  # of which the report shows the statistics
+_VALUES = 10  # of a column's counts
+_STATISTICS_BYTES = 16 << 20
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One attempt of a stage, in words."""
+
+    stage: str
+    number: int
+    started: str
+    took: str
+    host: str
+    outcome: str
+    why: str
+
+
+@dataclass(frozen=True)
+class HardestRows:
+    """The rows of a split that the model gets most wrong, in words."""
+
+    split: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """The confusion matrix of a split: each true class with its cells, as counts and as percent of their row."""
+
+    split: str
+    classes: Sequence[str]
+    rows: list[tuple[str, list[tuple[int, int]]]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How often a split's predictions are right, by how sure the model is: confidence, accuracy and rows, in words."""
+
+    split: str
+    bins: list[list[str]]
+    drawing: Markup = field(default_factory=Markup)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """How far a split's predictions of numbers are off: a drawing and a sentence."""
+
+    split: str
+    drawing: Markup
+    note: str
+
+
+@dataclass(frozen=True)
+class ReportFacts:
+    """Sections of the report, each left out where it is empty.
+
+    Attributes:
+        settings: hyperparameters as the spec has them, by dotted name.
+        data: warnings about the prepared rows, and the statistics of their columns where sources were prepared.
+        machine: where the command ran, and on what the model was trained.
+        spec: the resolved spec as YAML.
+        attempts: those of the stages that this command ran or found.
+        goodput: where the time of training went.
+        hardest: of each evaluated split the rows that the model gets most wrong.
+        confusions: of each evaluated split with few classes.
+        calibrations: of each evaluated split with classes.
+        residuals: of each evaluated split with numbers.
+    """
+
+    settings: Rows
+    machine: Rows
+    spec: str
+    attempts: list[AttemptRow]
+    goodput: Rows
+    hardest: list[HardestRows] = field(default_factory=list)
+    confusions: list[Confusion] = field(default_factory=list)
+    calibrations: list[Calibration] = field(default_factory=list)
+    residuals: list[Residuals] = field(default_factory=list)
+    data: Rows = field(default_factory=list)
+
+
+def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
+    """Collect what can be known now; what cannot be read is left out."""
+    train = plan.spec.train
+    given = {"args": train.args, "model": train.model, "options": train.options}
+    found = _manifests(result)
+    ledgers = _ledgers(plan, found)
+    training = found.get("train")
+    outcomes = _outcomes(found)
+    return ReportFacts(
+        settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
+        machine=_machine(training, plan),
+        spec=mask(plan.spec_text),
+        attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
+        goodput=describe_goodput(ledgers.get("train"), training),
+        hardest=list(_hardest(outcomes)),
+        **tables_of_classes(outcomes),
+        residuals=list(draw_residuals(outcomes)),
+        data=describe_data(found.get("prepare-data")),
+    )
+
+
+def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
+    """Where the time of training went, as rows of a table; none before an attempt has ended."""
+    goodput = Goodput() if ledger is None else Goodput.of(ledger)
+    rows = goodput.rows()
+    facts = None if training is None else training.facts
+    if (mfu := getattr(facts, "mfu", None)) is not None:
+        rows.append(("MFU", f"{mfu:.1%} of the devices' peak"))
+    elif rows and facts is not None:
+        rows.append(("MFU", "not known: the peak of this device is not in the table"))
+    return rows
+
+
+def describe_data(prepared: StageManifest | None) -> Rows:
+    """Warnings about prepared data and the statistics of its columns, as rows of a table; none where there are none."""
+    if prepared is None:
+        return []
+    rows = [("warning", mask(text)) for text in getattr(prepared.facts, "warnings", ())]
+    try:
+        return rows + _describe_columns(prepared)
+    except (TrainflowError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return rows  # the file is damaged, or another stage's
+
+
+def _describe_columns(prepared: StageManifest) -> Rows:
+    if not any(entry.path == STATISTICS for entry in prepared.files):
+        return []
+    splits = parse_json(prepared.store().read_bytes(STATISTICS, limit=_STATISTICS_BYTES))
+    columns = [(f"{split}.{name}", one) for split, found in splits.items() for name, one in found.items()]
+    columns = [(name, one) for name, one in columns if not name.endswith(".row_id")]
+    rows = [(name, mask(_describe_column(one))) for name, one in columns[:_COLUMNS]]
+    left = len(columns) - _COLUMNS
+    return rows if left <= 0 else [*rows, (STATISTICS, f"has {left:,} more columns")]
+
+
+def _describe_column(found: Mapping[str, Any]) -> str:
+    """The statistics of a column (`trainer_lib.data.source_parts`) in words."""
+    rows = int(found["rows"])
+    texts = [counted(rows, "row")]
+    if "longest" in found:
+        mean = number_text(found["elements"] / rows)
+        texts.append(f"length {found['shortest']:,} to {found['longest']:,}, on average {mean}")
+    if "counts" in found:
+        counts = sorted(found["counts"].items(), key=lambda one: (-one[1], one[0]))
+        more = f" and {len(counts) - _VALUES:,} more" if len(counts) > _VALUES else ""
+        texts.append(", ".join(f"{value}: {count:,}" for value, count in counts[:_VALUES]) + more)
+    elif "sum" in found:
+        least, most, mean = (number_text(each) for each in (found["min"], found["max"], found["sum"] / rows))
+        texts.append(f"{least} to {most}, on average {mean}")
+    return "; ".join(texts)
+
+
+def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
+    evaluation, data = found.get("evaluate"), found.get("prepare-data")
+    if evaluation is None or data is None:
+        return []
+    return list(read_outcomes(evaluation, getattr(data.facts, "info", {})))
+
+
+def _hardest(outcomes: Iterable[Outcome]) -> Iterator[HardestRows]:
+    for outcome in outcomes:
+        columns, rows = outcome.hardest()
+        if rows:
+            yield HardestRows(outcome.split, columns, [[number_text(each) for each in row] for row in rows[:_HARDEST]])
+
+
+def tables_of_classes(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """`ReportFacts.confusions` and `ReportFacts.calibrations` of the splits that have classes."""
+    found = [each for each in outcomes if each.is_classes]
+    return {
+        "confusions": [_confusion(each) for each in found if len(each.classes) <= _CLASSES],
+        "calibrations": [_calibration(each) for each in found if each.found.get("reliability")],
+    }
+
+
+def _confusion(outcome: Outcome) -> Confusion:
+    rows = []
+    for name, counts in zip(outcome.classes, outcome.found["matrix"], strict=True):
+        total = max(1, sum(counts))
+        rows.append((name, [(count, round(100 * count / total)) for count in counts]))
+    return Confusion(outcome.split, outcome.classes, rows)
+
+
+def _calibration(outcome: Outcome) -> Calibration:
+    bins = [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in outcome.found["reliability"]]
+    return Calibration(outcome.split, bins, _drawing(outcome, "reliability"))
+
+
+def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Residuals]:
+    """`ReportFacts.residuals` of the splits that have numbers."""
+    for outcome in outcomes:
+        if not outcome.is_classes and (drawing := _drawing(outcome, "residuals")):
+            yield Residuals(outcome.split, drawing, outcome.describe_residuals())
+
+
+def _drawing(outcome: Outcome, name: str) -> Markup:
+    return Markup(outcome.drawings().get(name, ""))  # noqa: S704 - texts of users in it are escaped
+
+
+def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
+    records = (outcome.manifest for outcome in result.stages)
+    return {found.stage: found for record in records if record for found in [StageManifest.from_dict(record)]}
+
+
+def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Ledger]:
+    """The attempts of each stage whose key is known: of those that are done, and of the one after them."""
+    found: dict[str, Ledger] = {}
+    for name, stage in plan.stages.items():
+        try:
+            if name in manifests:
+                found[name] = Ledger(manifests[name].store())
+            elif all(each in manifests or each not in plan.stages for each in stage.stage.inputs.values()):
+                found[name] = Ledger(stage_store(plan.spec.storage, plan.key_of(name, manifests)))
+        except TrainflowError:
+            continue
+    return found
+
+
+def _attempts(stage: str, ledger: Ledger) -> list[AttemptRow]:
+    try:
+        records = ledger.records()
+    except TrainflowError:
+        return []
+    return [_attempt(stage, start, end) for start, end in records]
+
+
+def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> AttemptRow:
+    error = end.get("error") or {}
+    began, ended = str(start.get("started") or ""), end.get("ended")
+    took = duration((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
+    why = str(error.get("message") or start.get("reason") or "")
+    outcome = str(end.get("outcome") or "no end was recorded")
+    host = f"{start.get('host', '')} ({start.get('pid', '')})"
+    return AttemptRow(stage, int(start.get("attempt") or 0), began.replace("T", " "), took, host, outcome, why)
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _machine(training: StageManifest | None, plan: Plan) -> Rows:
+    rows = [
+        ("host", platform.node()),
+        ("system", platform.platform(terse=True)),
+        ("processor", f"{platform.machine()}, {os.cpu_count()} cores"),
+        ("memory", f"{psutil.virtual_memory().total / 2**30:.1f} GiB"),
+        ("Python", platform.python_version()),
+    ]
+    facts = None if training is None else training.facts
+    if device := getattr(facts, "device", None):
+        rows.append(("trained on", f"{getattr(facts, 'world_size', None) or 1} × {device}"))
+    args, micro_batch = plan.stages["train"].arguments, getattr(facts, "micro_batch", None)
+    if args is not None and micro_batch is not None:
+        processes = getattr(facts, "world_size", None) or 1
+        rows.append(("batch", describe_step(args, data_parallel_size=processes, micro_batch=micro_batch)))
+    return rows
+
+
+def _flat(name: str, value: Any) -> Rows:
+    if isinstance(value, Mapping):
+        return [row for key, inner in value.items() for row in _flat(f"{name}.{key}", inner)]
+    return [(name, mask(str(value)))]

@@ -1,0 +1,1 @@
+"""Runs as people look at them: alive or dead, compared, resumed, removed."""

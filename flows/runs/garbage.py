@@ -1,0 +1,576 @@
+"""What nothing on a storage refers to, and its removal beside commands that are at work.
+
+Runs go first: those that are not at work, not among the newest of their pipeline, not tagged, registered or published.
+Then go the stages' folders that no record names any more. In every folder a note is left first, under the folder's
+lease; then the records are read once more. A run writes down the folder that a stage will look into before it looks,
+and waits for a note that it finds there, so of a run that begins and a removal at least one sees the other: nothing is
+touched, or the stage finds nothing and runs again. Two removals exclude each other by the same lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from trainer_lib.base.json_text import BrokenSealError, parse_json
+from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
+from trainer_lib.errors import DamagedError, InfrastructureError, StorageError, TrainflowError, first_line
+from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
+from trainer_lib.locks.readers import list_readers
+from trainer_lib.locks.removal import REMOVING, announce_removal, remove_run, withdraw_removal
+from trainer_lib.secrets import MASK, mask
+from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, read_commit, withdraw_folder
+from trainflow.flows.records.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs, raise_damage
+from trainflow.flows.runs.heartbeat import read_signs
+from trainflow.flows.stages import stage_names
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.keys.keys import FOLDER_CHARS
+from trainflow.tasks.stage.facts import PublishFacts
+from trainflow.tasks.stage.manifest import STAGES, StageManifest, read_key_fields
+from trainflow.tasks.tracking.mlflow_run import default_tracking_uri, tracking_uri
+
+# What refers to the results on a storage: runs, tags, publications, versions in MLflow's registry.
+#
+# A run refers to the folders that its record names: those of its results, and those that it worked in. A publication
+# that is still there refers to the results that it was made from. A registered version refers to the run that logged
+# it, and to the folder that its source names.
+
+
+PUBLISH = "push-to-hub"
+_TAG = "trainflow."
+_SQLITE = "sqlite:///"
+
+Folder = tuple[str, str]
+"""A stage's name, and the name of one folder of it."""
+
+
+@dataclass(frozen=True)
+class Referrer:
+    """Something outside of the runs' records that refers to results.
+
+    Attributes:
+        what: in words ("published as …").
+        folders: the stages' folders that it names.
+        mlflow_run_id: the MLflow run that it names; empty: none.
+    """
+
+    what: str
+    folders: frozenset[Folder]
+    mlflow_run_id: str = ""
+
+    def is_of(self, run: PastRun) -> bool:
+        """Whether it refers to a run: by its MLflow run, or by the model that it trained or published."""
+        if self.mlflow_run_id and self.mlflow_run_id == run.mlflow_run_id:
+            return True
+        telling = {folder for folder in self.folders if folder[0] in ("train", PUBLISH)}
+        return not telling.isdisjoint(folders_of(run))
+
+
+def folders_of(run: PastRun) -> set[Folder]:
+    """The stages' folders that a run's record names."""
+    pairs = [*run.stages.items(), *run.worked_in.items()]
+    return {(stage, str(key)[:FOLDER_CHARS]) for stage, key in pairs}
+
+
+# -- publications -----------------------------------------------------------------------------------------------------
+
+
+def find_publications(storage: str) -> list[Referrer]:
+    """The publications of this storage's models that are still there, as far as that can be seen without a hub."""
+    root = Store.open(storage)
+    stages = root.child(STAGES, PUBLISH)
+    found = (_read_publication(storage, stages.child(name)) for name in stages.children())
+    return [each for each in found if each is not None]
+
+
+def _read_publication(storage: str, store: Store) -> Referrer | None:
+    try:
+        commit = read_commit(store, kind="stage")
+        manifest = None if commit is None else StageManifest.from_commit(store.url, commit)
+    except DamagedError:
+        return None
+    if manifest is None or not isinstance(manifest.facts, PublishFacts) or not _is_there(manifest.facts):
+        return None
+    inputs = (read_key_fields(storage, PUBLISH, manifest.key) or {}).get("stage_keys")
+    keys = {**(inputs if isinstance(inputs, dict) else {}), PUBLISH: manifest.key}
+    folders = frozenset((stage, str(key)[:FOLDER_CHARS]) for stage, key in keys.items())
+    return Referrer(f"published as {mask(manifest.facts.published_url)}", folders)
+
+
+def _is_there(facts: PublishFacts) -> bool:
+    if urlsplit(facts.published_url).scheme in ("hf", "http", "https"):
+        return True  # only its hub could say, and what is published must not depend on an answer
+    try:
+        return Store.open(facts.published_url).exists(COMMIT)
+    except StorageError:
+        return True
+
+
+# -- MLflow's registry ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registry:
+    """The registries that may hold models of a storage: those of its runs, and that of the spec.
+
+    Attributes:
+        uris: tracking URIs, with credentials where the environment has them.
+        missing: databases that runs were recorded in and that are not there.
+    """
+
+    storage: str
+    uris: tuple[str, ...]
+    missing: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(cls, storage: str, runs: Iterable[PastRun], config: TrackingConfig) -> Registry:
+        """The registries of these runs."""
+        root = Store.open(storage)
+        own = tracking_uri(config, root)
+        recorded = {str(run.record.get("tracking_uri")) for run in runs if run.mlflow_run_id}
+        uris, missing = {own}, set()
+        for uri in recorded - {mask(own)}:
+            if _database(uri) is None or _is_file(uri):
+                uris.add(uri)
+            # A storage that was moved or copied has its database beside it.
+            elif not _is_file(default_tracking_uri(root)):
+                missing.add(uri)
+        return cls(storage, tuple(sorted(uris)), tuple(sorted(missing)))
+
+    def find_versions(self) -> list[Referrer]:
+        """The registered versions, and what each refers to.
+
+        Raises:
+            InfrastructureError: a registry cannot be asked.
+        """
+        if self.missing:
+            raise _unreachable(self.missing[0], "its database is not there")
+        return [referrer for uri in self.uris for referrer in self._versions_of(uri)]
+
+    def _versions_of(self, uri: str) -> Iterator[Referrer]:
+        if MASK in uri:
+            raise _unreachable(uri, "its credentials are not in the environment")
+        if _database(uri) is not None and not _has_versions(uri):
+            return  # without importing mlflow, which takes seconds
+        from trainer_lib.trackers.mlflow_client import connect
+        from trainer_lib.trackers.model_versions import list_model_versions
+
+        try:
+            versions = list_model_versions(connect(uri))
+        except Exception as error:  # whatever mlflow raises
+            raise _unreachable(uri, first_line(error)) from error
+        for each in versions:
+            folders = {*self._folder_of(each.source), *_folders_of_tags(each.tags)}
+            yield Referrer(f"registered as {each.name} version {each.version}", frozenset(folders), each.run_id)
+
+    def _folder_of(self, source: str) -> set[Folder]:
+        """The stage's folder that a version's source lies in."""
+        text = unquote(urlsplit(source).path) if source.startswith("file://") else source
+        root = Store.open(self.storage)
+        for place in {root.url, unquote(urlsplit(root.url).path) if root.is_local else root.url}:
+            below = text.removeprefix(f"{place.rstrip('/')}/{STAGES}/")
+            parts = below.split("/")
+            if below != text and len(parts) > 1:
+                return {(parts[0], parts[1])}
+        return set()
+
+
+def _folders_of_tags(tags: Mapping[str, Any]) -> set[Folder]:
+    named = {name: str(tags.get(f"{_TAG}{name}") or "") for name in stage_names()}
+    return {(name, key[:FOLDER_CHARS]) for name, key in named.items() if key}
+
+
+def _database(uri: str) -> Path | None:
+    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+
+
+def _is_file(uri: str) -> bool:
+    path = _database(uri)
+    return path is not None and path.is_file()
+
+
+def _has_versions(uri: str) -> bool:
+    """Whether a database has any version; True where that cannot be seen without mlflow."""
+    path = _database(uri)
+    if path is None or not path.is_file():
+        return path is None
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        return database.execute("SELECT 1 FROM model_versions LIMIT 1").fetchone() is not None
+    return True
+
+
+def _unreachable(uri: str, why: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"MLflow's registry cannot be asked which models are registered, so nothing is removed: {why}.",
+        field="tracking",
+        value=mask(uri),
+        remedy="Try again when it answers; --skip-registry removes without asking it.",
+    )
+
+
+def collect_folders(runs: Iterable[PastRun], others: Sequence[Referrer]) -> dict[Folder, str]:
+    """Every folder that something refers to, and what does."""
+    found = {folder: each.what for each in others for folder in each.folders}
+    return found | {folder: f"run {run.id}" for run in runs for folder in folders_of(run)}
+
+
+LIMITED = "limited"
+"""Below a storage: the storage of its runs with `--limit`, which nothing refers to once they have ended."""
+CHECKPOINTS = "checkpoints"
+_AT_ONCE = 16
+_PLAN_FILE = "plan.json"
+_PLAN_KEPT = timedelta(days=1)
+_RECORD_BYTES = 4 << 20
+_log = logging.getLogger(__name__)
+
+Kind = Literal["run", "stage", "checkpoints", "publication"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One folder that can go, and why.
+
+    Attributes:
+        kind: "run" (a record), "stage" (a result, or what attempts left), "checkpoints" (of interrupted saves) or
+            "publication" (of an interrupted or limited run).
+        folder: of a stage its name and the folder's.
+    """
+
+    kind: Kind
+    store: Store
+    bytes: int
+    why: str
+    folder: Folder = ("", "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {"kind": self.kind, "url": self.store.url, "bytes": self.bytes, "why": self.why}
+
+
+@dataclass
+class Garbage:
+    """What can go from a storage, and what stays.
+
+    Attributes:
+        items: what can go, in the order in which it goes.
+        kept: id of a run -> why it stays.
+        in_use: URL of a folder that nothing refers to -> the process that works in it or reads it.
+        links: URLs of symbolic links, which are neither followed nor removed, nor is what is behind them.
+        obstacle: why nothing may be removed; None: nothing is in the way.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    in_use: dict[str, str] = field(default_factory=dict)
+    links: list[str] = field(default_factory=list)
+    obstacle: TrainflowError | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What its removal frees."""
+        return sum(item.bytes for item in self.items)
+
+
+def find_garbage(
+    storage: str, *, keep: int | None = None, config: TrackingConfig | None = None, skip_registry: bool = False
+) -> Garbage:
+    """Find what nothing refers to. Nothing is changed.
+
+    Args:
+        keep: number of the newest runs of each pipeline that stay, failed ones included, beside the newest that
+            finished; None: every run stays.
+        config: the spec's `tracking` section; None: where a storage keeps its runs by default.
+        skip_registry: do not ask MLflow's registry.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    changed: list[DamagedError] = []
+    garbage, runs = Garbage(), _list_runs(storage, changed.append)
+    others = find_publications(storage)
+    if not skip_registry:
+        try:
+            others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+        except InfrastructureError as error:
+            garbage.obstacle = error
+    garbage.obstacle = garbage.obstacle or next(iter(changed), None)
+    reasons = _why_runs_stay(storage, runs, keep, others)
+    garbage.kept = {run.id: reasons[run.id] for run in runs if run.id in reasons}
+    garbage.items += _find_runs(storage, [run for run in runs if run.id not in reasons], {run.id for run in runs}, keep)
+    staying = collect_folders((run for run in runs if run.id in reasons), others)
+    named = collect_folders(runs, others)
+    for store, folder in _stage_folders(storage):
+        if folder not in staying:
+            why = f"only {named[folder]} refers to it" if folder in named else "no run refers to it"
+            _add_stage(garbage, store, folder, why)
+        elif left := _uncommitted_checkpoints(store):
+            garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", folder))
+    _add_publications(garbage, Store.open(storage))
+    _add_limited(garbage, storage)
+    doomed = tuple(f"{item.store.url}/" for item in garbage.items)
+    root = Store.open(storage)
+    links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
+    garbage.links = [url for url in links if not url.startswith(doomed)]
+    return garbage
+
+
+def _list_runs(storage: str, on_change: Callable[[DamagedError], object]) -> list[PastRun]:
+    """List the runs; call `on_change` for a record that was changed: which results it had referred to is not known."""
+
+    def sort_out(damage: DamagedError) -> None:
+        if isinstance(damage.__cause__, BrokenSealError):
+            on_change(damage)
+
+    return list_runs(storage, sort_out)
+
+
+def _why_runs_stay(
+    storage: str, runs: Sequence[PastRun], keep: int | None, others: Sequence[Referrer]
+) -> dict[str, str]:
+    """Id of a run -> why it stays; runs that may go are absent."""
+    found: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    finished: set[str] = set()
+    folder = Store.open(storage).child(RUNS)
+    for run in runs:  # the newest first
+        seen[run.name] = seen.get(run.name, 0) + 1
+        is_newest = keep is None or seen[run.name] <= keep
+        is_last_good = run.is_finished and run.name not in finished
+        finished |= {run.name} if run.is_finished else set()
+        if process := _at_work(folder.child(run.id)):
+            found[run.id] = f"at work: {process}"
+        elif keep is None:
+            found[run.id] = "recorded"
+        elif is_newest:
+            found[run.id] = f"among the newest {keep} of {run.name}"
+        elif is_last_good:
+            found[run.id] = f"the newest of {run.name} that finished"
+        elif tags := folder.child(run.id).children(TAGS):
+            found[run.id] = f"tagged {', '.join(tags)}"
+        elif referrer := next((each for each in others if each.is_of(run)), None):
+            found[run.id] = referrer.what
+    return found
+
+
+def _at_work(folder: Store) -> str | None:
+    """The process at work on a run; one of another machine counts until `trainflow status` has seen it dead."""
+    return next((str(sign.holder) for sign in read_signs(folder) if sign.life() != "dead"), None)
+
+
+def _find_runs(storage: str, doomed: Sequence[PastRun], known: set[str], keep: int | None) -> Iterator[Item]:
+    folder = Store.open(storage).child(RUNS)
+    for run in doomed:
+        yield Item("run", folder.child(run.id), _size(folder.child(run.id)), f"beyond the newest {keep} of {run.name}")
+    for name in folder.children():
+        store = folder.child(name)
+        if name not in known and not _at_work(store) and not _is_new_plan(store):
+            yield Item("run", store, _size(store), "it has no record that can be read")
+
+
+def _is_new_plan(store: Store) -> bool:
+    """Whether a folder holds the plan of a run that was not started; plans are kept for a day."""
+    with suppress(ValueError, TypeError, KeyError, StorageError):
+        record = parse_json(store.read_if_exists(_PLAN_FILE, limit=_RECORD_BYTES) or b"{}")
+        return datetime.now(UTC) - datetime.fromisoformat(record["planned"]["made"]) < _PLAN_KEPT
+    return False
+
+
+def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:
+    root = Store.open(storage).child(STAGES)
+    for stage in root.children():
+        for name in root.children(stage):
+            yield root.child(stage, name), (stage, name)
+
+
+def _add_stage(garbage: Garbage, store: Store, folder: Folder, why: str) -> None:
+    if not store.list():
+        return  # some stores keep an empty folder
+    if user := _user_of(store):
+        garbage.in_use[store.url] = user
+    else:
+        garbage.items.append(Item("stage", store, _size(store), why, folder))
+
+
+def _user_of(store: Store) -> str | None:
+    """The process that works in a stage's folder, or reads it or a checkpoint of it."""
+    if (holder := find_holder(store)) is not None:
+        return str(holder)
+    return _reader_of(store)
+
+
+def _reader_of(store: Store) -> str | None:
+    places = [store, *(store.child(CHECKPOINTS, name) for name in store.children(CHECKPOINTS))]
+    return next((str(reader) for place in places for reader in list_readers(place)), None)
+
+
+def _uncommitted_checkpoints(store: Store) -> int:
+    """Bytes that interrupted saves left in a stage's folder in which no process works."""
+    root = store.child(CHECKPOINTS)
+    names = list_uncommitted(root)
+    return sum(_size(root.child(name)) for name in names) if names and find_holder(store) is None else 0
+
+
+def _add_publications(garbage: Garbage, root: Store) -> None:
+    """Add what a publication left that was stopped before its commit."""
+    for name in root.children("hub"):
+        target = root.child("hub", name)
+        revisions = target.child("revisions")
+        open_ones = [each for each in revisions.children() if not revisions.exists(f"{each}/{COMMIT}")]
+        if open_ones and find_holder(target) is None:
+            for each in open_ones:
+                store = revisions.child(each)
+                garbage.items.append(Item("publication", store, _size(store), "left by an interrupted publication"))
+
+
+def _add_limited(garbage: Garbage, storage: str) -> None:
+    """Add the results of runs with `--limit` that have ended."""
+    root = Store.open(storage)
+    if LIMITED not in root.children():
+        return  # absent, or a link
+    scratch = root.child(LIMITED)
+    runs = scratch.child(RUNS)
+    why = "a run with --limit that has ended"
+    if any(_at_work(runs.child(name)) for name in runs.children()):
+        return
+    for name in runs.children():
+        garbage.items.append(Item("run", runs.child(name), _size(runs.child(name)), why))
+    for store, folder in _stage_folders(scratch.url):
+        _add_stage(garbage, store, folder, why)
+    for name in scratch.children("hub"):
+        target = scratch.child("hub", name)
+        if find_holder(target) is None:
+            garbage.items.append(Item("publication", target, _size(target), why))
+
+
+def _size(store: Store) -> int:
+    return sum(info.size for info in store.list())
+
+
+# -- removing ---------------------------------------------------------------------------------------------------------
+
+
+def remove_garbage(
+    storage: str,
+    garbage: Garbage,
+    *,
+    config: TrackingConfig | None = None,
+    skip_registry: bool = False,
+    on_removed: Callable[[Item], object] = lambda _: None,
+) -> list[Item]:
+    """Remove what was found, unless something refers to it by now, and return what is gone.
+
+    Raises:
+        InfrastructureError: MLflow's registry cannot be asked; nothing more is removed then.
+        StorageError: the storage cannot be read or written.
+    """
+    if garbage.obstacle is not None:
+        raise garbage.obstacle
+    removed: list[Item] = []
+
+    def note(item: Item) -> None:
+        removed.append(item)
+        on_removed(item)
+
+    for item in garbage.items:
+        if item.kind == "run" and remove_run(item.store, RUN_FILE, partial(_is_needed, item.store)):
+            note(item)
+    stages = [item for item in garbage.items if item.kind == "stage"]
+    for start in range(0, len(stages), _AT_ONCE):
+        batch = stages[start : start + _AT_ONCE]
+        for item in _remove_stages(batch, lambda: _references_now(storage, config, skip_registry)):
+            note(item)
+    for item in garbage.items:
+        is_gone = item.kind == "checkpoints" and _remove_checkpoints(item.store)
+        if is_gone or (item.kind == "publication" and _remove_publication(item.store)):
+            note(item)
+    return removed
+
+
+def _is_needed(folder: Store) -> bool:
+    return _at_work(folder) is not None or bool(folder.children(TAGS))
+
+
+def _references_now(storage: str, config: TrackingConfig | None, skip_registry: bool) -> dict[str, str]:
+    """URL of every stage's folder that something refers to now -> what does."""
+    found: dict[str, str] = {}
+    runs = _list_runs(storage, raise_damage)
+    others = find_publications(storage)
+    if not skip_registry:
+        others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+    root = Store.open(storage)
+    places = {root: collect_folders(runs, others)}
+    if LIMITED in root.children():
+        places[root.child(LIMITED)] = collect_folders(_list_runs(root.child(LIMITED).url, raise_damage), [])
+    for place, named in places.items():
+        found |= {place.child(STAGES, *folder).url: what for folder, what in named.items()}
+    return found
+
+
+def _remove_stages(items: Iterable[Item], references: Callable[[], dict[str, str]]) -> Iterator[Item]:
+    """Remove those folders that no process works in or reads, and that nothing refers to."""
+    held: list[tuple[Item, Lease]] = []
+    try:
+        for item in items:
+            # `wait` is asked only while another process holds the folder: then this one leaves it alone.
+            lease = acquire_lease(item.store, wait=lambda: True)
+            if lease is None:
+                continue
+            held.append((item, lease))
+            announce_removal(item.store)
+        named = references()
+    except BaseException:
+        for item, lease in held:
+            _leave(item, lease)
+        raise
+    for item, lease in held:
+        if item.store.url in named or _reader_of(item.store) is not None or lease.lost:
+            _leave(item, lease)
+            continue
+        item.store.delete(COMMIT)
+        for name in item.store.children():
+            if name not in ("lease", REMOVING):
+                item.store.delete_tree(name)
+        withdraw_removal(item.store)
+        lease.remove()
+        yield item
+
+
+def _leave(item: Item, lease: Lease) -> None:
+    try:
+        if not lease.lost:  # else the note is that of the process that has the folder now
+            withdraw_removal(item.store)
+    finally:
+        lease.release()
+
+
+def _remove_checkpoints(store: Store) -> bool:
+    lease = acquire_lease(store, wait=lambda: True)
+    if lease is None:
+        return False
+    with lease:
+        return bool(delete_leftovers(store.child(CHECKPOINTS)))
+
+
+def _remove_publication(store: Store) -> bool:
+    parent, _, name = store.url.rstrip("/").rpartition("/")
+    target = Store.open(parent.removesuffix("/revisions")) if name[:5].isdigit() else store
+    lease = acquire_lease(target, wait=lambda: True)
+    if lease is None:
+        return False
+    with lease:
+        if target is not store and store.exists(COMMIT):
+            return False  # it was finished meanwhile
+        if target is store:
+            store.child("revisions").delete_tree()
+        else:
+            withdraw_folder(store)
+    return True

@@ -1,0 +1,215 @@
+"""How each recorded run is now, and the sweep of runs whose process died without a word."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from trainer_lib.storage import Store
+from trainflow.flows.records.past_runs import PastRun, list_runs, read_record, run_folder, write_record
+from trainflow.flows.records.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
+from trainflow.flows.records.run_message import tell_of_death
+from trainflow.flows.runs.heartbeat import BEAT_S, PAUSE_S, Sign, find_silent, read_signs, remove_sign
+from trainflow.tasks.stage.retry import now
+
+State = Literal["running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died"]
+_LIVING: dict[str, State] = {"running": "running", "suspended": "suspended"}
+_ENDED: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped", "PRUNED": "pruned"}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How one run is.
+
+    Attributes:
+        state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
+            no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel),
+            pruned (by its sweep); died (its process ended without a word).
+        sign: the process at work on it, or the one that died; None: the run has ended, or died before it began.
+        unswept: signs of dead processes, which `sweep` removes.
+    """
+
+    run: PastRun
+    state: State
+    sign: Sign | None = None
+    unswept: tuple[Sign, ...] = ()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a process works on it, or may."""
+        return self.state in ("running", "suspended", "silent")
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether everything that names this run says how it ended."""
+        return not self.unswept and not (self.state == "died" and self.run.status == "RUNNING")
+
+    @property
+    def where(self) -> str:
+        """Stage, progress and process, as far as they are known."""
+        if self.sign is None:
+            return str(self.run.record.get("died") or self.run.failed or "")
+        stage = f"{self.sign.stage}: {self.sign.progress}" if self.sign.stage else ""
+        return ", ".join(filter(None, (stage, str(self.sign.holder))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        sign, run = self.sign, self.run
+        return {
+            "id": run.id,
+            "name": run.name,
+            "state": self.state,
+            "stage": sign.stage if sign is not None else run.failed,
+            "progress": sign.progress if sign is not None else "",
+            "share": sign.share if sign is not None else None,
+            "eta_s": sign.eta_s if sign is not None else None,
+            "process": str(sign.holder) if sign is not None else None,
+            "died": run.record.get("died"),
+            "heartbeat": sign.at if sign is not None else None,
+            "started": run.started,
+            "ended": run.record.get("ended"),
+            "stages": dict(run.stages),
+            "mlflow_run_id": run.mlflow_run_id,
+            "flow_run_id": sign.flow_run_id if sign is not None else None,
+        }
+
+
+def read_status(storage: str, run: PastRun) -> RunStatus:
+    """How one run is, at one look: a process of another machine is not watched, and counts as running."""
+    return _status(run, read_signs(run_folder(storage, run.id)), set())
+
+
+def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
+    """How every run recorded on a storage is, at one look, the newest first; of runs that have ended only the record.
+
+    Args:
+        closely: ids of runs that are at work until their processes have ended, also when the record says how.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    return [_look_at(storage, run, run.id in closely) for run in list_runs(storage)]
+
+
+def _look_at(storage: str, run: PastRun, closely: bool) -> RunStatus:
+    if run.status == "RUNNING":
+        return read_status(storage, run)
+    signs = read_signs(run_folder(storage, run.id)) if closely else []
+    # One of another machine may have died without a word: nothing waits for it.
+    return _status(run, [sign for sign in signs if sign.life() in _LIVING], set())
+
+
+def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: None) -> list[RunStatus]:
+    """How every run recorded on a storage is, the newest first.
+
+    Args:
+        on_wait: called with their number before the processes of other machines that seem silent are watched for half
+            a minute.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    found = _look(storage)
+    suspects = [(run_folder(storage, run.id), sign) for run, signs in found for sign in signs if _seems_silent(sign)]
+    if not suspects:
+        return [_status(run, signs, set()) for run, signs in found]
+    on_wait(len(suspects))
+    silent = find_silent(suspects)
+    # Half a minute later a run may have ended as it should.
+    return [_status(run, signs, silent) for run, signs in _look(storage)]
+
+
+def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
+    """Record for each dead process how it ended: in Prefect, which must have an API here, and on the storage.
+
+    Returns:
+        What could not be recorded, and what to do.
+
+    Raises:
+        httpx.HTTPError: Prefect's server does not answer; what it must learn is then not forgotten.
+        StorageError: the storage cannot be written.
+    """
+    sweep_dead_runs()
+    folders = {status.run.id: run_folder(storage, status.run.id) for status in statuses}
+    # Read again: a process may have given a sign of life since.
+    signs = {run_id: read_signs(folder) for run_id, folder in folders.items()}
+    dead = {status.run.id: [sign for sign in status.unswept if sign in signs[status.run.id]] for status in statuses}
+    # A run that is retried has its id again: the sign of the ended process says nothing about the one at work.
+    at_work = {sign.flow_run_id for run_id, found in signs.items() for sign in found if sign not in dead[run_id]}
+    gone = [(sign.flow_run_id, sign.holder) for found in dead.values() for sign in found]
+    left = end_runs_of([(run_id, holder) for run_id, holder in gone if run_id is not None and run_id not in at_work])
+    warnings = []
+    for status in statuses:
+        folder = folders[status.run.id]
+        if status.state == "died" and (died := _record_death(folder, status)):
+            tell_of_death(storage, status.run, died)
+        for sign in dead[status.run.id]:
+            why = left.get(sign.flow_run_id or "")
+            if why == "unknown" and sign.api not in (None, configured_api()):
+                warnings.append(_belongs_elsewhere(status.run, folder, sign))
+            # A run that is just being retried may still have to be marked.
+            elif why != "starting":
+                remove_sign(folder, sign)
+    return warnings
+
+
+def _belongs_elsewhere(run: PastRun, folder: Store, sign: Sign) -> str:
+    return (
+        f"{run.id} is not marked in Prefect: its flow run belongs to the server {sign.api}. Set PREFECT_API_URL to it, "
+        f"and run trainflow status again; where that server is gone for good, delete {folder.url}/{sign.file}."
+    )
+
+
+def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:
+    # The record before the signs: a command writes its sign first, and removes it last.
+    runs = list_runs(storage)
+    return [(run, read_signs(run_folder(storage, run.id))) for run in runs]
+
+
+def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
+    dead = tuple(sign for sign in signs if sign.life() == "dead" or (sign.id in silent and _is_long_ago(sign)))
+    for sign in sorted(signs, key=lambda sign: sign.id in silent):
+        if sign not in dead:
+            state = _LIVING.get(sign.life(), "running")
+            return RunStatus(run, "silent" if sign.id in silent else state, sign, dead)
+    if run.status == "RUNNING" or run.record.get("died"):
+        return RunStatus(run, "died", dead[0] if dead else None, dead)
+    return RunStatus(run, _ENDED.get(run.status, "stopped"), None, dead)
+
+
+def _seems_silent(sign: Sign) -> bool:
+    """Whether a process of another machine has to be watched: by its clock the last beat is long ago, or unknown."""
+    if sign.life() != "unknown":
+        return False
+    age_s = _age_s(sign)
+    # Where the clocks are obviously different they say nothing.
+    return age_s is None or not 0 <= age_s < 3 * BEAT_S
+
+
+def _is_long_ago(sign: Sign) -> bool:
+    """Whether a beat that stands still is older than an outage of the storage, or a pause of the machine."""
+    age_s = _age_s(sign)
+    return age_s is None or not 0 <= age_s < PAUSE_S
+
+
+def _age_s(sign: Sign) -> float | None:
+    try:
+        return (datetime.now(UTC) - datetime.fromisoformat(sign.at or "")).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+def _record_death(folder: Store, status: RunStatus) -> str | None:
+    """Record that a run has died, and where; None: it has not, or another process has recorded it."""
+    # Read again: the same command may be at work on it.
+    record = read_record(folder)
+    if record.get("status") != "RUNNING" or any(sign not in status.unswept for sign in read_signs(folder)):
+        return None
+    died = status.where or "before its first stage"
+    record |= {"status": "KILLED", "died": died, "ended": now()}
+    write_record(folder, record)
+    return died

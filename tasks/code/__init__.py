@@ -1,0 +1,1 @@
+"""The part of a recipe's code that a stage depends on."""

@@ -1,0 +1,1 @@
+"""Content keys of stages."""

@@ -1,0 +1,370 @@
+"""Content keys: what decides whether a stage's committed result is still the right one.
+
+A key is the SHA-256 of canonical JSON. Every field that went into it is kept beside the result (``key.json``), so a
+miss can be explained field by field. A key holds what can change the output: the resolved settings, the functions of
+the recipe that the stage calls with all that they reach, the content digests of the inputs, and the versions that
+change numerics. It holds no absolute path, no storage URL, no time, no run id, and nothing about where or on how many
+processes the work runs: training is keyed by its *global* batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.records import to_record
+from trainer_lib.errors import ConfigError
+from trainer_lib.hub.transport import parse_target
+from trainflow.tasks.code.reach import Place, Reach
+from trainflow.tasks.configs import (
+    EvaluateConfig,
+    KeyedSettings,
+    PredictConfig,
+    PrepareConfig,
+    PublishConfig,
+    StageSettings,
+    TrainConfig,
+)
+from trainflow.tasks.keys.declared_paths import keyed_options, path_options
+from trainflow.tasks.keys.metric_packages import metric_packages
+from trainflow.tasks.keys.sources import memory
+from trainflow.tasks.keys.stage_code import (
+    EVALUATE,
+    PREPARE,
+    code_of,
+    evaluations_matter_to,
+    reach_of_predict,
+    reach_of_train,
+)
+
+if TYPE_CHECKING:
+    from trainflow.tasks.stage.context import StageContext
+    from trainflow.tasks.stage.manifest import StageManifest
+
+FOLDER_CHARS = 16
+"""A folder is named by as many characters of its key."""
+
+REFRESH = "refresh"
+"""The field of a key that names the result which this one follows, by the time of its commit; the first has none."""
+
+NUMERICS = 1
+"""Raised when trainer_lib changes what the same arguments train, measure or predict."""
+
+# Another version of one of these may compute other bits.
+_PACKAGES = ("torch", "numpy")
+
+
+@dataclass(frozen=True)
+class StageKey:
+    """A stage's content key and the fields it was made from.
+
+    Attributes:
+        stage: the stage's name.
+        fields: what can change its result.
+        places: label of a piece of the recipe's code in `fields` -> where it stands; not part of the key.
+        because: why there is no result under it yet, if that is known without a look; not part of the key.
+    """
+
+    stage: str
+    fields: dict[str, Any]
+    places: dict[str, Place] = field(default_factory=dict, compare=False, repr=False)
+    because: str | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, 64 hex digits."""
+        return hashlib.sha256(canonical({"stage": self.stage, **self.fields})).hexdigest()
+
+    @property
+    def folder(self) -> str:
+        """Name of the stage's folder on the storage."""
+        return self.digest[:FOLDER_CHARS]
+
+    @property
+    def first(self) -> StageKey:
+        """The key without the age of results (`trainflow.tasks.stage.refresh`): that of the first one."""
+        if REFRESH not in self.fields:
+            return self
+        return replace(self, fields={name: value for name, value in self.fields.items() if name != REFRESH})
+
+    def following(self, committed: str) -> StageKey:
+        """The key of the result that follows the one committed at that time."""
+        return replace(self, fields={**self.fields, REFRESH: committed})
+
+    def to_json(self) -> bytes:
+        """The contents of ``key.json``."""
+        places = {
+            label: [place.line, place.text, *([place.because] if place.because else [])]
+            for label, place in self.places.items()
+        }
+        record = {"format": 1, "stage": self.stage, "key": self.digest, "fields": self.fields, "places": places}
+        return json.dumps(record, indent=1, sort_keys=True, default=_plain).encode()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that differs between two keys; None where one of them lacks it.
+
+    Attributes:
+        field: its dotted name.
+        sentence: the difference in words, where the values say nothing to a reader (code); else None.
+    """
+
+    field: str
+    old: Any
+    new: Any
+    sentence: str | None = None
+
+    def __str__(self) -> str:
+        if self.sentence is not None:
+            return self.sentence
+        # 64 hex digits tell a reader nothing beyond that they differ.
+        if _is_digest(self.old) or _is_digest(self.new):
+            change = "added" if self.old is None else "removed" if self.new is None else "changed"
+            return f"{self.field} {change}"
+        return f"{self.field}: {_shown(self.old)} -> {_shown(self.new)}"
+
+
+def canonical(value: Any) -> bytes:
+    """The canonical JSON of a value: sorted keys, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+
+
+def stage_key(
+    stage: str, fields: Mapping[str, Any], *, schema: int = 1, places: Mapping[str, Place] | None = None
+) -> StageKey:
+    """The key of a stage (also one of your own) from everything that can change its result.
+
+    Args:
+        schema: raise it when what the stage writes, or what its key holds, changes shape: older results are then not
+            used.
+        places: where the code that the fields name stands, for the explanation of a miss.
+
+    Raises:
+        ConfigError: a field is not plain data.
+    """
+    try:
+        # Through JSON: a key read back from key.json must compare equal to one computed now.
+        plain = parse_json(canonical({"schema": schema, **fields}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"A key holds plain data only: {error}.", field=stage, remedy="Use numbers, texts, lists and mappings."
+        ) from error
+    return StageKey(stage, plain, dict(places or {}))
+
+
+def versions() -> dict[str, str]:
+    """Versions that change numerics, read without importing anything."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "trainer_lib": f"numerics {NUMERICS}"}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
+    """The fields in which two keys differ, by dotted name."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    names = [*after, *(name for name in before if name not in after)]
+    return [
+        Difference(name, before.get(name), after.get(name))
+        for name in names
+        if name not in before or name not in after or before[name] != after[name]
+    ]
+
+
+# -- the stages' keys -------------------------------------------------------------------------------------------------
+
+
+def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
+    """The key of prepare-data: its settings, the contents of its sources, and the code that `prepare` reaches."""
+    sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
+    code = code_of(config, context).reach(PREPARE)
+    fields = settings_fields(config, sources=sources, recipe=code.digests, **_options("prepare-data", config, context))
+    return stage_key("prepare-data", {**fields, **_limit(context)}, schema=2, places=code.places)
+
+
+def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
+    """The key of train: its settings, the code that it reaches, versions, and the content of the prepared data."""
+    from trainer_lib.arguments import evaluation_matters, numeric_fields
+
+    args = context.resolver.arguments(config.args, prefix="train.args")
+    # The launch counts only through the global batch that its number of processes makes.
+    launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    written = code_of(config, context)
+    # Where code lets evaluations change the weights, the settings of evaluation count as well.
+    choose = evaluation_matters(args) or evaluations_matter_to(written)
+    code = reach_of_train(written, evaluations_choose=choose)
+    paths = path_options("train", config, context)
+    settings = settings_fields(
+        config,
+        selects=choose,
+        args=numeric_fields(args, data_parallel_size=launch.world_size, evaluations_choose=choose),
+        recipe=code.digests,
+        model=keyed_options(config.model, paths.model, paths.folder, context),
+        **_options("train", config, context),
+    )
+    fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
+    if context.metrics:  # others are measured by evaluate alone, and change no weight
+        packages = metric_packages(context.metrics)
+        fields |= {"metrics": [to_record(each) for each in context.metrics], "metric_packages": packages}
+    return stage_key("train", fields, schema=2, places=code.places)
+
+
+def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
+    """The key of evaluate: its settings, the code that it reaches, versions, and the contents of data and model."""
+    code = code_of(config, context)
+    reached = code.reach(EVALUATE)
+    fields = _inference_fields("evaluate", config, context, data, model, reached)
+    if not config.resamples:  # what was evaluated before there were any stays
+        fields.pop("resamples", None)
+    if config.confidence is None:
+        fields.pop("confidence", None)
+    for name in ("metrics", "slices"):
+        if not getattr(config, name):
+            fields.pop(name, None)
+    if packages := metric_packages(read_metrics(config.metrics)):
+        fields["metric_packages"] = packages
+    if code.defines("after_evaluate"):
+        # It may show the curve of training, which the code that measured then has drawn.
+        fields["history"] = getattr(model.facts, "metrics_code", None)
+    return stage_key("evaluate", fields, schema=3, places=reached.places)
+
+
+def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
+    """The key of predict: its settings, the code that it reaches, versions, and the contents of data and model."""
+    reached = reach_of_predict(code_of(config, context))
+    fields = _inference_fields("predict", config, context, data, model, reached)
+    return stage_key("predict", fields, schema=3, places=reached.places)
+
+
+def publish_key(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest,
+    model: StageManifest,
+    evaluation: StageManifest | None = None,
+) -> StageKey:
+    """The key of push-to-hub: its settings, the code that predicts, and the contents and keys of what it publishes.
+
+    Raises:
+        ConfigError: the target's address is malformed.
+    """
+    inputs = [data, model, *([] if evaluation is None else [evaluation])]
+    target = parse_target(config.to, revision=config.revision) if config.to else None
+    reached = reach_of_predict(code_of(config, context))
+    settings = settings_fields(
+        config,
+        recipe=reached.digests,
+        args=_prediction_arguments("publish", config, context),
+        code=publishes_code(config, context),
+        # A folder below the storage goes by its name: no absolute path, which may move.
+        to=target.url if target else f"hub/{context.name}",
+        revision=target.revision if target else config.revision,
+    )
+    return stage_key(
+        "push-to-hub",
+        {
+            **settings,
+            # The card shows the name, the digests and the keys.
+            "name": context.name,
+            "inputs": {one.stage: one.content_digest for one in inputs},
+            # Of a result that was only made again: what came out the same is not published again.
+            "stage_keys": {one.stage: one.first_key for one in inputs},
+            "versions": versions(),
+            **_limit(context),
+        },
+        schema=4,
+        places=reached.places,
+    )
+
+
+def publishes_code(config: PublishConfig, context: StageContext) -> bool:
+    """Whether the code goes along: as the settings say, else where reading it shows which files belong to it."""
+    if config.code is not None:
+        return config.code
+    own = {config.recipe or context.recipe, context.recipe}
+    closures = [context.resolver.closure(recipe, context.root) for recipe in own]
+    return not any(each.unseen or each.unattributed for each in closures)
+
+
+def settings_fields(config: KeyedSettings, *, selects: bool = False, **resolved: Any) -> dict[str, Any]:
+    """The settings of a stage that belong in its key: those that are declared to affect the result.
+
+    Args:
+        selects: evaluations decide which weights come out. Otherwise a setting that affects the selection counts as
+            unset.
+        resolved: by name, what counts in place of a setting as it is written (the content of a file, not its path).
+    """
+    declared = {name: affects for name, affects in type(config).affects().items() if affects != "nothing"}
+    values = {name: resolved.get(name, getattr(config, name)) for name in declared}
+    return {name: value if declared[name] == "result" or selects else None for name, value in values.items()}
+
+
+def _inference_fields(
+    stage: str,
+    config: EvaluateConfig | PredictConfig,
+    context: StageContext,
+    data: StageManifest,
+    model: StageManifest,
+    code: Reach,
+) -> dict[str, Any]:
+    args = _prediction_arguments(stage, config, context)
+    settings = settings_fields(config, args=args, recipe=code.digests, **_options(stage, config, context))
+    inputs = {"data": data.content_digest, "model": model.content_digest}
+    return {**settings, **inputs, "versions": versions(), **_limit(context)}
+
+
+def _limit(context: StageContext) -> dict[str, int]:
+    """The field that keeps a check on a few rows apart; none without a limit, as in every key of an older version."""
+    return {} if context.limit is None else {"limit": context.limit}
+
+
+def _prediction_arguments(
+    section: str, config: EvaluateConfig | PredictConfig | PublishConfig, context: StageContext
+) -> dict[str, Any]:
+    from trainer_lib.arguments import evaluation_fields
+
+    return evaluation_fields(context.resolver.arguments(config.args, prefix=f"{section}.args"))
+
+
+def _options(stage: str, config: StageSettings, context: StageContext) -> dict[str, Any]:
+    """The options of a stage with its paths as a key holds them."""
+    paths = path_options(stage, config, context)
+    return {"options": keyed_options(config.options, paths.options, paths.folder, context)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{name}.{key}" if name else str(key))]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return [pair for index, inner in enumerate(value) for pair in _flat(inner, f"{name}[{index}]")]
+    return [(name, value)]
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(char in "0123456789abcdef" for char in value)
+
+
+def _shown(value: Any) -> str:
+    text = "unset" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,167 @@
+"""What several stages, checks and keys of one command ask for: worked out once, then remembered.
+
+The training arguments of a stage, its launch on this machine and the source closure of its recipe are needed by the
+check of the spec, by the content keys and by the tasks. One `Resolver` serves one command; nothing is
+remembered between commands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainflow.tasks.code.closure import Closure, closure
+from trainflow.tasks.code.reach import Code
+from trainflow.tasks.configs import LaunchSettings
+from trainflow.tasks.keys.spec_words import in_words_of_spec
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.launch import LaunchConfig
+
+T = TypeVar("T")
+
+_TRUST_S = 60.0
+"""A run looks at a result twice within seconds, for its plan and in the stage."""
+
+
+class Resolver:
+    """Arguments, launches, closures and source digests of one command. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, ...], Any] = {}
+        self._assumed: dict[str, dict[str, str]] = {}
+        self.as_of: datetime | None = None
+        """The time by which the age of results counts, for a run that goes on: when it began. None: now."""
+
+    def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
+        """The training arguments with these settings; shared, so do not change them.
+
+        Args:
+            prefix: where the settings stand in the spec, for the message of an error.
+
+        Raises:
+            ConfigError: an unknown argument, or a value that it does not take.
+        """
+        from trainer_lib.arguments import TrainingArguments
+
+        return self._once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
+
+    def launch(self, settings: LaunchSettings, *, use_cpu: bool, section: str = "train") -> LaunchConfig:
+        """A launch with every "auto" resolved for this machine.
+
+        Args:
+            section: the part of the spec that holds the settings, which errors name.
+
+        Raises:
+            ConfigError: the launch cannot work here.
+        """
+        from trainer_lib.launch import resolve_config
+
+        config = settings.to_config()
+        with in_words_of_spec(section):
+            return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
+
+    def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
+        """The files that a recipe consists of. One that was edited meanwhile is read again.
+
+        A stage is keyed by the code that its worker is about to load: during a long training, the functions that
+        evaluate uses may be edited.
+
+        Args:
+            field: the setting that names the recipe, for the message of an error.
+
+        Raises:
+            ConfigError: the recipe is not a Python file, or a file that it imports has a syntax error.
+        """
+        key = ("closure", str(recipe), "" if root is None else str(root))
+        known: Closure | None = self._found.get(key)
+        if known is not None and not known.is_current():
+            # Forgotten, so that the next line reads the edited file.
+            self._found.pop(key, None)
+        return self._once(key, lambda: closure(recipe, root, field=field))
+
+    def code(self, recipe: str | Path, fallback: str | Path | None, root: str | Path | None) -> Code:
+        """The recipe's code, function by function; of files that were edited meanwhile, as they are now.
+
+        Args:
+            recipe: the stage's file.
+            fallback: the file that has the functions which the first does not define; None: there is none.
+
+        Raises:
+            ConfigError: a file is not Python.
+        """
+        paths = [recipe, *([] if fallback is None or Path(fallback) == Path(recipe) else [fallback])]
+        closures = tuple(self.closure(path, root) for path in paths)
+        key = ("code", *(str(path) for path in paths), "" if root is None else str(root))
+        known: tuple[tuple[Closure, ...], Code] | None = self._found.get(key)
+        # Compared as objects: a closure that was read again is another one.
+        if known is None or any(one is not other for one, other in zip(known[0], closures, strict=True)):
+            self._found[key] = known = (closures, Code.of([Path(path) for path in paths], closures))
+        return known[1]
+
+    def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:
+        """A label and a digest of each declared source of the data; see `trainflow.tasks.keys.sources.fingerprints`.
+
+        Raises:
+            ConfigError: a source does not exist. StorageError: it cannot be read.
+        """
+        from trainflow.tasks.keys.sources import fingerprints
+
+        here = [source for source in sources if source not in self._assumed]
+        key = ("sources", _text(here), root or "", str(memory))
+        found = dict(zip(here, self._once(key, lambda: fingerprints(here, root=root, memory=memory)), strict=True))
+        return [self._assumed.get(source) or found[source] for source in sources]
+
+    def assume_sources(self, known: Mapping[str, dict[str, str]]) -> None:
+        """Count these sources as what they were when a run recorded them: they are not on this machine.
+
+        Args:
+            known: source as it is declared -> its label and digest.
+        """
+        self._assumed.update(known)
+
+    @property
+    def assumed_sources(self) -> tuple[str, ...]:
+        """The sources that are not on this machine; the data that was made from them must be committed."""
+        return tuple(self._assumed)
+
+    def check_sources(self, sources: Sequence[str]) -> None:
+        """Check that every declared source that is not assumed exists.
+
+        Raises:
+            ConfigError: one does not.
+        """
+        from trainflow.tasks.keys.sources import check
+
+        check([source for source in sources if source not in self._assumed])
+
+    def inspect_once(self, key: tuple[str, ...], look: Callable[[], str | None]) -> str | None:
+        """The problem that `look` finds with a thing; a thing without one is not looked at again for a minute."""
+        looked = ("intact", *key)
+        if time.monotonic() - self._found.get(looked, -math.inf) < _TRUST_S:
+            return None
+        problem = look()
+        if problem is None:
+            self._found[looked] = time.monotonic()
+        return problem
+
+    def decide_once(self, about: tuple[str, ...], decide: Callable[[], T]) -> T:
+        """What `decide` returned at its first call about something: it holds for the whole command."""
+        return self._once(("decided", *about), decide)
+
+    def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
+        # Two threads may compute the same value; both then use the one that was stored first.
+        if key not in self._found:
+            self._found.setdefault(key, compute())
+        found: T = self._found[key]
+        return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)

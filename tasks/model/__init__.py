@@ -1,0 +1,1 @@
+"""Models as published: card, lineage, MLflow's flavor."""

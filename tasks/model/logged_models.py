@@ -1,0 +1,199 @@
+"""Logs a trained model and its kept checkpoints to MLflow, by reference: the weights stay on the storage."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trainer_lib.base.foreign_text import to_markdown
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.data.column import LABELS
+from trainer_lib.errors import ConfigError
+from trainer_lib.model_folder.description import FILE, Places
+from trainer_lib.model_folder.locate import PIN, model_digest
+from trainer_lib.recipes.table_form import TableForm
+from trainer_lib.storage.commit import content_digest, read_commit
+from trainer_lib.trackers.mlflow_registry import Registration, Score
+from trainer_lib.trackers.model_record import Flavor, ModelRecord
+from trainer_lib.trackers.names import group_results, with_intervals
+from trainer_lib.trackers.params import clean_key
+from trainflow.tasks.configs import RegisterConfig
+from trainflow.tasks.model.portable_model import TrainedModel, code_texts
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.tracking.mlflow_run import TrackedRun
+
+_RESAMPLES_BYTES = 16 << 20
+RESAMPLES = "resamples"  # of a split: a file of evaluate
+_STEP = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True)
+class LoggedModel:
+    """A model as MLflow is given it: the record, and the small files that describe it by path."""
+
+    record: ModelRecord
+    files: dict[str, bytes]
+
+
+def log_models(
+    run: TrackedRun,
+    trained: TrainedModel,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+) -> None:
+    """Log the model and every kept checkpoint, unless the run that trained it has them.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    facts = model.facts
+    # A run that goes on may have been stopped before it had them.
+    is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
+    for logged in logged_models(trained, data, model) if is_its_run else ():
+        run.log_model({"model": to_record(logged.record)}, logged.files)
+
+
+def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageManifest) -> None:
+    """Link the results of an evaluation to the model that was evaluated."""
+    keys = [clean_key(name) for name in group_results(evaluation.stage, evaluation.metrics)]
+    record = exported.record
+    run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
+
+
+def log_outputs(run: TrackedRun, exported: LoggedModel, predicted: StageManifest) -> None:
+    """Log the columns that the model predicts, as the stage wrote them.
+
+    Raises:
+        StorageError, DataError: the predictions cannot be read.
+    """
+    from trainer_lib.data.predictions import read_prediction_types  # pyarrow
+
+    parts = [entry.path for entry in predicted.files if entry.path.endswith(".parquet")]
+    if parts:
+        columns = read_prediction_types(predicted.store(), parts[0])
+        run.log_model({"outputs": {"digest": exported.record.digest, "columns": columns}}, {})
+
+
+def register_model(
+    run: TrackedRun,
+    exported: LoggedModel,
+    evaluation: StageManifest | None,
+    config: RegisterConfig,
+    flavor: Flavor | None = None,
+    *,
+    kept_in: str | None = None,
+) -> None:
+    """Ask the registry for a version of the model; delivered with everything else of the run, once.
+
+    Args:
+        kept_in: URL of the run's folder, which gets what came of it.
+    """
+    if config.name is None:
+        return
+    record = exported.record
+    asked = Registration(
+        name=config.name,
+        digest=record.digest,
+        alias=config.alias,
+        description="\n\n".join(filter(None, [config.description, _measured(evaluation)])),
+        tags={**record.tags, **config.tags},
+        score=None if evaluation is None else _score(evaluation, config),
+        flavor=flavor,
+    )
+    run.log_model({"registration": to_record(asked), "kept_in": kept_in}, {})
+
+
+def _measured(evaluation: StageManifest | None) -> str:
+    """The evaluation in one line; empty without one."""
+    found = {} if evaluation is None else group_results(evaluation.stage, evaluation.metrics)
+    return ", ".join(f"{to_markdown(name)} {text}" for name, text in with_intervals(found).items())
+
+
+def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
+    """How the evaluation measured the model in the metric of the comparison.
+
+    Raises:
+        ConfigError: it did not measure it.
+    """
+    if config.metric is None:
+        return None
+    known: list[str] = []
+    for split, values in evaluation.metrics.items():
+        path = f"{RESAMPLES}/{split}.json"
+        if not isinstance(values, dict) or path not in [entry.path for entry in evaluation.files]:
+            continue
+        found = parse_json(evaluation.store().read_bytes(path, limit=_RESAMPLES_BYTES))
+        for name, resampled in found["metrics"].items():
+            known.append(f"{split}_{name}")
+            if known[-1] == config.metric and name in values:
+                better = config.greater_is_better
+                return Score(
+                    metric=config.metric,
+                    value=float(values[name]),
+                    rows=found["rows"],
+                    is_greater_better=not name.endswith("loss") if better is None else better,
+                    resampled=tuple(resampled),
+                )
+    raise ConfigError(
+        "The evaluation has no such metric of compute_metrics.",
+        field="register.metric",
+        value=config.metric,
+        remedy=suggestion(config.metric, known) if known else "Return it from compute_metrics.",
+    )
+
+
+def logged_models(
+    trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
+) -> Iterator[LoggedModel]:
+    """The kept checkpoints, oldest first, and then the exported model."""
+    for name in sorted(model.facts.checkpoints, key=_step_of):
+        commit = read_commit(model.store().child("checkpoints", name), kind="checkpoint")
+        if commit is not None:
+            yield _describe(trained, data, model, name, name, _step_of(name), commit.content_digest)
+    yield describe_exported(trained, data, model)
+
+
+def describe_exported(
+    trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
+) -> LoggedModel:
+    """The exported model."""
+    step, weights = model.facts.global_step or 0, content_digest(trained.description.weights)
+    return _describe(trained, data, model, trained.description.name, None, step, weights)
+
+
+def _describe(
+    trained: TrainedModel,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    name: str,
+    checkpoint: str | None,
+    step: int,
+    weights: str,
+) -> LoggedModel:
+    places = Places(weights=f"{model.url}/model", data=data.url, checkpoint=checkpoint)
+    description = replace(trained.description, places=places)
+    digest = model_digest(description, weights)
+    pinned = {"format": 1, "digest": digest}
+    files = {**code_texts(trained), FILE: description.to_json(), PIN: json.dumps(pinned).encode()}
+    form = TableForm.of(description.info)
+    left_out = {key for key in description.columns if form is not None and form.drops(key)} | {"row_id", *LABELS}
+    columns = {key: kind for key, kind in description.columns.items() if key not in left_out}
+    required = () if form is None else tuple(form.columns)
+    tags = {f"trainflow.{stage}": key for stage, key in description.stages.items()}
+    tags |= {"trainflow.weights": places.weights if checkpoint is None else f"{model.url}/checkpoints/{checkpoint}"}
+    tags |= {"trainflow.data_digest": data.content_digest, "trainflow.code_digest": description.code_digest}
+    params = {"step": str(step), **{key: str(value)[:500] for key, value in description.versions.items()}}
+    return LoggedModel(
+        ModelRecord(name=name, digest=digest, step=step, columns=columns, required=required, params=params, tags=tags),
+        files,
+    )
+
+
+def _step_of(checkpoint: str) -> int:
+    found = _STEP.fullmatch(checkpoint)
+    return int(found[1]) if found else 0

@@ -1,0 +1,174 @@
+"""What the card of a published model says: from the manifests of the stages that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.data.column import LABELS
+from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.base import ADAPTER, Source
+from trainer_lib.hub.card import Card
+from trainer_lib.hub.card_results import HardRows, Picture
+from trainer_lib.hub.outcome_pictures import as_file
+from trainer_lib.model_folder.description import ModelDescription
+from trainer_lib.storage import FileEntry
+from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.keys.keys import versions
+from trainflow.tasks.model.merged_model import CONFIG
+from trainflow.tasks.model.model_lineage import changed_arguments, describe_lineage
+from trainflow.tasks.model.outcome_tables import Outcome
+from trainflow.tasks.stage.facts import TrainFacts
+from trainflow.tasks.stage.goodput import Goodput
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.progress import duration
+from trainflow.tasks.stage.retry import Ledger
+
+_CONFIG_BYTES = 16 << 20
+_HISTORY_BYTES = 256 << 20
+
+
+def describe_card(
+    config: PublishConfig,
+    name: str,
+    inputs: Sequence[StageManifest],
+    trained: ModelDescription | None,
+    metrics: Mapping[str, Mapping[str, float]],
+    files: Sequence[FileEntry],
+    of_model: Mapping[str, Source],
+) -> Card:
+    """The content of the card.
+
+    Args:
+        name: the pipeline's name.
+        inputs: the manifests of prepare-data, train and, where there is one, evaluate.
+        trained: the description of the model with its code; None: the weights are published alone.
+        metrics: split -> name -> value.
+        files, of_model: what is published besides the card, and the files of the model among it, by path.
+    """
+    data, model = inputs[0], inputs[1]
+    base, _, base_revision = (config.base_model or "").partition("@")
+    given = {} if trained is None else trained.info.get("new_columns") or trained.columns
+    columns = {key: kind for key, kind in given.items() if key != "row_id"}
+    loader = _loader(of_model)
+    return Card(
+        title=config.title or name,
+        description=config.description,
+        license=config.license,
+        tags=config.tags,
+        base_model=base or None,
+        base_revision=base_revision or None,
+        metrics=metrics,
+        data_name=name,
+        data_digest=data.content_digest,
+        rows={split: each.rows for split, each in data.facts.splits.items()},
+        sources={each.source: each.digest for each in describe_lineage(name, [data]).sources},
+        stage_keys={one.stage: one.key for one in inputs},
+        stage_digests={one.stage: one.content_digest for one in inputs},
+        arguments=changed_arguments(model),
+        facts=_facts(model),
+        curve=_history(model),
+        versions=versions(),
+        library="trainflow" if loader is None else loader[0],
+        loader=loader,
+        code_digest=None if trained is None else trained.code_digest,
+        columns={key: kind for key, kind in columns.items() if key not in LABELS},
+        address=config.to if config.to and config.to.startswith("hf://") else None,
+        files=files,
+        is_merged=f"{ADAPTER}/{CONFIG}" in of_model,
+        confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
+    )
+
+
+def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:
+    """The card with the pictures of what the model gets right and wrong.
+
+    Args:
+        hardest_rows: how many of the rows that the model gets most wrong it shows, with their labels.
+    """
+    pictures = [picture for outcome in outcomes for picture in _pictures(outcome)]
+    return replace(card, pictures=pictures, hardest=list(_hardest(outcomes, hardest_rows)))
+
+
+def draw_files(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
+    """The pictures that the card shows: path beside the card -> content."""
+    return {
+        _picture_path(name, outcome): as_file(drawing)
+        for outcome in outcomes
+        for name, drawing in outcome.drawings().items()
+    }
+
+
+def _pictures(outcome: Outcome) -> Iterator[Picture]:
+    titles = {"confusion": "Confusion matrix", "reliability": "Reliability", "residuals": "Residuals"}
+    notes = {
+        "confusion": "Rows are the true classes, columns the predicted ones.",
+        "reliability": "How often a prediction is right, by how sure the model is of it. Calibrated is the diagonal.",
+        "residuals": "Larger points have more rows.",
+    }
+    for name in outcome.drawings():
+        note = " ".join(filter(None, [notes[name], outcome.describe_residuals()]))
+        yield Picture(_picture_path(name, outcome), f"{titles[name]} of {outcome.split}", note)
+
+
+def _picture_path(name: str, outcome: Outcome) -> str:
+    return f"evaluation/plots/{name}-{outcome.split}.svg"
+
+
+def _hardest(outcomes: Sequence[Outcome], most: int) -> Iterator[HardRows]:
+    for outcome in outcomes if most else ():
+        columns, rows = outcome.hardest()
+        if rows:
+            yield HardRows(outcome.split, columns, rows[:most])
+
+
+def _facts(model: StageManifest[TrainFacts]) -> dict[str, Any]:
+    facts = model.facts
+    device = facts.environment.get("processor") if facts.device == "CPU" else facts.device
+    hardware = f"{facts.world_size or 1} x {device or facts.device}" if facts.device else None
+    shown = {
+        "Parameters": facts.parameters,
+        "Optimizer steps": facts.global_step,
+        "Samples seen": facts.global_samples,
+        "Hardware": hardware,
+        "Training time": _training_time(model),
+    }
+    return {label: value for label, value in shown.items() if value is not None}
+
+
+def _training_time(model: StageManifest) -> str | None:
+    """The time of all attempts, with what was lost; None where it is not recorded."""
+    try:
+        seconds = Goodput.of(Ledger(model.store())).all_s
+    except TrainflowError:
+        return None
+    return duration(seconds) if seconds > 0 else None
+
+
+def _history(model: StageManifest) -> list[dict[str, Any]]:
+    """The trainer's log, which lies beside the model; empty for one that an older version trained."""
+    try:
+        found = parse_json(model.store().read_if_exists("history.json", limit=_HISTORY_BYTES) or b"[]", list)
+    except (TrainflowError, ValueError):
+        return []
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _loader(of_model: Mapping[str, Source]) -> tuple[str, str] | None:
+    """The library and the class whose `from_pretrained` loads the model; None for a model of another kind."""
+    if CONFIG in of_model:
+        return "peft", "AutoPeftModel"
+    if "config.json" not in of_model:
+        return None
+    found = of_model["config.json"]
+    try:
+        config = parse_json(found.store.read_bytes(found.entry.path, limit=_CONFIG_BYTES), dict)
+    except (TrainflowError, ValueError):
+        return None
+    if "model_type" not in config:
+        return None
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else "AutoModel"
+    return "transformers", str(first) if str(first).isidentifier() else "AutoModel"

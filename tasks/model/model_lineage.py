@@ -1,0 +1,148 @@
+"""The lineage of a model: made from the manifests of the stages, for its publication and for the run's record."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.checkpoint.layout import parse_step
+from trainer_lib.errors import DamagedError, StorageError, TrainflowError
+from trainer_lib.hub.base import Content
+from trainer_lib.model_folder.lineage import FILE, CheckpointLink, Lineage, PublicationLink, SourceLink, StageLink
+from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
+from trainer_lib.model_folder.provenance import render_statement
+from trainer_lib.secrets import mask, mask_value
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import read_commit
+from trainflow.tasks.stage.facts import PublishFacts, TrainFacts
+from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest
+
+MODEL = "model/"
+_KEY_BYTES = 16 << 20
+# In a key, as the parameters of the tasks: the content digests of what a stage was made from.
+_INPUTS = {"data": "prepare-data", "model": "train"}
+
+
+def digest_checkpoints(
+    store: Store, names: Iterable[str], files: Collection[FileEntry]
+) -> tuple[dict[str, str], str | None]:
+    """The content digests of a training's checkpoints, and the one with the weights of the model.
+
+    Args:
+        store: the stage's folder.
+        names: of the checkpoints.
+        files: of the stage, the model's below ``model/``.
+    """
+    weights = {(entry.path.removeprefix(MODEL), entry.sha256) for entry in files if entry.path.endswith(".safetensors")}
+    digests: dict[str, str] = {}
+    exported: str | None = None
+    for name in sorted(names, key=_step_of):
+        try:
+            commit = read_commit(store.child("checkpoints", name), kind="checkpoint")
+        except (DamagedError, StorageError):  # the model is whole all the same
+            continue
+        if commit is not None:
+            digests[name] = commit.content_digest
+            if weights and weights <= {(entry.path, entry.sha256) for entry in commit.files}:
+                exported = name
+    return digests, exported
+
+
+def describe_lineage(
+    name: str,
+    manifests: Sequence[StageManifest],
+    *,
+    code_digest: str | None = None,
+    run: str | None = None,
+    mlflow: tuple[str | None, str | None] | None = None,
+    files: Iterable[FileEntry] = (),
+) -> Lineage:
+    """What was made from what.
+
+    Args:
+        name: the pipeline's name.
+        manifests: of the stages, in the order in which they ran.
+        code_digest: of the code that predicts.
+        run: the run on the storage.
+        mlflow: the run's tracked run and its id; None: those of the training.
+        files: of the folder that the lineage is for.
+    """
+    keys = {one.stage: read_key(one.store()) for one in manifests}
+    model = next((one for one in manifests if isinstance(one.facts, TrainFacts)), None)
+    facts = TrainFacts() if model is None else model.facts
+    published = next((one.facts for one in manifests if isinstance(one.facts, PublishFacts)), None)
+    sources = keys.get("prepare-data", {}).get("sources")
+    tracked, mlflow_id = mlflow or (facts.tracked_run, facts.mlflow_run_id)
+    return Lineage(
+        name=name,
+        sources=tuple(_sources(sources)),
+        stages=tuple(
+            StageLink(
+                stage=one.stage, key=one.key, content_digest=one.content_digest, inputs=find_inputs(keys[one.stage])
+            )
+            for one in manifests
+        ),
+        checkpoints=tuple(
+            CheckpointLink(name=each, step=_step_of(each), content_digest=digest)
+            for each, digest in facts.checkpoint_digests.items()
+        ),
+        exported=facts.exported,
+        tracked_run=tracked,
+        mlflow_run_id=mlflow_id,
+        code_digest=code_digest,
+        arguments={} if model is None else mask_value("", changed_arguments(model)),
+        versions=facts.environment or dict(keys.get("train", {}).get("versions") or {}),
+        run=run,
+        publication=None
+        if published is None
+        else PublicationLink(revision=published.revision, content_digest=published.published_digest),
+        files=tuple(files),
+    )
+
+
+def add_lineage(content: Content, lineage: Lineage) -> Content:
+    """A publication with its lineage and, in the form of a standard, its provenance."""
+    whole = replace(lineage, files=tuple(content.entries()))
+    texts = {FILE: whole.to_json(), PROVENANCE_FILE: render_statement(whole)}
+    return replace(content, texts={**content.texts, **texts})
+
+
+def find_inputs(fields: Mapping[str, Any]) -> dict[str, str]:
+    """From the fields of a stage's key: stage -> content digest of its result that this one was made from."""
+    named = fields.get("inputs")
+    found = dict(named) if isinstance(named, Mapping) else {}
+    found |= {stage: fields[parameter] for parameter, stage in _INPUTS.items() if parameter in fields}
+    return {str(stage): digest for stage, digest in found.items() if isinstance(digest, str) and len(digest) == 64}
+
+
+def read_key(store: Store) -> dict[str, Any]:
+    """The fields of the key in a stage's folder; empty where they cannot be read."""
+    try:
+        return dict(parse_json(store.read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"])
+    except (TrainflowError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def changed_arguments(model: StageManifest) -> dict[str, Any]:
+    """The arguments the model was trained with, from the key of its stage: those that differ from the defaults."""
+    from trainer_lib.arguments import TrainingArguments, numeric_fields
+
+    # The key holds what the training resolved to; the spec may hold less.
+    used = read_key(model.store()).get("args")
+    if not isinstance(used, dict):
+        return {}
+    defaults = numeric_fields(TrainingArguments(), data_parallel_size=1)
+    always = ("global_batch_size", "learning_rate", "num_train_epochs", "max_steps", "optim", "seed")
+    return {name: value for name, value in used.items() if name in always or defaults.get(name, value) != value}
+
+
+def _sources(recorded: object) -> Iterable[SourceLink]:
+    for each in recorded if isinstance(recorded, list) else ():
+        if isinstance(each, Mapping):
+            yield SourceLink(source=mask(str(each.get("source"))), digest=str(each.get("digest")))
+
+
+def _step_of(name: str) -> int:
+    return parse_step(name) or 0

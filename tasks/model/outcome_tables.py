@@ -1,0 +1,86 @@
+"""What an evaluation keeps of the rows of a split, read back for pictures and tables: the outcomes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.errors import TrainflowError
+from trainer_lib.hub.outcome_pictures import draw_outcome
+from trainer_lib.protocol.verb_results import OUTCOMES
+from trainflow.tasks.stage.manifest import StageManifest
+
+_OUTCOME_BYTES = 16 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcomes of one split.
+
+    Attributes:
+        split: its name.
+        found: as `trainer_lib.evaluation.outcomes` gives them.
+        classes: names of the classes; empty for numbers.
+    """
+
+    split: str
+    found: Mapping[str, Any]
+    classes: Sequence[str]
+
+    @property
+    def is_classes(self) -> bool:
+        """Whether the labels are classes."""
+        return bool(self.found["kind"] == "classes")
+
+    def drawings(self) -> dict[str, str]:
+        """The pictures as SVG, by name: confusion and reliability, or residuals; none for what cannot be drawn."""
+        try:
+            return draw_outcome(self.found, self.classes, self.split)
+        except (ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
+            _log.warning("The outcomes of %s are not drawn: %s", self.split, error)
+            return {}
+
+    def describe_residuals(self) -> str:
+        """How far the predictions of numbers are off, in a sentence; empty for classes."""
+        if self.is_classes:
+            return ""
+        pairs = zip(self.found["measured"], self.found["predicted"], strict=True)
+        off = sorted(abs(guess - value) for value, guess in pairs)
+        middle, most = (off[round(share * (len(off) - 1))] for share in (0.5, 0.9))
+        return f"Half of the predictions are off by at most {middle:.4g}, nine of ten by at most {most:.4g}."
+
+    def hardest(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""
+        rows = [list(each) for each in self.found.get("hardest") or ()]
+        if self.is_classes:
+            rows = [[row, self.classes[label], self.classes[guess], loss] for row, label, guess, loss in rows]
+        return ["row_id", "label", "prediction", "nats" if self.is_classes else "absolute_error"], rows
+
+
+def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterator[Outcome]:
+    """The outcomes of each split that the evaluation has kept some of; one that cannot be read is passed over.
+
+    Args:
+        info: what the recipe noted about the data; names of the classes are in `classes`.
+    """
+    for entry in evaluation.files:
+        if not entry.path.startswith(f"{OUTCOMES}/"):
+            continue
+        split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
+        try:
+            found = parse_json(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
+            classes = len(found.get("matrix") or ())
+            yield Outcome(split, found, _class_names(info, classes) if classes else [])
+        except (TrainflowError, ValueError, AttributeError) as error:
+            _log.warning("The outcomes of %s cannot be read: %s", split, error)
+
+
+def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:
+    given = info.get("classes")
+    if isinstance(given, list) and len(given) == classes:
+        return [str(name) for name in given]
+    return [str(number) for number in range(classes)]

@@ -1,0 +1,168 @@
+"""The description of a trained model, for its publication and for the run that trained it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import CodeError, ConfigError
+from trainer_lib.hub.base import Source
+from trainer_lib.model_folder.description import ASSETS, CODE, FILE, SOURCE, ModelDescription, Places
+from trainer_lib.secrets import holds_token
+from trainer_lib.storage import FileEntry, Store
+from trainflow.tasks.code.closure import Closure
+from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.keys.keys import versions
+from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.model.model_lineage import read_key
+from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
+from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.worker import sent_arguments
+
+MODEL = "model/"
+_ASSETS = f"{ASSETS}/"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A description and the bytes of the code that it lists, as they are now."""
+
+    description: ModelDescription
+    code: dict[str, bytes]
+
+
+def describe_model(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+) -> TrainedModel:
+    """What the trained model consists of.
+
+    Args:
+        config: names the recipe, the options and the arguments that predict.
+    """
+    recipe = Path(config.recipe or context.recipe).absolute()
+    fallback = Path(context.recipe).absolute() if config.recipe and config.recipe != context.recipe else None
+    closure = context.resolver.closure(recipe, context.root)
+    if fallback is not None:
+        closure = closure.joined(context.resolver.closure(fallback, context.root))
+    _require_same_model(config, context, model)
+    code = {name: path.read_bytes() for name, path in closure.paths.items()}
+    columns: dict[str, str] = {}
+    for split in data.facts.splits.values():  # splits may have columns of their own, such as labels
+        columns |= split.columns
+    columns |= data.facts.info.get("new_columns") or {}
+    description = ModelDescription(
+        name=context.name,
+        recipe=closure.name_of(recipe),
+        fallback=None if fallback is None else closure.name_of(fallback),
+        paths=_module_path(closure, code),
+        code=tuple(
+            FileEntry(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in sorted(code.items())
+        ),
+        weights=tuple(
+            FileEntry(entry.path.removeprefix(MODEL), entry.size, entry.sha256)
+            for entry in model.files
+            if entry.path.startswith(MODEL)
+        ),
+        assets=tuple(entry for entry in data.files if entry.path.startswith(_ASSETS)),
+        model=model.facts.model,
+        options=config.options,
+        args=_lasting(sent_arguments(config.args, context)),
+        info=data.facts.info,
+        rows={name: split.rows for name, split in data.facts.splits.items()},
+        columns=columns,
+        stages={one.stage: one.key for one in (data, model)},
+        versions=versions(),
+    )
+    return TrainedModel(description, code)
+
+
+def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
+    """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
+    known = read_key(model.store()).get("recipe") or {}
+    now = code_of(config, context).reach(("build_model",)).digests
+    changed = sorted(label for label, digest in now.items() if known.get(label, digest) != digest)
+    if changed:
+        raise CodeError(
+            f"Code that builds the model changed after it was trained: {', '.join(changed)}.",
+            field="recipe",
+            value=config.recipe or context.recipe,
+            remedy="Run the same command again: it trains the changed model. Or put the code back.",
+        )
+
+
+def refuse_tokens(code: Mapping[str, bytes]) -> None:
+    """Raise ConfigError for code that is about to be published with a token in it."""
+    for name, content in sorted(code.items()):
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+            if holds_token(line):
+                raise ConfigError(
+                    "The code would be published with the model, and this line holds a token or a password.",
+                    field="publish.code",
+                    value=f"{name}:{number}",
+                    remedy="Read it from an environment variable, or set publish.code=false.",
+                )
+
+
+def asset_sources(description: ModelDescription, data: StageManifest[PrepareFacts]) -> dict[str, Source]:
+    """The files that `prepare` wrote for the model, by their path in a publication."""
+    return {entry.path: Source(data.store(), entry) for entry in description.assets}
+
+
+def code_texts(trained: TrainedModel) -> dict[str, bytes]:
+    """The files of the code, by their path in a publication."""
+    return {f"{CODE}/{name}": content for name, content in trained.code.items()}
+
+
+def write_description(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    run: Store,
+) -> TrainedModel:
+    """Write the description into a run's folder, ``<storage>/runs/<run>``, whose `source` holds the recipe's files.
+
+    The other files stay where the stages wrote them.
+
+    Returns:
+        The description, as a publication would have it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    root = Store.open(context.storage).url.rstrip("/")
+
+    def place(manifest: StageManifest[Any], below: str) -> str:
+        inside = manifest.url.rstrip("/").removeprefix(f"{root}/")
+        return f"../../{inside}{below}"
+
+    trained = describe_model(config, context, data, model)
+    for name, content in trained.code.items():
+        run.write_bytes(f"{SOURCE}/{name}", content)
+    places = Places(weights=place(model, "/model"), code=SOURCE, data=place(data, ""))
+    run.write_bytes(FILE, replace(trained.description, places=places).to_json())
+    return trained
+
+
+def _module_path(closure: Closure, names: Iterable[str]) -> tuple[str, ...]:
+    """The folders that imports start from, from the folder of the code."""
+    inside = [
+        place.relative_to(closure.root).as_posix() for place in closure.places if place.is_relative_to(closure.root)
+    ]
+    # A file from outside of the root is named by the place that it was imported from.
+    outside = [name.partition("/")[0] for name in sorted(names) if name.startswith("(") and "/" in name]
+    used = [place for place in inside if place == "." or any(name.startswith(f"{place}/") for name in names)]
+    return tuple(dict.fromkeys([*used, *outside]))
+
+
+def _lasting(args: dict[str, object]) -> dict[str, object]:
+    """The arguments without those that say where to write and report: they decide no prediction."""
+    elsewhere = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
+    return {name: value for name, value in args.items() if name not in elsewhere}

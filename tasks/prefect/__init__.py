@@ -1,0 +1,1 @@
+"""Prefect's client and the few of its internals that are used."""

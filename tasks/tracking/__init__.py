@@ -1,0 +1,1 @@
+"""The MLflow run of a pipeline, notifications, the load of the machine."""

@@ -1,0 +1,351 @@
+"""One MLflow run per pipeline run: opened once, re-attached by every retry and stage, ended with its status.
+
+Nothing here waits for a server or fails a stage. What the flow logs is appended to a session of the spool beside the
+storage (`trainer_lib.trackers.spool`), and so is what its workers log; a thread of the flow's process delivers it. What
+could not be delivered when the run ends waits there, artifacts and the run's end included, for the next command.
+
+The default tracking store is sqlite, `mlflow.db` beside a local storage root with artifacts in `mlartifacts/`. Remote
+storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRACKING_URI` where machines share a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import mask
+from trainer_lib.storage import Store
+from trainer_lib.trackers.delivery import Delivery
+from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
+from trainer_lib.trackers.params import clean_key, flatten_params
+from trainer_lib.trackers.shipper import Shipper
+from trainer_lib.trackers.spool import (
+    Session,
+    known_run,
+    now_ms,
+    own_spool,
+    user_data_dir,
+)
+from trainer_lib.trackers.waiting import Waiting, count_waiting
+from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.tracking.run_handle import RunHandle as RunHandle
+
+
+def source_tags(name: str, project: Path | None) -> dict[str, str]:
+    """The tags of a run of the pipeline `name`; `project` is the folder whose git commit is noted."""
+    tags = {"mlflow.source.name": f"trainflow run {name}", "mlflow.source.type": "PROJECT", "trainflow.pipeline": name}
+    with contextlib.suppress(OSError, KeyError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    git = shutil.which("git")
+    if git is not None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [git, "-C", str(project or Path.cwd()), "rev-parse", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+            tags["mlflow.source.git.commit"] = done.stdout.strip()
+    return tags
+
+
+STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
+DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
+COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
+ANSWER_S = 3.0  # how long it waits for one answer
+_LOOK_S = 0.05
+LOCAL_CLOSE_S = 30.0  # a database on this machine answers as fast as the machine is
+
+_log = logging.getLogger(__name__)
+
+
+class TrackedRun:
+    """The MLflow run of a flow, as the flow's process writes it. No method waits for the server.
+
+    Attributes:
+        handle: the run, for the stages' workers.
+    """
+
+    def __init__(self, handle: RunHandle, session: Session, background: Background) -> None:
+        self.handle = handle
+        self._session: Session | None = session
+        self._background = background
+        self._is_ended = False
+
+    def log_params(self, params: Mapping[str, Any]) -> None:
+        """Log nested settings: flattened, shortened and masked. Those that the run has with another value are listed in
+        the artifact `params/<when>.json`."""
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        self._write({"params": flatten_params(params), "when": when})
+
+    def log_metrics(
+        self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None, once: bool = True
+    ) -> None:
+        """Log values at an optimizer step.
+
+        Args:
+            time_ms: when they were measured, in milliseconds since 1970; None: now.
+            once: values that the run already has at that step are not written twice, for a request to the server.
+        """
+        if metrics:
+            values = {clean_key(key): float(value) for key, value in metrics.items()}
+            self._write({"t": time_ms or now_ms(), "s": step, "m": values, **({"once": True} if once else {})})
+
+    def log_file(self, content: bytes | str | Path, artifact_path: str) -> None:
+        """Log a file, or text, under the whole path `artifact_path` (`report/index.html`) in the run's artifacts."""
+        with self._never_failing():
+            if self._session is not None:
+                kept = self._session.keep_file(content.encode() if isinstance(content, str) else content)
+                self._session.write({"file": kept, "path": artifact_path})
+
+    def log_model(self, record: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        """Log a model by reference, with the small files that describe it, or what was measured with a model."""
+        with self._never_failing():
+            if self._session is not None:
+                kept = {path: self._session.keep_file(content) for path, content in files.items()}
+                self._session.write({**record, "files": kept})
+
+    def log_dataset(
+        self,
+        *,
+        name: str,
+        url: str,
+        digest: str,
+        context: str = "training",
+        schema: Mapping[str, str] | None = None,
+        profile: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log a dataset as an input: its name, its URL, its SHA-256 (complete in the tag `data.<name>`)."""
+        dataset = {
+            "name": name,
+            "digest": digest[:DIGEST_CHARS],
+            "source_type": "trainflow",
+            "source": json.dumps({"uri": mask(url)}),
+            "schema": json.dumps({"columns": dict(schema)}) if schema else None,
+            "profile": json.dumps(dict(profile)) if profile else None,
+        }
+        self._write({"dataset": dataset, "context": context})
+        self.set_tags({f"data.{name}": digest})
+
+    def set_tags(self, tags: Mapping[str, str | None]) -> None:
+        """Set tags of the run (stage keys, content digests, where the model was published); None takes one away."""
+        if tags:
+            self._write({"tags": _clean_tags(tags)})
+
+    def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
+        """Wait for what comes of something that was logged, while the server takes it; return whether it has come."""
+        return self._background.wait_for(has_arrived)
+
+    def end(self, status: str) -> None:
+        """Note that the run has ended as "FINISHED", "FAILED", "KILLED" or "DISCARDED"; nothing is logged after it."""
+        if status not in STATUSES:
+            raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
+        if self._session is not None and not self._is_ended:
+            self._is_ended = True
+            with self._never_failing():
+                began_ms = int(self._session.head.get("start_ms") or 0)
+                self._session.write_last({"end": status, "t": max(now_ms(), began_ms)})
+
+    def finish(self, status: str, *, stages: int = 1) -> None:
+        """End the run, and wait a second per stage for the server. Safe to repeat.
+
+        A database on this machine is waited for until it has everything, at most half a minute.
+        """
+        self.end(status)
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        self._background.close(stages=stages)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with self._never_failing():
+            if self._session is not None:
+                self._session.write(record)
+
+    @contextlib.contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _log.warning("MLflow misses a part of this run; the spool cannot be written: %s", error)
+
+
+class Background:
+    """The thread that delivers a spool while the flow's process works; it starts when it is made.
+
+    Args:
+        root: the spool.
+        tracking_uri: the server of this process.
+        leaves_local: whether a database on this machine is left to another process, which delivers this spool, too.
+    """
+
+    def __init__(self, root: Path, tracking_uri: str, *, leaves_local: bool = False) -> None:
+        self._is_local = is_local_database(tracking_uri)
+        self._shipper = Shipper(Delivery(root, tracking_uri))
+        if not (leaves_local and self._is_local):
+            self._shipper.start()
+
+    def close(self, *, stages: int) -> bool:
+        """Wait a second per stage for the rest; return whether everything has arrived. Safe to repeat."""
+        if self._is_local and stages:
+            return self._shipper.close(LOCAL_CLOSE_S, LOCAL_CLOSE_S)
+        return self._shipper.close(float(stages), stages / 2)
+
+    def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
+        """Wait until `has_arrived`, at most some seconds, and not for a server that cannot be reached."""
+        deadline = time.monotonic() + (COMPLETE_S if self._is_local else ANSWER_S)
+        self._shipper.wake()
+        while not has_arrived():
+            if self._shipper.failure is not None or not self._shipper.is_alive() or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
+    def complete(self) -> bool:
+        """Wait while the server answers, at most half a minute: for a command that has nothing else to do."""
+        answer_s = LOCAL_CLOSE_S if self._is_local else ANSWER_S
+        words = "MLflow gets what earlier runs left: this takes at most %.0f s."
+        say = partial(_log.warning, words, COMPLETE_S)
+        return self._shipper.close(COMPLETE_S, answer_s, say)
+
+
+def default_tracking_uri(storage: Store) -> str:
+    """`MLFLOW_TRACKING_URI`, else `mlflow.db` beside a local storage root or in this user's folder for a remote one."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_tracking_dir(storage) / 'mlflow.db'}"
+
+
+def tracking_uri(config: TrackingConfig, storage: Store) -> str:
+    """The server of a spec: `tracking.uri`, else `default_tracking_uri`.
+
+    Raises:
+        ConfigError: `tracking.uri` holds a password.
+    """
+    if config.uri and mask(config.uri) != config.uri:
+        raise ConfigError(
+            "A spec holds no credentials: it is stored with every run.",
+            field="tracking.uri",
+            value=mask(config.uri),
+            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
+        )
+    return config.uri or default_tracking_uri(storage)
+
+
+def spool_dir(storage: Store) -> Path:
+    """The folder where what this user logged about runs of this storage waits for its server."""
+    return own_spool(_tracking_dir(storage) / "spool")
+
+
+def spool_dirs(storage: Store) -> list[Path]:
+    """The spool of a storage root, and that of a Trainer whose `output_dir` it is."""
+    return [spool_dir(storage), *([own_spool(storage.local_path() / ".spool")] if storage.is_local else [])]
+
+
+def find_run_id(storage: Store, token: str | None) -> str | None:
+    """The id of a run on its server, by its token; None before the server was reached."""
+    return known_run(spool_dir(storage), token).get("run_id") if token else None
+
+
+def is_known(storage: Store, token: str | None) -> bool:
+    """Whether a run has arrived at its server, or waits here for it."""
+    return token is not None and (find_run_id(storage, token) is not None or find_waiting(storage) is not None)
+
+
+def find_waiting(storage: Store) -> Waiting | None:
+    """What waits for its server; None if nothing does. Asks no server."""
+    return count_waiting(spool_dir(storage))
+
+
+def deliver_waiting(config: TrackingConfig, storage: Store) -> Background | None:
+    """Begin to deliver what earlier commands left for their server; None when nothing waits."""
+    if not config.enabled or find_waiting(storage) is None:
+        return None
+    return Background(spool_dir(storage), tracking_uri(config, storage))
+
+
+def open_run(
+    config: TrackingConfig,
+    storage: Store,
+    *,
+    name: str,
+    pipeline_key: str,
+    params: Mapping[str, Any],
+    resume: bool,
+    token: str | None = None,
+    after: str | None = None,
+    tags: Mapping[str, str] | None = None,
+    project: Path | None = None,
+    run_name: str | None = None,
+    experiment_note: str | None = None,
+    leaves_local: bool = False,
+) -> TrackedRun | None:
+    """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
+
+    None when tracking is off, or when the spool cannot be written (logged).
+
+    Args:
+        config, storage: the spec's `tracking` section; disabled returns None; the pipeline's storage root.
+        name, run_name, pipeline_key: the pipeline's; the run's unless `config` has one; by which `resume` finds it.
+        params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
+            changed ones become the artifact `params/<when>.json`.
+        token, after: the run to go on with, else one is found by `resume`; when its last command ended, as ISO time.
+        tags, project: further tags; the folder whose git commit is noted, by default the working directory.
+        experiment_note, leaves_local: description of an experiment that is made for it; as in `Background`.
+
+    Raises:
+        ConfigError: `tracking.uri` holds a password.
+    """
+    if not config.enabled:
+        return None
+    uri, spool = tracking_uri(config, storage), spool_dir(storage)
+    handle = RunHandle(token or uuid.uuid4().hex, config.experiment or name, uri, str(spool))
+    all_tags = source_tags(name, project) | dict(config.tags) | dict(tags or {}) | {KEY_TAG: pipeline_key}
+    head = _head(handle, config.run_name or run_name or name, all_tags, after)
+    try:
+        if resume and token is None:
+            # Stripped, because a quote in it would change the query.
+            head["unfinished_key"] = re.sub("[^0-9A-Za-z_.-]", "", pipeline_key)
+        session = Session.create(spool, {**head, "experiment_note": experiment_note})
+    except OSError as error:
+        _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
+        return None
+    run = TrackedRun(handle, session, Background(spool, uri, leaves_local=leaves_local))
+    run.set_tags(all_tags)  # also of a run that goes on: what changed since is seen
+    run.log_params(params)
+    return run
+
+
+def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], after: str | None) -> dict[str, Any]:
+    """What a flow's session says of its run: enough to find it on the server, or to create it."""
+    # A clock that was put back must not have it begin before the end of the command that it follows.
+    after_ms = int(datetime.fromisoformat(after).timestamp() * 1000) if after else 0
+    return {
+        # Without credentials: they come from the environment of the process that delivers.
+        "tracking_uri": handle.server,
+        "token": handle.token,
+        "experiment": handle.experiment,
+        "artifact_location": artifact_location(handle.tracking_uri),
+        "run_name": run_name,
+        "start_ms": max(now_ms(), after_ms + 1),
+        "tags": _clean_tags(tags),
+    }
+
+
+def _tracking_dir(storage: Store) -> Path:
+    if storage.is_local:
+        return storage.local_path()
+    return user_data_dir() / "tracking" / hashlib.sha256(storage.url.encode()).hexdigest()[:16]
+
+
+def _clean_tags(tags: Mapping[str, str | None]) -> dict[str, str | None]:
+    return {clean_key(key): None if value is None else mask(str(value)) for key, value in tags.items()}

@@ -1,0 +1,1 @@
+"""The ground: texts, records, secrets, durations. No torch."""

@@ -1,0 +1,1 @@
+"""Ranks: communication, devices, precision, sharding."""

@@ -1,0 +1,508 @@
+"""Processes that train together: their ranks, their process group, and the control messages between them.
+
+Ranks come from the environment that a launcher sets (`trainer_lib.arguments.environment`); nothing here starts a
+process. Control messages are JSON or raw bytes, carried as ``uint8`` CPU tensors over gloo. No collective pickles, so
+bytes from a peer are never unpickled, and a control message never waits for an accelerator's queue.
+
+Glossary: *rank* = number of a process in the whole job, *local rank* = its number on this machine, *world* = all ranks,
+*data parallel* = the ranks that work on different samples.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from trainer_lib.arguments import environment, schedulers
+from trainer_lib.arguments.environment import Ranks
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.distributed import devices, in_flight
+from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
+
+_failed = False
+
+
+def report_failures() -> None:
+    """Report what ends this process to torchrun, beside the usual traceback. Later calls change nothing."""
+    if getattr(sys.excepthook, "ours", False):
+        return
+    before = sys.excepthook
+
+    def report(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
+        # First, so that the traceback is printed even if the report fails.
+        before(cls, error, trace)
+        _report_to_torchrun(error)
+
+    report.ours = True  # type: ignore[attr-defined]
+    sys.excepthook = report
+
+
+def has_failed() -> bool:
+    """Return whether an exception that the program did not catch is ending it."""
+    return _failed
+
+
+def _report_to_torchrun(error: BaseException) -> None:
+    """Write what ended this process where torchrun reads it; torchrun otherwise prints only "exitcode 1"."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise error  # the handler records the exception that is being handled
+    except BaseException:
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+class DataParallel(NamedTuple):
+    """Which share of the data this process works on; batches, data order and loss weights follow it, not the world.
+
+    Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
+    context parallelism).
+
+    Attributes:
+        rank: number of this process's share, from 0.
+        size: number of shares.
+    """
+
+    rank: int
+    size: int
+
+
+class Pending(Protocol):
+    """A collective that is under way."""
+
+    def result(self) -> bool:
+        """Wait on the host, and return whether the flag is true on any rank."""
+
+
+@runtime_checkable
+class Communicator(Protocol):
+    """Messages between ranks beside the gradients. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    data_parallel: DataParallel
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        """Return every rank's object on rank 0, in rank order; None elsewhere."""
+
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        """Return every rank's bytes on rank 0, in rank order; None elsewhere. Nothing is padded to the longest."""
+
+    def broadcast_json(self, obj: Any) -> Any:
+        """Return rank 0's object on every rank. It went through JSON on rank 0 as well, so all are equal."""
+
+    def agree(self, error: TrainflowError | None) -> None:
+        """Raise the error of the lowest rank that has one, on every rank; return when no rank has one."""
+
+    def any(self, flag: bool) -> bool:
+        """Return True on every rank when `flag` is true on one."""
+
+    def any_later(self, flag: bool) -> Pending:
+        """Start `any` and return at once: the message travels while the caller computes."""
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Return the element-wise sum over ranks of a few integers, without touching a device."""
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
+
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's tensor `[...]`, all of one shape, in the order of the ranks, on the same device."""
+
+    def twin(self, timeout_s: float) -> Communicator:
+        """Return the same ranks over connections of their own, for the messages of one other thread."""
+
+
+class _Known:
+    """The result of a collective that needed no message."""
+
+    def __init__(self, value: bool) -> None:
+        self._value = value
+
+    def result(self) -> bool:
+        return self._value
+
+
+class SingleProcess(Communicator):
+    """A world of one: each message is a plain return, through JSON where several ranks would use it."""
+
+    rank = 0
+    world_size = 1
+    local_rank = 0
+    local_world_size = 1
+    data_parallel = DataParallel(0, 1)
+
+    @override
+    def barrier(self) -> None:
+        return
+
+    @override
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        return [parse_json(json.dumps(obj))]
+
+    @override
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        return [data]
+
+    @override
+    def broadcast_json(self, obj: Any) -> Any:
+        return parse_json(json.dumps(obj))
+
+    @override
+    def agree(self, error: TrainflowError | None) -> None:
+        if error is not None:
+            raise error
+
+    @override
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    @override
+    def any_later(self, flag: bool) -> Pending:
+        return _Known(flag)
+
+    @override
+    def sum_ints(self, values: list[int]) -> list[int]:
+        return list(values)
+
+    @override
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    @override
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.detach().clone()]
+
+    @override
+    def twin(self, timeout_s: float) -> Communicator:
+        return self
+
+
+_log = logging.getLogger(__name__)
+
+
+class DistributedSettings(Protocol):
+    """The arguments that this module reads, among those of `TrainingArguments`."""
+
+    use_cpu: bool
+    ddp_backend: str | None
+    ddp_timeout: int
+
+
+class _PendingFlag:
+    """An all-reduce of one integer that is under way."""
+
+    def __init__(self, flag: bool, group: dist.ProcessGroup | None) -> None:
+        self._value = np.array([int(flag)], dtype=np.int64)
+        self._work = dist.all_reduce(in_flight.share(self._value), op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def result(self) -> bool:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return bool(self._value[0])
+
+
+class ProcessGroup(Communicator):
+    """Several processes over a `torch.distributed` group, by default the job's; its CPU side is always gloo.
+
+    Args:
+        ranks: the place of this process.
+        group: for tensors on the CPU; None is the job's.
+        device_group: for tensors on other devices; `group` when not given.
+    """
+
+    def __init__(
+        self, ranks: Ranks, group: dist.ProcessGroup | None = None, device_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.local_rank, self.local_world_size = ranks.local_rank, ranks.local_world_size
+        self.data_parallel = DataParallel(ranks.rank, ranks.world_size)
+        self._ranks, self._group = ranks, group
+        self._device_group = device_group or group
+        self._twin: Communicator | None = None
+        self.waited_s = 0.0
+        "Seconds in `sum_ints`, which ranks call in every step: mostly waiting for the others."
+
+    @override
+    def barrier(self) -> None:
+        # Not dist.barrier: with NCCL that would use the GPU, and wait for its queue.
+        dist.all_reduce(in_flight.remember(torch.zeros(1, dtype=torch.int64)), group=self._group)
+
+    @override
+    def gather_json(self, obj: Any) -> list[Any] | None:
+        gathered = self.gather_bytes(json.dumps(obj).encode())
+        return None if gathered is None else [parse_json(data) for data in gathered]
+
+    @override
+    def gather_bytes(self, data: bytes) -> list[bytes] | None:
+        sizes = np.zeros(self.world_size, dtype=np.int64)
+        sizes[self.rank] = len(data)
+        dist.all_reduce(in_flight.share(sizes), group=self._group)  # a sum of one non-zero entry per rank
+        if self.rank != 0:
+            if data:  # a rank without data sends nothing, and rank 0 knows that from the sizes
+                dist.send(_to_tensor(data), dst=0, group=self._group)
+            return None
+        gathered = [data]
+        for peer in range(1, self.world_size):
+            buffer = torch.empty(int(sizes[peer]), dtype=torch.uint8)
+            if buffer.numel():
+                dist.recv(buffer, src=peer, group=self._group)
+            gathered.append(buffer.numpy().tobytes())
+        return gathered
+
+    @override
+    def broadcast_json(self, obj: Any) -> Any:
+        data = json.dumps(obj).encode() if self.rank == 0 else b""
+        size = np.array([len(data)], dtype=np.int64)
+        dist.broadcast(in_flight.share(size), src=0, group=self._group)
+        buffer = _to_tensor(data) if self.rank == 0 else torch.empty(int(size[0]), dtype=torch.uint8)
+        dist.broadcast(in_flight.remember(buffer), src=0, group=self._group)
+        return parse_json(buffer.numpy().tobytes())
+
+    @override
+    def agree(self, error: TrainflowError | None) -> None:
+        # One small message settles the usual case; the errors themselves travel only when there is one.
+        if not self.any(error is not None):
+            return
+        if error is not None and error.rank is None:
+            error.rank = self.rank
+        gathered = self.gather_json(error.to_record() if error is not None else None)
+        first = None if gathered is None else next(record for record in gathered if record is not None)
+        record = self.broadcast_json(first)
+        if error is not None and record["rank"] == self.rank:
+            raise error  # the rank's own exception, which has the traceback
+        raise from_record(record)
+
+    @override
+    def any(self, flag: bool) -> bool:
+        return self.any_later(flag).result()
+
+    @override
+    def any_later(self, flag: bool) -> Pending:
+        return _PendingFlag(flag, self._group)
+
+    @override
+    def sum_ints(self, values: list[int]) -> list[int]:
+        started = time.perf_counter()
+        total = np.array(values, dtype=np.int64)
+        dist.all_reduce(in_flight.share(total), group=self._group)
+        self.waited_s += time.perf_counter() - started
+        return [int(value) for value in total]
+
+    @override
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        total = tensor.detach().clone()
+        dist.all_reduce(in_flight.remember(total), group=self._group_of(tensor))
+        return total.detach()  # a tensor of its own over the same memory, which the caller may keep
+
+    @override
+    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = in_flight.remember(tensor.detach().clone(memory_format=torch.contiguous_format))
+        gathered = [in_flight.remember(torch.empty_like(own)) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self._group_of(tensor))
+        return [each.detach() for each in gathered]
+
+    def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        return self._group if tensor.device.type == "cpu" else self._device_group
+
+    @override
+    def twin(self, timeout_s: float) -> Communicator:
+        # Formed at the first call, by all ranks; `destroy_process_group` ends it with the job's group.
+        if self._twin is None:
+            timeout = timedelta(seconds=timeout_s)
+            self._twin = ProcessGroup(self._ranks, dist.new_group(backend="gloo", timeout=timeout))
+        return self._twin
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+ranks_from_environment = environment.ranks
+choose_device = devices.choose_device
+mention_idle_gpus = devices.mention_idle_gpus
+
+_LEAVE_S = 10.0
+
+_current: Communicator | None = None
+_stores: dict[tuple[str | None, ...], tuple[Any, Iterator[int]]] = {}
+_owned = False  # whether `init` or `form_alone` formed the process group, so that `shutdown` ends it
+
+
+def init(args: DistributedSettings) -> Communicator:
+    """Join the job that the environment describes, once per process; later calls return the same communicator.
+
+    A process group that the caller has formed is used as it is, and `shutdown` leaves it alone. Whatever group still
+    stands when the program ends is ended then.
+
+    Raises:
+        ConfigError: the environment does not describe a job.
+        InfrastructureError: the peers cannot be reached within ``ddp_timeout`` seconds.
+    """
+    global _current, _owned
+    if _current is not None:
+        return _current
+    if dist.is_available() and dist.is_initialized():
+        report_failures()
+        _current = _adopt_formed_group(args)
+        return _current
+    ranks = ranks_from_environment()
+    if ranks.world_size == 1:
+        _warn_of_machines(ranks)
+        return SingleProcess()
+    device = choose_device(use_cpu=args.use_cpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks.source != "RANK":  # torch, and every library beside us, knows torchrun's variables only
+        os.environ.update(ranks.variables())
+    if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    report_failures()
+    backend = _backend(args.ddp_backend, device)  # its ConfigError is a ValueError: not one of torch's below
+    try:
+        _form_group(backend, ranks, timedelta(seconds=args.ddp_timeout))
+    except ValueError as error:
+        message = f"The process group cannot be formed: {error}"
+        raise ConfigError(message, field="MASTER_ADDR", remedy="Start through torchrun.") from error
+    except (RuntimeError, dist.DistError) as error:
+        raise InfrastructureError(
+            f"The {ranks.world_size} processes did not find each other: {error}",
+            rank=ranks.rank,
+            remedy="Check that all were started and that MASTER_ADDR and MASTER_PORT can be reached.",
+        ) from error
+    _current, _owned = ProcessGroup(ranks), True
+    return _current
+
+
+def _form_group(backend: str, ranks: Ranks, timeout: timedelta) -> None:
+    """Form the group that torchrun's variables describe; after `shutdown` another one may follow it.
+
+    All groups use one store, in which torch has one set of keys: the ranks of a second group would read the addresses
+    of the first, and wait for ever. So each group has keys of its own, and the store stays open.
+    """
+    place = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), str(ranks.rank), str(ranks.world_size))
+    if place not in _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+        _stores[place] = store, itertools.count()
+    store, numbers = _stores[place]
+    store.set_timeout(timeout)
+    own = dist.PrefixStore(f"trainflow/group-{next(numbers)}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=own, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+
+
+def _warn_of_machines(ranks: Ranks) -> None:
+    """Warn when a scheduler started this script on several machines and no launcher joined their processes."""
+    machines = schedulers.find_machines() if ranks is environment.ALONE else None
+    if machines is not None and machines.most > 1:
+        _log.warning(
+            "This process trains alone although the job has %s machines (%s): start the script through torchrun.",
+            machines.nodes,
+            machines.source,
+        )
+
+
+def _adopt_formed_group(args: DistributedSettings) -> ProcessGroup:
+    """Use the group that the caller, or a library of the caller's, has formed."""
+    found = ranks_from_environment()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), found.local_rank, found.local_world_size)
+    # accelerate forms a group without a CPU side on GPUs; messages then need one of their own.
+    if any(part.startswith("cpu:") for part in dist.get_backend_config().split(",")):
+        return ProcessGroup(ranks)
+    timeout = timedelta(seconds=args.ddp_timeout)
+    return ProcessGroup(ranks, dist.new_group(backend="gloo", timeout=timeout), dist.group.WORLD)
+
+
+def form_alone(device: torch.device) -> None:
+    """Form a process group of this process alone, for a library that needs one; `shutdown` ends it."""
+    global _owned
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in memory: no port is opened
+        dist.init_process_group(_backend(None, device), store=store, rank=0, world_size=1)
+        _owned = True
+
+
+def shutdown() -> None:
+    """Leave the job: end the process group if it was formed here. Harmless when there is none."""
+    global _current, _owned
+    if _owned and dist.is_initialized():
+        # Before: from here on a `DistributedDataParallel` may be the last that holds the group (see `in_flight`).
+        in_flight.wait_until_released(_LEAVE_S)
+        dist.destroy_process_group()
+    _current, _owned = None, False
+
+
+def _end_group_at_exit() -> None:
+    """End the process group that still stands, the caller's own as well, when the program ends in order.
+
+    A program that fails leaves the group as it is: its peers may be gone, and ending the group could wait for them.
+    In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
+    """
+    failed = has_failed()
+    in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
+    if dist.is_available() and dist.is_initialized() and not failed:
+        # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
+        thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
+        thread.start()
+        thread.join(_LEAVE_S)
+
+
+# Functions registered first run last: a program that ends its own group at exit, as it should, does so before.
+atexit.register(_end_group_at_exit)
+
+
+def current() -> Communicator:
+    """Return the communicator of this process; a world of one before `init`."""
+    return _current or SingleProcess()
+
+
+@contextlib.contextmanager
+def main_process_first(args: DistributedSettings, *, local: bool = True) -> Iterator[None]:
+    """Run the block on rank 0 (of each machine when `local`) before the others, so that it fills a cache for them."""
+    comm = init(args)
+    first = (comm.local_rank if local else comm.rank) == 0
+    if not first:
+        comm.barrier()
+    try:
+        yield
+    finally:
+        if first:
+            comm.barrier()
+
+
+def _backend(asked: str | None, device: torch.device) -> str:
+    """Return the name of the backend. Whatever serves the device, gloo serves the CPU tensors of control messages."""
+    if device.type == "cpu":
+        if asked not in (None, "gloo", "mpi"):
+            raise ConfigError(
+                "This backend cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy="Use gloo on CPU."
+            )
+        return asked or "gloo"
+    return f"cpu:gloo,{device.type}:{asked or 'nccl'}" if asked != "gloo" else "gloo"

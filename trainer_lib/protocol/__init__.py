@@ -1,0 +1,1 @@
+"""Requests to workers and their results. No torch."""

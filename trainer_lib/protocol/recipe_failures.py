@@ -1,0 +1,151 @@
+"""The errors of a recipe's own code as ours: where they were raised, and the traceback cut to the user's frames.
+
+A source that is gone is not an error of the code: `vanished_source` recognizes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from trainer_lib.errors import CodeError, DataError, MissingExtraError, TrainflowError, first_line, from_exception
+
+OURS = ("trainer_lib", "trainflow")
+
+
+def user_error(error: BaseException, root: Path) -> TrainflowError:
+    """Our error for one of the user's code: `value` has file and line, `details` the traceback's user frames."""
+    if isinstance(error, SystemExit):
+        typed: TrainflowError = CodeError(f"The recipe ended the process with sys.exit({error.code!r}).")
+    else:
+        typed = _missing_extra(error) or from_exception(error)
+    if _FROM_DATA_WORKER.match(typed.message):
+        # The last line is the error, the rest the worker's traceback.
+        typed.message, typed.details = typed.message.strip().splitlines()[-1], typed.message
+    if not isinstance(typed, CodeError) or typed.value is not None:
+        return typed
+    frames = [frame for frame in _list_frames(error) if _is_users(frame.filename, root)]
+    if frames:
+        typed.field, typed.value = "recipe", f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+        lines = [*traceback.format_list(frames), f"{typed.message}\n"]
+        typed.details = "Traceback (most recent call last):\n" + "".join(lines)
+        typed.remedy = "Fix the recipe; --debug shows the traceback." + _hint_at_hidden_package(error, root)
+    else:
+        typed.remedy = "The error was not raised in the recipe's own code; --debug shows where."
+    return typed
+
+
+def _missing_extra(error: BaseException) -> MissingExtraError | None:
+    """Our error for a package that is not installed and that an extra of trainflow brings; None for any other."""
+    name = error.name.partition(".")[0] if isinstance(error, ModuleNotFoundError) and error.name else None
+    wanted = {"PIL": "pillow", "sklearn": "scikit-learn"}.get(name or "", (name or "").replace("_", "-"))
+    for line in importlib.metadata.requires("trainflow") or ():
+        brought = re.match(rf"{re.escape(wanted)}(?![\w.-]).*extra == ['\"]([\w-]+)", line, re.IGNORECASE)
+        if wanted and brought:
+            what = f"The recipe imports {name}, which is not installed."
+            return MissingExtraError(what, extra=brought[1], field="recipe")
+    return None
+
+
+# torch re-raises the error of a data worker with the traceback inside the message.
+_FROM_DATA_WORKER = re.compile(r"(\w+: )?Caught \w+ in DataLoader worker process")
+_FRAME_LINE = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
+
+
+def _list_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The error's frames, outermost first: from the traceback, a syntax error, or a data worker's message."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return [traceback.FrameSummary(error.filename, error.lineno, "the file itself")]
+    found = list(traceback.extract_tb(error.__traceback__))
+    text = str(error)
+    if _FROM_DATA_WORKER.match(text):
+        found += [traceback.FrameSummary(file, int(line), name) for file, line, name in _FRAME_LINE.findall(text)]
+    return found
+
+
+def _is_users(filename: str, root: Path) -> bool:
+    """Whether a file lies below the project's root and is neither ours nor an installed package."""
+    path = Path(filename)
+    if not path.is_absolute() or not path.is_relative_to(root):
+        return False
+    ours = Path(__file__).resolve().parents[2]
+    return not {"site-packages", "dist-packages"} & set(path.parts) and not any(
+        path.is_relative_to(ours / name) for name in OURS
+    )
+
+
+def _hint_at_hidden_package(error: BaseException, root: Path) -> str:
+    """A hint for a failed import: the project's module has the name of one of our packages."""
+    name = (getattr(error, "name", None) or "").split(".")[0]
+    if isinstance(error, ImportError) and name in OURS and ((root / name).exists() or (root / f"{name}.py").exists()):
+        return f" (`import {name}` means trainflow's package, not {root / name}: rename yours.)"
+    return ""
+
+
+_ONLY_PATH = re.compile(r"\S*[/.]\S+")
+
+
+def vanished_source(error: TrainflowError, source: Any, shown: str) -> DataError | None:
+    """Return our error for a source whose file does not exist; None where another thing failed.
+
+    Args:
+        error: what `user_error` made of the recipe's error.
+        source: the source, as `list_sources` gave it.
+        shown: its text.
+    """
+    cause = error.__cause__ if isinstance(error, CodeError) else None
+    for _ in range(5):  # a reader of another package may wrap it
+        if _is_absent(cause) and _may_be_of(cause, source):
+            return DataError(
+                f"The source does not exist ({first_line(cause)}).",
+                field="prepare_shard",
+                value=shown,
+                remedy="Restore it, or leave it out of the list of sources, and run the command again.",
+                details=error.details,
+            )
+        cause = None if cause is None else cause.__cause__
+    return None
+
+
+def _is_absent(error: BaseException | None) -> TypeGuard[OSError]:
+    # By the number as well: a store's client may raise a class of its own.
+    return isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.errno == errno.ENOENT)
+
+
+def _may_be_of(error: OSError, source: Any) -> bool:
+    """Whether a missing file is, or may be, the source's: the error names it, or names no file."""
+    name = error.filename
+    if isinstance(name, bytes | os.PathLike):
+        name = os.fsdecode(name)
+    if not isinstance(name, str):  # fsspec's errors have the path alone, others a sentence
+        name = next((each for each in error.args[:1] if isinstance(each, str) and _ONLY_PATH.fullmatch(each)), None)
+    if name is None:
+        return True
+    scalars = list(_list_scalars(source))
+    if texts := [_path_of(each) for each in scalars if isinstance(each, str)]:
+        return any(_is_within(text, name) or _is_within(_path_of(name), text) for text in texts)
+    numbers = {int(digits) for digits in re.findall(r"\d+", Path(name).name)}
+    return any(each in numbers for each in scalars)
+
+
+def _list_scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_scalars(each)
+    else:
+        yield value
+
+
+def _path_of(text: str) -> str:
+    return text.partition("://")[2].rstrip("/") or text.rstrip("/")
+
+
+def _is_within(part: str, path: str) -> bool:
+    """Whether a path has another as a part, not ending inside of a word."""
+    return bool(part) and re.search(rf"(?<!\w){re.escape(part)}(?!\w)", path) is not None

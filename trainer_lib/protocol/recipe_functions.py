@@ -1,0 +1,272 @@
+"""How the functions of a recipe are called and what they return: each mistake in a sentence that names the function."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.errors import ConfigError, DataError
+
+CALLS: Mapping[str, tuple[str, ...]] = {
+    "prepare": ("options", "out"),
+    "list_sources": ("options", "out"),
+    "prepare_shard": ("source", "options"),
+    "build_model": ("options", "data"),
+    "collate": ("rows",),
+    "compute_metrics": ("p",),
+    "metric_sums": ("p",),
+    "metrics_from_sums": ("sums",),
+    "outcome_pairs": ("p",),
+    "preprocess_logits_for_metrics": ("logits", "labels"),
+    "compute_loss_func": ("outputs", "labels"),
+    "callbacks": ("options",),
+    "prediction_columns": ("predictions", "data"),
+    "after_evaluate": ("model", "data", "options"),
+}
+"""Function -> what it is called with, by position. Some may take one more, by the name in `LAST`."""
+INSTEAD: Mapping[str, str] = {"prepare": "prepare_shard"}
+"""Required function -> the one that a recipe may define instead."""
+LAST = {
+    "compute_loss_func": "num_items_in_batch",
+    "collate": "data",
+    "compute_metrics": "data",
+    "metric_sums": "data",
+    "outcome_pairs": "data",
+}
+
+
+def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
+    """Refuse a function that cannot be called as a recipe's function of its name.
+
+    Args:
+        name: one of `CALLS`.
+        field: the setting that names the file.
+        value: the file.
+
+    Raises:
+        ConfigError: it takes other arguments.
+    """
+    given, last = CALLS[name], LAST.get(name)
+    for keywords in ({}, {last: None}) if last else ({},):
+        try:
+            signature.bind(*given, **keywords)
+        except TypeError:
+            continue
+        return
+    # `data` is for those that need it, and most do not.
+    wanted = ", ".join((*given, last) if last and last != "data" else given)
+    shown = signature.replace(return_annotation=inspect.Signature.empty)
+    raise ConfigError(
+        f"{name}{shown} cannot be called as {name}({wanted}).",
+        field=field,
+        value=value,
+        remedy=f"Define it as def {name}({wanted}).",
+    )
+
+
+def check_function(name: str, function: Callable[..., Any], *, field: str, value: str) -> None:
+    """Check a loaded function as `check_signature` does; one whose signature cannot be known passes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    check_signature(name, signature, field=field, value=value)
+
+
+def check_definitions(tree: ast.Module, *, field: str, value: str) -> None:
+    """Check the functions that a recipe's file defines, without running it; decorated ones may take anything."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name in CALLS and not node.decorator_list:
+            check_signature(node.name, _signature_of(node.args), field=field, value=value)
+
+
+def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
+    """The keys of the mappings that a file's function returns; None where they are known only when it runs."""
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(found) != 1 or found[0].decorator_list:
+        return None
+    names: dict[str, None] = {}
+    nodes: list[ast.AST] = list(found[0].body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(node, ast.Return):
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else [None]
+            for key in keys:
+                if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                    return None
+                names[key.value] = None
+        nodes += ast.iter_child_nodes(node)
+    return list(names) or None
+
+
+def _signature_of(args: ast.arguments) -> inspect.Signature:
+    positional = [*args.posonlyargs, *args.args]
+    required = len(positional) - len(args.defaults)
+    kinds = inspect.Parameter
+    parameters = [
+        kinds(
+            each.arg,
+            kinds.POSITIONAL_ONLY if number < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=kinds.empty if number < required else None,
+        )
+        for number, each in enumerate(positional)
+    ]
+    parameters += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    defaults = [kinds.empty if default is None else None for default in args.kw_defaults]
+    parameters += [
+        kinds(each.arg, kinds.KEYWORD_ONLY, default=default)
+        for each, default in zip(args.kwonlyargs, defaults, strict=True)
+    ]
+    parameters += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(parameters)
+
+
+# -- what they return -------------------------------------------------------------------------------------------------
+
+
+def kind_of(value: object) -> str:
+    """Name the kind of a value as its user would: "None", "a list"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def wrong_result(name: str, wanted: str, value: object, *, remedy: str) -> ConfigError:
+    """Return the error for a function that returned `value` in place of `wanted`."""
+    return ConfigError(
+        f"The function {name}() must return {wanted}, and returned {kind_of(value)}.", field=name, remedy=remedy
+    )
+
+
+def check_batch(value: object) -> None:
+    """Raise ConfigError for a result of `collate` that is not a batch."""
+    if value is None:
+        remedy = 'Return for example {"x": tensor, "labels": tensor}.'
+        raise wrong_result("collate", "a mapping of names to tensors", value, remedy=remedy)
+
+
+def check_loss(value: object) -> None:
+    """Raise ConfigError for a result of `compute_loss_func` that is not a tensor with a gradient."""
+    if not hasattr(value, "backward"):
+        remedy = "Return the tensor itself, without item() or float()."
+        raise wrong_result("compute_loss_func", "the loss as a tensor", value, remedy=remedy)
+
+
+RESULTS: Mapping[str, Callable[[object], None]] = {"collate": check_batch, "compute_loss_func": check_loss}
+"""Function -> the check of what it returned, for those that the Trainer calls."""
+
+
+def as_splits(name: str, value: object) -> dict[str, Iterable[Mapping[str, Any]]]:
+    """Return the result of `prepare` or `prepare_shard`. Raises DataError unless it maps splits to rows."""
+    if not isinstance(value, Mapping) or not value:
+        raise DataError(
+            f"The function {name}() must return a mapping from split names to rows, not {kind_of(value)}.",
+            field="recipe",
+            value=name,
+            remedy='Return for example {"train": rows, "validation": rows}.',
+        )
+    for split, rows in value.items():
+        if not isinstance(rows, Iterable):
+            raise DataError(
+                f"The function {name}() returned {kind_of(rows)} for the split '{split}', which has no rows.",
+                field="recipe",
+                value=name,
+                remedy="Return a list or another iterable of rows.",
+            )
+    return {str(split): rows for split, rows in value.items()}
+
+
+def as_sources(value: object) -> list[Any]:
+    """Return the result of `list_sources`.
+
+    Raises:
+        DataError: it is not a list of JSON values, is empty, or has a value twice.
+    """
+    remedy = (
+        'Return for example ["s3://bucket/a.parquet", "s3://bucket/b.parquet"], or {"file": ..., "rows": [0, 1000]}.'
+    )
+    if not isinstance(value, list | tuple) or not value:
+        what = "no sources" if isinstance(value, list | tuple) else f"{kind_of(value)}, not a list"
+        raise DataError(f"The function list_sources() returned {what}.", field="list_sources", remedy=remedy)
+    seen: set[str] = set()
+    for source in value:
+        try:
+            text = json.dumps(source, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"A source must be JSON ({error}).", field="list_sources", value=source, remedy=remedy
+            ) from error
+        if text in seen:
+            raise DataError("A source is listed twice.", field="list_sources", value=text, remedy="List it once.")
+        seen.add(text)
+    # Through JSON, so that a run which continues compares the same values.
+    return [parse_json(json.dumps(source)) for source in value]
+
+
+def as_list(value: object) -> list[Any]:
+    """Return the result of `callbacks` as a list. Raises ConfigError for anything else."""
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
+        raise wrong_result("callbacks", "a list of callbacks", value, remedy="Return [] for none.")
+    return list(value)
+
+
+def as_columns(value: object) -> dict[str, Any]:
+    """Return the result of `prediction_columns`. Raises ConfigError unless it maps names to columns with a length."""
+    remedy = 'Return for example {"prediction": predictions.argmax(axis=1)}.'
+    if not isinstance(value, Mapping):
+        raise wrong_result("prediction_columns", "a mapping of names to columns", value, remedy=remedy)
+    for name, column in value.items():
+        if not hasattr(column, "__len__") or isinstance(column, str):
+            wanted = f"one value per row for '{name}'"
+            raise wrong_result("prediction_columns", wanted, column, remedy=remedy)
+    return dict(value)
+
+
+def as_pairs(value: object) -> dict[str, Any]:
+    """Return the result of `outcome_pairs`. Raises ConfigError unless it has predictions and labels of one length."""
+    remedy = 'Return {"predictions": guesses, "labels": truth, "rows": row_of_each}, arrays of one length.'
+    known = {"predictions", "labels", "rows", "confidence"}
+    if not isinstance(value, Mapping) or not {"predictions", "labels"} <= set(value) <= known:
+        raise wrong_result("outcome_pairs", "predictions and labels by name", value, remedy=remedy)
+    lengths = {str(name): len(each) for name, each in value.items()}
+    if len(set(lengths.values())) > 1:
+        what = "outcome_pairs() returned arrays of different lengths."
+        raise ConfigError(what, field="outcome_pairs", value=lengths, remedy=remedy)
+    return dict(value)
+
+
+def as_measurements(value: object) -> tuple[dict[str, float], dict[str, bytes]]:
+    """Return the numbers and the files of what `after_evaluate` returned.
+
+    Raises:
+        ConfigError: it is not {"metrics": {name: number}, "files": {name: bytes}}, each of which may be left out.
+    """
+    remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'
+    parts = value if isinstance(value, Mapping) else {}
+    inner = {name: parts.get(name, {}) for name in ("metrics", "files")}
+    unknown = sorted(set(parts) - set(inner))
+    if unknown:
+        raise ConfigError("after_evaluate() returned unknown keys.", field="recipe", value=unknown, remedy=remedy)
+    if not isinstance(value, Mapping) or not all(isinstance(part, Mapping) for part in inner.values()):
+        raise wrong_result("after_evaluate", "metrics and files by name", value, remedy=remedy)
+    for name, content in inner["files"].items():
+        if not isinstance(content, bytes | bytearray | str):
+            raise wrong_result("after_evaluate", f"bytes or text for the file '{name}'", content, remedy=remedy)
+    return (
+        {str(name): _number("after_evaluate", name, number, remedy) for name, number in inner["metrics"].items()},
+        {str(name): each.encode() if isinstance(each, str) else bytes(each) for name, each in inner["files"].items()},
+    )
+
+
+def _number(function: str, name: object, value: Any, remedy: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise wrong_result(function, f"a number for '{name}'", value, remedy=remedy) from None

@@ -1,0 +1,393 @@
+"""What the orchestrator asks a worker for, and what the worker answers: one request and one result for each verb.
+
+::
+
+    launch(TrainRequest(...), config) -> TrainResult
+        request.json                       what the run directory and, on several machines, the rendezvous carry
+        trainer_lib.worker.train.run(Work[TrainRequest]) -> TrainResult
+        result.json                        written by rank 0
+
+Both ends import this, and it imports neither torch nor pydantic. Secrets go to the workers as environment variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from typing_extensions import override
+
+from trainer_lib.base.metric_names import MetricCall
+from trainer_lib.base.path_options import PathOptions
+from trainer_lib.base.records import from_record, to_record
+from trainer_lib.data.row_sources import RowFile
+from trainer_lib.errors import ConfigError
+from trainer_lib.protocol.footprint import Estimate, Probe
+from trainer_lib.protocol.preemption import Preemption
+from trainer_lib.protocol.verb_results import (
+    CheckpointMetrics,
+    CompareResult,
+    EvaluateResult,
+    ImportResult,
+    MeasureResult,
+    MergeResult,
+    PredictResult,
+    PreparedSplit,
+    PrepareResult,
+    ScoreResult,
+    TrainResult,
+)
+from trainer_lib.storage import FileEntry
+
+__all__ = [  # beside what is defined here: results that those who ask import with their requests
+    "CheckpointMetrics",
+    "CompareResult",
+    "EvaluateResult",
+    "ImportResult",
+    "PredictResult",
+    "PrepareResult",
+    "PreparedSplit",
+    "TrainResult",
+]
+
+FORMAT = 1
+"""Raised when a request changes its meaning: the machines of one training must run the same version."""
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe's Python file, and the folder where its imports start.
+
+    Attributes:
+        fallback: the file that has the functions which the first does not define; None: there is none.
+    """
+
+    path: str
+    root: str
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Prepared data as a request carries it: where it lies, what it is, and every file with its digest."""
+
+    url: str
+    splits: dict[str, PreparedSplit]
+    info: dict[str, Any]
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How a training ends that is part of `trainflow prove-resume`.
+
+    Attributes:
+        stop_at: optimizer step after which the process gets a signal; None: it runs to its end.
+        kill: the signal is SIGKILL, not SIGTERM.
+    """
+
+    stop_at: int | None = None
+    kill: bool = False
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Generic[R]):
+    """What every request has.
+
+    Attributes:
+        output: folder or URL to write to.
+        recipe: whose functions are called; None: the verb needs none.
+        options: the recipe's own settings of this stage.
+        paths: which of them, and of the model's settings, are paths; None: none.
+        tracking: whether the environment names an MLflow run to add points to.
+        debug: keep the files of the run.
+    """
+
+    verb: ClassVar[str]
+    result: ClassVar[type[Any]]
+    functions: ClassVar[tuple[str, ...]] = ("build_model",)
+    """Functions that the recipe must define for this verb."""
+    by_verb: ClassVar[dict[str, type[Request[Any]]]] = {}
+    home: ClassVar[str] = "trainer_lib.worker"
+    """The package that has the verb's module."""
+    uses_devices: ClassVar[bool] = False
+    """Whether the worker puts a model on the devices of its machine."""
+
+    output: str
+    recipe: RecipeFile | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    paths: PathOptions | None = None
+    tracking: bool = False
+    debug: bool = False
+
+    def __init_subclass__(cls, *, verb: str | None = None, result: type[Any] | None = None, **options: Any) -> None:
+        """Remember the class as the request of `verb`, which `result` answers."""
+        super().__init_subclass__(**options)
+        if verb is not None and result is not None:
+            cls.verb, cls.result = verb, result
+            # Collected as classes are defined, so that no table has to list them.
+            Request.by_verb[verb] = cls
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether the worker uses the CPU although there are devices."""
+        return False
+
+    def recipe_options(self) -> dict[str, Any]:
+        """The options as the recipe gets them: each declared path as an absolute `pathlib.Path`."""
+        return self.options if self.paths is None else self.paths.resolved(self.options, self.paths.options)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON data; `read_request` is the inverse."""
+        return {"format": FORMAT, "verb": self.verb, **to_record(self)}
+
+    def read_result(self, record: object) -> R:
+        """The worker's answer from plain JSON data.
+
+        Raises:
+            ConfigError: it is not such a result: the worker runs another version.
+        """
+        result: R = from_record(self.result, record, name="result.json")
+        return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResult):
+    """Write the recipe's rows as shards.
+
+    Attributes:
+        shard_rows: rows of a shard.
+        allow_nan: accept NaN and infinite values.
+        sources: what the data is made from; local paths are absolute.
+        limit: rows of each split (of each source, where there are several) that are written; None: all.
+        step: which of `prepare_parts` is done; a recipe with `prepare` has one.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ("prepare",)
+    shard_rows: int = 10_000
+    allow_nan: bool = False
+    sources: tuple[str, ...] = ()
+    limit: int | None = None
+    step: str = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest(Request[R], Generic[R]):
+    """What training, evaluation and prediction have in common.
+
+    Attributes:
+        data: the prepared data.
+        model: settings that build_model is given.
+        args: training arguments by name.
+        metrics: those that the spec asks for, measured by evaluations beside those of compute_metrics.
+    """
+
+    uses_devices: ClassVar[bool] = True
+    data: PreparedData
+    model: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict)
+    metrics: tuple[MetricCall, ...] = ()
+
+    def model_options(self) -> dict[str, Any]:
+        """The model's settings as build_model gets them: each declared path as an absolute `pathlib.Path`."""
+        return self.model if self.paths is None else self.paths.resolved(self.model, self.paths.model)
+
+    @property
+    def use_cpu(self) -> bool:
+        """Whether the worker uses the CPU although there are devices."""
+        # As text, because a request holds the arguments as they were given.
+        return str(self.args.get("use_cpu", "")).lower() in ("true", "1", "yes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
+    """Train from the newest good checkpoint in `output`, or from the start, and export the model.
+
+    Attributes:
+        eval_split: evaluated while training; None: none.
+        proof, flavor: of a training that is part of a proof; the library that the model must be of ("transformers").
+        preemption: where to look for notice that the machine goes; None: nowhere.
+    """
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    proof: Proof | None = None
+    flavor: str | None = None
+    preemption: Preemption | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateRequest(ModelRequest[Estimate], verb="estimate", result=Estimate):
+    """Work out what training by so many processes would take, on fake tensors."""
+
+    uses_devices: ClassVar[bool] = False
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    processes: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
+    """Train as the arguments say, with the clock running; `output` is a folder that the owner removes.
+
+    Attributes:
+        rows: rows of the eval split that are evaluated at most.
+    """
+
+    train_split: str = "train"
+    eval_split: str | None = None
+    rows: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
+    """Measure the model at `model_url` on each split. `step`: of `worker.evaluate_ranges` or `worker.measurable`."""
+
+    model_url: str
+    splits: tuple[str, ...]
+    resamples: int = 0
+    confidence: float | None = None
+    slices: tuple[str, ...] = ()
+    rows_per_range: int = 10_000
+    step: str = "all"
+    named: dict[str, str] = field(default_factory=dict)
+    """Setting -> the metric, ``<split>_<name>`` or training's ``eval_<name>``, that it needs; for a rehearsal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCheckpointRequest(ModelRequest[CheckpointMetrics], verb="evaluate_checkpoint", result=CheckpointMetrics):
+    """Measure the checkpoint at the URL `checkpoint` as an evaluation inside its training does."""
+
+    checkpoint: str
+    eval_split: str
+    train_split: str = "train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictRequest(ModelRequest[PredictResult], verb="predict", result=PredictResult):
+    """Predict a split with the model exported at `model_url`."""
+
+    model_url: str
+    split: str
+    rows_per_file: int = 10_000
+    sort_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=MergeResult):
+    """Merge the adapters exported at `model_url` into the weights of their base model."""
+
+    uses_devices: ClassVar[bool] = False
+
+    model_url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
+    """Predict new rows with a trained model, in files of a fixed number of rows.
+
+    Attributes:
+        model, digest: the model's address and its SHA-256.
+        code: SHA-256 of its code, which is trusted.
+        sources: the files with the rows, in their order.
+        key: digest of all that decides the predictions.
+        id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it.
+        ignored: columns that are not for the model.
+        constants: column -> the text of its value, which every row gets.
+        rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
+        max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
+        batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
+        is_on_cpu: the model was trained on the CPU although there are devices.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    home: ClassVar[str] = "trainer_lib.model_folder"
+    uses_devices: ClassVar[bool] = True
+
+    model: str
+    digest: str
+    code: str
+    sources: tuple[RowFile, ...]
+    key: str
+    id_column: str | None = None
+    ignored: tuple[str, ...] = ()
+    constants: dict[str, str] = field(default_factory=dict)
+    rows_per_file: int = 10_000
+    file_format: str = "parquet"
+    max_errors: int = 0
+    batch_size: int | None = None
+    sort_by: str | None = None
+    is_on_cpu: bool = False
+
+    @property
+    @override
+    def use_cpu(self) -> bool:
+        return self.is_on_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareRequest(Request[CompareResult], verb="compare", result=CompareResult):
+    """Compare the checkpoints of two trainings, each below its URL."""
+
+    whole: str
+    resumed: str
+
+
+@dataclass(frozen=True)
+class FilePair:
+    """A file that is in two folders."""
+
+    one: str
+    other: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRequest(Request[MeasureResult], verb="measure", result=MeasureResult):
+    """Measure how far the numbers in safetensors and Parquet files are apart."""
+
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    files: tuple[FilePair, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportRequest(Request[ImportResult], verb="import_checkpoint", result=ImportResult):
+    """Commit a checkpoint of the transformers Trainer in our format.
+
+    Attributes:
+        source: URL of its folder.
+        model: function of the recipe that returns the model as it was trained; None: found from config.json.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    source: str
+    model: str | None = None
+
+
+def read_request(record: object) -> Request[Any]:
+    """A request from plain JSON data.
+
+    Raises:
+        ConfigError: another format, an unknown verb, or a field that is unknown, missing or of another type.
+    """
+    # The format first: fields of another format would be refused for the wrong reason.
+    if not isinstance(record, Mapping) or record.get("format") != FORMAT:
+        raise ConfigError(
+            f"This is not a request of format {FORMAT}.",
+            field="request.json",
+            remedy="Use the same version of trainflow for the command and its workers.",
+        )
+    verb = record.get("verb")
+    kind = Request.by_verb.get(str(verb))
+    if kind is None:
+        known = ", ".join(Request.by_verb)
+        raise ConfigError("The worker has no such verb.", field="verb", value=verb, remedy=f"Use one of {known}.")
+    fields = {name: value for name, value in record.items() if name not in ("format", "verb")}
+    return from_record(kind, fields, name=kind.verb)
