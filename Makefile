@@ -79,11 +79,12 @@ clients: install  ## Install the client libraries and run their tests (about thr
 	@$(BIN)/python -m tests.support.clients
 	@$(PYTEST) -n $(CORES) tests/clients
 
-check: install  ## Lint, format check, types, architecture
+check: install  ## Lint, format check, types, architecture, budget
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.support.budget
 
 docs: install  ## Build the documentation site strictly into build/site
 	$(BIN)/python -m docs.site
