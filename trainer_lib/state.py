@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from trainer_lib.base.json_text import read_json
 from trainer_lib.errors import ConfigError, DamagedError
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 
 class ExportableState:
@@ -70,14 +73,6 @@ class TrainerControl(ExportableState):
     def state(self) -> dict[str, Any]:
         """The five switches, as arguments of the constructor."""
         return {"args": dataclasses.asdict(self), "attributes": {}}
-
-
-class _Intervals(Protocol):
-    """The intervals that `TrainerState.compute_steps` reads: steps from 1 on, or a share of `max_steps` below 1."""
-
-    logging_steps: int | float
-    eval_steps: int | float | None
-    save_steps: int | float
 
 
 @dataclass
@@ -192,7 +187,7 @@ class TrainerState:
             ) from None
         return cls.from_dict(values)
 
-    def compute_steps(self, args: _Intervals, max_steps: int) -> None:
+    def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
         """Set the three intervals; shares of `max_steps` are resolved to steps, rounded up."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)

@@ -15,101 +15,63 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import override
 
-if TYPE_CHECKING:  # the import takes a tenth of a second, so it waits until memory is measured
+if TYPE_CHECKING:
     import psutil
 
 # A peak that lasts for less time is missed.
 _SAMPLE_S = 0.002
 
 
-class _Peak(threading.Thread):
-    """Samples this process's resident memory until it is stopped.
-
-    Attributes:
-        bytes: the largest sample.
-    """
-
-    def __init__(self, process: psutil.Process) -> None:
-        super().__init__(name="trainflow-memory", daemon=True)
-        self._process = process
-        self._done = threading.Event()
-        self.bytes = 0
-
-    @override
-    def run(self) -> None:
-        while not self._done.wait(_SAMPLE_S):
-            self.bytes = max(self.bytes, self._process.memory_info().rss)
-
-    def stop(self) -> int:
-        """End the thread; returns the largest sample in bytes."""
-        self._done.set()
-        self.join()
-        return self.bytes
-
-
 def _this_process() -> psutil.Process:
-    import psutil
+    import psutil  # the import takes a tenth of a second, so it waits until memory is measured
 
     return psutil.Process()
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The memory at the start of a stage, in bytes."""
-
-    stage: str
-    cpu: int
-    gpu: int
-    peak: _Peak
 
 
 class MemoryTracker:
     """Measures the memory of the Trainer's stages and adds it to their metrics; does nothing when it is disabled."""
 
     def __init__(self, *, enabled: bool, device: torch.device | None = None) -> None:
-        self._enabled = enabled
         self._process = _this_process() if enabled else None
-        self._device = device
-        self._running: _Start | None = None
+        self._gpu = device if device is not None and device.type == "cuda" else None
+        self._stage: str | None = None  # the one under way
+        self._before: dict[str, int] = {}
+        self._peak = 0
+        self._done = threading.Event()
+        self._sampler: threading.Thread | None = None
         self._unreported: dict[str, int] = {}  # of stages that ended without metrics to report in
 
     def start(self, stage: str) -> None:
         """Begin a stage ("init", "train", "eval" or "test"), unless another is under way."""
-        if self._process is None or self._running is not None:
+        if self._process is None or self._stage is not None:
             return
         gc.collect()  # garbage of the stage before does not belong to this one
-        if self._uses_gpu():
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self._running = _Start(stage, self._process.memory_info().rss, self._gpu_bytes(), _Peak(self._process))
+        if self._gpu is not None:
+            torch.cuda.reset_peak_memory_stats(self._gpu)
+        self._stage, self._before, self._peak = stage, self._read(), 0
         if stage == "init":
-            self._unreported["before_init_mem_cpu"] = self._running.cpu
-            if self._uses_gpu():
-                self._unreported["before_init_mem_gpu"] = self._running.gpu
-        self._running.peak.start()
+            self._unreported |= {f"before_init_mem_{kind}": value for kind, value in self._before.items()}
+        self._done.clear()
+        self._sampler = threading.Thread(target=self._sample, name="trainflow-memory", daemon=True)
+        self._sampler.start()
 
     def stop(self, stage: str, metrics: dict[str, Any] | None = None) -> None:
         """End a stage; its numbers are added to `metrics`, or kept for the next stage that passes some."""
-        started = self._running
-        if self._process is None or started is None or started.stage != stage:
+        if self._stage is None or self._stage != stage:
             return
-        self._running = None
-        peak = started.peak.stop()
+        self.abandon()
         gc.collect()
-        cpu = self._process.memory_info().rss
-        self._unreported[f"{stage}_mem_cpu_alloc_delta"] = cpu - started.cpu
-        # The peak above the larger of both ends: where memory grew, the two numbers add up to the peak.
-        self._unreported[f"{stage}_mem_cpu_peaked_delta"] = max(0, peak - max(cpu, started.cpu))
-        if self._uses_gpu():
-            gpu = self._gpu_bytes()
-            peak_gpu = torch.cuda.max_memory_allocated(self._device)
-            self._unreported[f"{stage}_mem_gpu_alloc_delta"] = gpu - started.gpu
-            self._unreported[f"{stage}_mem_gpu_peaked_delta"] = max(0, peak_gpu - max(gpu, started.gpu))
+        after, peaks = self._read(), {"cpu": self._peak}
+        if self._gpu is not None:
+            peaks["gpu"] = torch.cuda.max_memory_allocated(self._gpu)
+        for kind, before in self._before.items():
+            self._unreported[f"{stage}_mem_{kind}_alloc_delta"] = after[kind] - before
+            # The peak above the larger of both ends: where memory grew, the two numbers add up to the peak.
+            self._unreported[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peaks[kind] - max(after[kind], before))
         if metrics is not None:
             metrics.update(self._unreported)
             self._unreported = {}
@@ -126,16 +88,20 @@ class MemoryTracker:
         self.stop(stage, metrics)
 
     def abandon(self) -> None:
-        """End the stage under way without a report, because it failed."""
-        if self._running is not None:
-            self._running.peak.stop()
-            self._running = None
+        """End the stage under way without a report."""
+        if self._sampler is not None:
+            self._done.set()
+            self._sampler.join()
+        self._stage = self._sampler = None
 
-    def _uses_gpu(self) -> bool:
-        return self._device is not None and self._device.type == "cuda"
+    def _sample(self) -> None:
+        while self._process is not None and not self._done.wait(_SAMPLE_S):
+            self._peak = max(self._peak, self._process.memory_info().rss)
 
-    def _gpu_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._uses_gpu() else 0
+    def _read(self) -> dict[str, int]:
+        """Bytes in use, by kind of memory."""
+        used = {"cpu": 0 if self._process is None else int(self._process.memory_info().rss)}
+        return used if self._gpu is None else {**used, "gpu": torch.cuda.memory_allocated(self._gpu)}
 
 
 def read_resident_bytes() -> int:

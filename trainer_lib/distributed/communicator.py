@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from trainer_lib.arguments.environment import Ranks
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.distributed import devices, in_flight
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 _failed = False
 
@@ -207,14 +210,6 @@ class SingleProcess(Communicator):
 _log = logging.getLogger(__name__)
 
 
-class DistributedSettings(Protocol):
-    """The arguments that this module reads, among those of `TrainingArguments`."""
-
-    use_cpu: bool
-    ddp_backend: str | None
-    ddp_timeout: int
-
-
 class _PendingFlag:
     """An all-reduce of one integer that is under way."""
 
@@ -356,7 +351,7 @@ _stores: dict[tuple[str | None, ...], tuple[Any, Iterator[int]]] = {}
 _owned = False  # whether `init` or `form_alone` formed the process group, so that `shutdown` ends it
 
 
-def init(args: DistributedSettings) -> Communicator:
+def init(args: TrainingArguments) -> Communicator:
     """Join the job that the environment describes, once per process; later calls return the same communicator.
 
     A process group that the caller has formed is used as it is, and `shutdown` leaves it alone. Whatever group still
@@ -429,7 +424,7 @@ def _warn_of_machines(ranks: Ranks) -> None:
         )
 
 
-def _adopt_formed_group(args: DistributedSettings) -> ProcessGroup:
+def _adopt_formed_group(args: TrainingArguments) -> ProcessGroup:
     """Use the group that the caller, or a library of the caller's, has formed."""
     found = ranks_from_environment()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), found.local_rank, found.local_world_size)
@@ -484,7 +479,7 @@ def current() -> Communicator:
 
 
 @contextlib.contextmanager
-def main_process_first(args: DistributedSettings, *, local: bool = True) -> Iterator[None]:
+def main_process_first(args: TrainingArguments, *, local: bool = True) -> Iterator[None]:
     """Run the block on rank 0 (of each machine when `local`) before the others, so that it fills a cache for them."""
     comm = init(args)
     first = (comm.local_rank if local else comm.rank) == 0

@@ -9,22 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainer_lib.errors import ConfigError
 
-
-class PrecisionSettings(Protocol):
-    """The arguments that this module reads; `TrainingArguments` has them."""
-
-    bf16: bool
-    fp16: bool
-    bf16_full_eval: bool
-    fp16_full_eval: bool
-    tf32: bool | None
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 
 class Precision:
@@ -78,7 +71,7 @@ class Precision:
         self.scaler.load_state_dict({name: int(v) if name in integers else float(v) for name, v in state.items()})
 
 
-def create_precision(args: PrecisionSettings, device: torch.device) -> Precision:
+def create_precision(args: TrainingArguments, device: torch.device) -> Precision:
     """Create the precision that the arguments select.
 
     Raises:
@@ -102,7 +95,7 @@ def create_precision(args: PrecisionSettings, device: torch.device) -> Precision
     return Precision("fp32", None, device)
 
 
-def apply_tf32(args: PrecisionSettings) -> None:
+def apply_tf32(args: TrainingArguments) -> None:
     """Allow or forbid TF32 matrix products in this process; `tf32=None` leaves torch's setting."""
     if args.tf32 is not None:
         # Two switches, because cuDNN has one of its own for convolutions.
@@ -133,7 +126,7 @@ def back_up_weights(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def full_eval_dtype(args: PrecisionSettings) -> torch.dtype | None:
+def full_eval_dtype(args: TrainingArguments) -> torch.dtype | None:
     """The dtype to which the whole model is cast for an evaluation outside training; None keeps its own."""
     if args.bf16_full_eval:
         return torch.bfloat16

@@ -10,14 +10,12 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
 from typing_extensions import override
 
@@ -83,48 +81,21 @@ def _succeeds(command: tuple[str, ...], timeout_s: float) -> bool:
 
 
 def _answers(asked: Preemption, url: str) -> bool:
-    import http.client  # every command imports this module with the requests
+    import urllib.request  # every command imports this module with the requests
 
-    where = urlsplit(url)
-    secure = where.scheme == "https"
-    kind, port = (http.client.HTTPSConnection, 443) if secure else (http.client.HTTPConnection, 80)
-    # Metadata servers are on the machine itself: never through a proxy, and a redirect is not an answer.
-    connection = kind(where.hostname or "", where.port or port, timeout=asked.timeout_s)
-    target = urlunsplit(("", "", where.path or "/", where.query, ""))
-    late, deadline = threading.Event(), time.monotonic() + asked.timeout_s
+    class Refuse(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *given: Any, **more: Any) -> None:
+            """Answer None: a redirect is not an answer."""
+
+    # Metadata servers are on the machine itself: never through a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), Refuse)
+    request = urllib.request.Request(url, headers={"Connection": "close", **asked.headers})  # noqa: S310  # the user's
     try:
-        connection.connect()
-        with _cut_off(connection.sock, deadline - time.monotonic(), late):
-            connection.request("GET", target, headers={"Connection": "close", **asked.headers})
-            with connection.getresponse() as answer:
-                text = answer.read(_ANSWER_BYTES).decode(errors="replace")
-        return not late.is_set() and answer.status == 200 and (asked.contains is None or asked.contains in text)
+        with opener.open(request, timeout=asked.timeout_s) as answer:
+            text = answer.read(_ANSWER_BYTES).decode(errors="replace")
+            return answer.status == 200 and (asked.contains is None or asked.contains in text)
     except OSError:
         return False
-    except http.client.HTTPException:
-        if late.is_set():  # cut off within its first lines
-            return False
-        raise
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def _cut_off(sock: socket.socket, seconds: float, late: threading.Event) -> Iterator[None]:
-    """End the connection after `seconds`: a time limit of sockets starts again with each byte that comes."""
-
-    def end() -> None:
-        late.set()
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # TLS's own would change what the reader uses
-
-    timer = threading.Timer(max(seconds, 0.0), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class NoticeWatch(threading.Thread):
@@ -181,12 +152,8 @@ class NoticeWatch(threading.Thread):
 
 def _places(asked: Preemption) -> list[Preemption]:
     nowhere = replace(asked, file=None, command=(), url=None)
-    places = [
-        replace(nowhere, file=asked.file),
-        replace(nowhere, command=asked.command),
-        replace(nowhere, url=asked.url),
-    ]
-    return [place for place in places if place != nowhere]
+    places = ({"file": asked.file}, {"command": asked.command}, {"url": asked.url})
+    return [replace(nowhere, **place) for place in places if any(place.values())]
 
 
 def _name(place: Preemption) -> str:

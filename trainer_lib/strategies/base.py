@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.precision import Precision, PrecisionSettings
+from trainer_lib.distributed.precision import Precision
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 
 class StrategySettings(Protocol):
@@ -54,7 +57,7 @@ class Strategy(Protocol):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Return the module whose forward trains, on the device: `model` itself or a wrapper around it."""
 
-    def precision(self, args: PrecisionSettings) -> Precision:
+    def precision(self, args: TrainingArguments) -> Precision:
         """Return how forward passes are computed, and how gradients are scaled."""
 
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.precision import Precision, PrecisionSettings, create_precision
+from trainer_lib.distributed.precision import Precision, create_precision
 from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.base import Strategy, total_norm
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 
 class SingleStrategy(Strategy):
@@ -44,7 +47,7 @@ class SingleStrategy(Strategy):
         return model
 
     @override
-    def precision(self, args: PrecisionSettings) -> Precision:
+    def precision(self, args: TrainingArguments) -> Precision:
         return create_precision(args, self.device)
 
     @override

@@ -29,7 +29,6 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -42,7 +41,7 @@ from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import LossSpikeError, OutOfMemoryError, first_line, is_out_of_memory
-from trainer_lib.state import ExportableState, TrainerControl
+from trainer_lib.state import TrainerControl
 from trainer_lib.trainer.history import Spike, SpikeFound
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Attempts:
         # After a spike, a sharded model cannot take its first values back; its checkpoints hold all that it needs.
         self._keeps_start = not (args.fsdp or args.deepspeed)
         if self.halves or self._keeps_start:
-            self._backup = Backup.of(self._trainer, self._internals)
+            self._backup = Backup(self._trainer, self._internals)
         with engine.outside.first_values_kept():
             try:
                 yield
@@ -278,58 +277,41 @@ class Attempts:
             )
 
 
-@dataclass
 class Backup:
-    """What training changes, as it was before the first attempt; `OutsideParameters` keeps what is not the model's.
+    """What training changes, as it was before the first attempt; `OutsideParameters` keeps what is not the model's."""
 
-    Attributes:
-        tensors: parameters and buffers by name, on the CPU; empty with `model_init`, which builds the weights again.
-        rng: states of the random number generators.
-        optimizer: the user's own, with its state by the number of the parameter.
-        given: the user's own schedule and stateful dataset, and the loss scaler, with their states.
-        callbacks: stateful callbacks, with their states.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    rng: dict[str, Any]
-    optimizer: tuple[torch.optim.Optimizer, OptimizerSnapshot] | None
-    given: list[tuple[Any, dict[str, Any]]]
-    callbacks: list[tuple[ExportableState, dict[str, Any]]]
-
-    @classmethod
-    def of(cls, trainer: Trainer, internals: Internals) -> Backup:
-        """Copy it, before the first attempt."""
-        tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
+    def __init__(self, trainer: Trainer, internals: Internals) -> None:
         engine = internals.engine
+        # Parameters and buffers on the CPU; none with `model_init`, which builds the weights again.
+        tensors = {} if trainer.model_init is not None else _named_tensors(trainer.model)
+        self._tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+        self._rng = capture_rng()
         optimizer, schedule = engine.given_optimizers
+        self._optimizer = None if optimizer is None else (optimizer, _copy_state(optimizer))
+        # The user's own schedule and stateful dataset, and the loss scaler.
         stateful = [schedule, trainer.train_dataset, engine.precision.scaler]
-        given = [one for one in stateful if one is not None and callable(getattr(one, "load_state_dict", None))]
-        return cls(
-            tensors={name: value.detach().to("cpu", copy=True) for name, value in tensors.items()},
-            rng=capture_rng(),
-            optimizer=None if optimizer is None else (optimizer, _copy_state(optimizer)),
-            given=[(one, copy.deepcopy(one.state_dict())) for one in given],
-            callbacks=[(one, copy.deepcopy(one.state())) for one in internals.events.stateful()],
-        )
+        given = [part for part in stateful if part is not None and callable(getattr(part, "load_state_dict", None))]
+        self._given = [(part, copy.deepcopy(part.state_dict())) for part in given]
+        self._callbacks = [(callback, copy.deepcopy(callback.state())) for callback in internals.events.stateful()]
 
     def restore(self, trainer: Trainer, internals: Internals) -> None:
         """Put everything back, for another attempt."""
-        present = _named_tensors(trainer.model) if self.tensors else {}
+        present = _named_tensors(trainer.model) if self._tensors else {}
         with torch.no_grad():
-            for name, value in self.tensors.items():
+            for name, value in self._tensors.items():
                 present[name].copy_(value)
         internals.engine.outside.put_back()
-        if self.optimizer is not None:
-            optimizer, snapshot = self.optimizer
+        if self._optimizer is not None:
+            optimizer, snapshot = self._optimizer
             restore_optimizer(optimizer, _numbered(optimizer), snapshot)
         # Copies: a third attempt needs the same states again.
-        for one, state in self.given:
-            one.load_state_dict(copy.deepcopy(state))
-        for callback, state in self.callbacks:
+        for part, state in self._given:
+            part.load_state_dict(copy.deepcopy(state))
+        for callback, state in self._callbacks:
             for name, value in copy.deepcopy(state.get("attributes", {})).items():
                 setattr(callback, name, value)
         internals.events.use_control(TrainerControl())
-        restore_rng(self.rng)
+        restore_rng(self._rng)
 
 
 def _copy_state(optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:

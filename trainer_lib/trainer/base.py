@@ -109,13 +109,9 @@ class TrainerBase:
         lambda self: getattr(self._trainflow.engine.strategy, "engine", None),
         "DeepSpeed's engine; None before training, and without DeepSpeed.",
     )
-    is_tp_enabled: _Derived[bool] = _Derived(lambda self: False, "Whether layers are split over processes: never.")
-    is_fsdp_xla_enabled: _Derived[bool] = _Derived(lambda self: False, "Whether torch_xla's own FSDP is used: never.")
-    is_fsdp_xla_v1_enabled: _Derived[bool] = _Derived(lambda self: False, "Never, as `is_fsdp_xla_enabled`.")
-    is_fsdp_xla_v2_enabled: _Derived[bool] = _Derived(lambda self: False, "Never, as `is_fsdp_xla_enabled`.")
-    is_distributed_loading_by_transformers: _Derived[bool] = _Derived(
-        lambda self: False, "Whether `from_pretrained` has sharded the model: never."
-    )
+    # Never here: no layer is split over processes, torch_xla's FSDP is not used, `from_pretrained` shards nothing.
+    is_tp_enabled = is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_distributed_loading_by_transformers = False
     gather_function: _Derived[Any] = _Derived(
         lambda self: self.accelerator.gather_for_metrics,
         "Gathers the tensors of an overridden `evaluation_loop`; the library's own loop does not repeat samples.",
@@ -135,7 +131,7 @@ class TrainerBase:
     _tr_loss: _Derived[torch.Tensor] = _Derived(
         lambda self: self._trainflow.loop.loss_since_log(), "The sum of the losses since the last log, ``[]``."
     )
-    _total_loss_scalar: _Derived[float] = _Derived(lambda self: 0.0, "An override that logs by itself adds up here.")
+    _total_loss_scalar: float = 0.0  # an override that logs by itself adds up here
     _initial_global_step: _Derived[int] = _Derived(
         lambda self: 0 if self._trainflow.run is None else self._trainflow.run.first_step,
         "The step at which this call of `train` took over.",

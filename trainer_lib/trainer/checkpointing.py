@@ -112,7 +112,7 @@ def claim_output_dir(
     recorded: Collection[str] | None,
     is_own: Callable[[str], bool],
 ) -> Occupied:
-    """Prepare the folder of checkpoints for this run, and remove what interrupted saves left.
+    """Prepare the folder of checkpoints for this run, and remove what interrupted saves left. Raises ConfigError.
 
     Args:
         root: the folder.
@@ -123,10 +123,6 @@ def claim_output_dir(
 
     Returns:
         What stays in the folder beside this run's checkpoints.
-
-    Raises:
-        ConfigError: this run would replace a checkpoint of an earlier run or of another program, or its checkpoints
-            would lie below those of an earlier run, whose newest a later resume would find.
     """
     foreign = _check_foreign(root, args, plan)
     if recorded is None:

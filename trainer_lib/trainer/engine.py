@@ -155,11 +155,7 @@ class OutsideParameters:
         return {f"{_PREFIX}{name}": each for name, each in every.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], url: str) -> None:
-        """Restore what `tensors` returned, ``[...]`` by name.
-
-        Raises:
-            ConfigError: the checkpoint lacks one of them, or has it in another shape.
-        """
+        """Restore what `tensors` returned, ``[...]`` by name. Raises ConfigError."""
         for name, own in self.tensors().items():
             saved = tensors.get(name)
             if saved is None or saved.shape != own.shape:
@@ -194,11 +190,7 @@ def follows_metric(schedule: Any) -> bool:
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
-    """The arguments with what configuration files decide, a copy if they decide anything.
-
-    Raises:
-        ConfigError: the file contradicts an argument, or asks for what is not served.
-    """
+    """The arguments with what configuration files decide, a copy if they decide anything. Raises ConfigError."""
     file = args.accelerator_config
     if isinstance(file, str):
         args = copy.copy(args)

@@ -22,7 +22,7 @@ from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
-from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.loaders import DataMethods
 from trainer_lib.trainer.overrides import is_set
 from trainer_lib.trainer.seeding import keep_seeds
 
@@ -39,47 +39,12 @@ class Evaluator:
         self._internals = internals
         self._is_keeping_mode = False
 
-    # -- evaluate and predict -----------------------------------------------------------------------------------------
-
-    def evaluate(self, given: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
-        """Metrics of a dataset, of every dataset in a dict, or of the Trainer's own. Collective."""
-        trainer = self._trainer
-        metrics: dict[str, float] = {}
-        sets = trainer.eval_dataset if given is None else given
-        if isinstance(sets, Mapping):
-            for name, one in sets.items():
-                chosen = name if given is None else one  # by name: a loader with persistent workers is found again
-                # By keyword: overrides have parameters of their own in between.
-                one_set = {"eval_dataset": chosen, "ignore_keys": ignore_keys}
-                metrics.update(trainer.evaluate(**one_set, metric_key_prefix=f"{prefix}_{name}"))
-            return metrics
-        with self._mode_kept(), trainer._memory_tracker.stage("eval", metrics):
-            loader = trainer.get_eval_dataloader(given)
-            output = self._measure(loader, "Evaluation", ignore_keys, prefix)
-            metrics.update(output.metrics or {})
-            self._internals.log(metrics)
-            self._internals.events.fire("on_evaluate", metrics)
-        return metrics
-
-    def predict(self, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
-        """Predictions of a dataset, and metrics when it has labels. Collective."""
-        trainer = self._trainer
-        metrics: dict[str, float] = {}
-        with self._mode_kept(), trainer._memory_tracker.stage("test", metrics):
-            loader = trainer.get_test_dataloader(dataset)
-            output = self._measure(loader, "Prediction", ignore_keys, prefix, keep_predictions=True)
-            metrics.update(output.metrics or {})
-            self._internals.events.fire("on_predict", metrics)
-        return PredictionOutput(output.predictions, output.label_ids, metrics)
-
-    def _measure(
-        self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str, *, keep_predictions: bool = False
-    ) -> EvalLoopOutput:
+    def measure(self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         """Run the Trainer's evaluation loop, and add its speed to the metrics."""
         trainer, world = self._trainer, self._internals.world
         self._internals.read_signatures()
         # Without metrics to compute there is no point in keeping predictions.
-        loss_only = None if keep_predictions or trainer.compute_metrics is not None else True
+        loss_only = None if what == "Prediction" or trainer.compute_metrics is not None else True
         loop = trainer.prediction_loop if trainer.args.use_legacy_prediction_loop else trainer.evaluation_loop
         started = time.time()
         output = loop(loader, what, prediction_loss_only=loss_only, ignore_keys=ignore_keys, metric_key_prefix=prefix)
@@ -110,7 +75,7 @@ class Evaluator:
         restore = back_up_weights(trainer.model) if casts else None
         trainer.callback_handler.eval_dataloader = loader
         try:
-            with self._mode_kept(), torch.no_grad():
+            with self.mode_kept(), torch.no_grad():
                 loop = EvaluationLoop(
                     self, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps_predictions
                 )
@@ -124,7 +89,7 @@ class Evaluator:
             internals.forward.use_past(None)
 
     @contextlib.contextmanager
-    def _mode_kept(self) -> Iterator[None]:
+    def mode_kept(self) -> Iterator[None]:
         """Afterwards the model is in the mode that it had; blocks inside this one leave it in evaluation mode.
 
         A `log` override, and an override of `evaluate` that measures more, thus see a model that evaluates.
@@ -141,20 +106,6 @@ class Evaluator:
             trainer.model.train(was_training)
             self._internals.engine.set_optimizer_mode("train" if was_training else "eval")
 
-    # -- in training --------------------------------------------------------------------------------------------------
-
-    def evaluate_in_training(
-        self, trial: Any, ignore_keys: list[str] | None, *, skip_scheduler: bool
-    ) -> dict[str, float]:
-        """Evaluate without a trace in the training's random numbers; report to a search, step a metric schedule."""
-        trainer = self._trainer
-        with self.random_numbers_kept(), self._mode_kept():
-            metrics = trainer.evaluate(ignore_keys=ignore_keys)
-        trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
-        if not skip_scheduler:
-            self._internals.engine.step_metric_schedule(metrics)
-        return metrics
-
     @contextlib.contextmanager
     def random_numbers_kept(self) -> Iterator[None]:
         """Afterwards the random generators of this process are where they were."""
@@ -164,30 +115,6 @@ class Evaluator:
         fork = torch.random.fork_rng(devices=devices, enabled=bool(devices))
         with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self._trainer.model):
             yield
-
-    def note_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics are the best so far, which is then noted in the state."""
-        trainer, run = self._trainer, self._internals.run
-        watched = trainer.args.metric_for_best_model
-        if watched is None:
-            return False
-        name = watched if watched.startswith("eval_") else f"eval_{watched}"
-        if name not in metrics:
-            raise ConfigError(
-                f"The evaluation gave only {', '.join(metrics)}.",
-                field="metric_for_best_model",
-                value=watched,
-                remedy="Name one of them.",
-            )
-        value, best = metrics[name], trainer.state.best_metric
-        # Only NaN differs from itself.
-        if value != value or abs(value) == float("inf") or (run is not None and run.history.in_trouble):
-            return False
-        if best is not None and not (value > best if trainer.args.greater_is_better else value < best):
-            return False
-        trainer.state.best_metric = value
-        trainer.state.best_global_step = trainer.state.global_step
-        return True
 
     # -- what the evaluation loop asks for ----------------------------------------------------------------------------
 
@@ -294,7 +221,7 @@ def _refuse_own_gathering(gather: Any) -> None:
         )
 
 
-class EvaluationMethods(TrainerBase):
+class EvaluationMethods(DataMethods):
     """Evaluation, prediction, and what training asks of them."""
 
     def evaluate(
@@ -310,7 +237,23 @@ class EvaluationMethods(TrainerBase):
             ignore_keys: outputs of the model that are left out of predictions.
             metric_key_prefix: prefix of the metrics' names.
         """
-        return self._trainflow.evaluator.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        internals = self._trainflow
+        metrics: dict[str, float] = {}
+        sets = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(sets, Mapping):
+            for name, dataset in sets.items():
+                chosen = name if eval_dataset is None else dataset  # by name: persistent workers are found again
+                # By keyword: overrides have parameters of their own in between.
+                one_set = {"eval_dataset": chosen, "ignore_keys": ignore_keys}
+                metrics.update(self.evaluate(**one_set, metric_key_prefix=f"{metric_key_prefix}_{name}"))
+            return metrics
+        with internals.evaluator.mode_kept(), self._memory_tracker.stage("eval", metrics):
+            loader = self.get_eval_dataloader(eval_dataset)
+            output = internals.evaluator.measure(loader, "Evaluation", ignore_keys, metric_key_prefix)
+            metrics.update(output.metrics or {})
+            internals.log(metrics)
+            internals.events.fire("on_evaluate", metrics)
+        return metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -321,7 +264,14 @@ class EvaluationMethods(TrainerBase):
             On rank 0, predictions and labels as memory-mapped arrays ``[samples, ...]``, padded on the right with -100
             where batches differ in width; None on the other ranks. The metrics, equal on every rank.
         """
-        return self._trainflow.evaluator.predict(test_dataset, ignore_keys, metric_key_prefix)
+        internals = self._trainflow
+        metrics: dict[str, float] = {}
+        with internals.evaluator.mode_kept(), self._memory_tracker.stage("test", metrics):
+            loader = self.get_test_dataloader(test_dataset)
+            output = internals.evaluator.measure(loader, "Prediction", ignore_keys, metric_key_prefix)
+            metrics.update(output.metrics or {})
+            internals.events.fire("on_predict", metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def evaluation_loop(
         self,
@@ -351,9 +301,14 @@ class EvaluationMethods(TrainerBase):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate in the middle of training; the training's random numbers stay as they are."""
+        """Evaluate in the middle of training, whose random numbers stay; report to a search, step a metric schedule."""
         evaluator = self._trainflow.evaluator
-        return evaluator.evaluate_in_training(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
+        with evaluator.random_numbers_kept(), evaluator.mode_kept():
+            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
+        if not skip_scheduler:
+            self._trainflow.engine.step_metric_schedule(metrics)
+        return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """In a search, report an evaluation of the trial.
@@ -369,4 +324,22 @@ class EvaluationMethods(TrainerBase):
         Raises:
             ConfigError: `metric_for_best_model` is not among them.
         """
-        return self._trainflow.evaluator.note_best(metrics)
+        watched, run = self.args.metric_for_best_model, self._trainflow.run
+        if watched is None:
+            return False
+        name = watched if watched.startswith("eval_") else f"eval_{watched}"
+        if name not in metrics:
+            raise ConfigError(
+                f"The evaluation gave only {', '.join(metrics)}.",
+                field="metric_for_best_model",
+                value=watched,
+                remedy="Name one of them.",
+            )
+        value, best = metrics[name], self.state.best_metric
+        # Only NaN differs from itself.
+        if value != value or abs(value) == float("inf") or (run is not None and run.history.in_trouble):
+            return False
+        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+            return False
+        self.state.best_metric, self.state.best_global_step = value, self.state.global_step
+        return True

@@ -55,11 +55,7 @@ class LossRule:
 
     @classmethod
     def of(cls, trainer: Trainer, *, computes_own: bool) -> LossRule:
-        """Find the rule of a Trainer; `computes_own`: a subclass overrides `compute_loss`.
-
-        Raises:
-            ConfigError: the loss function that would be called cannot be called.
-        """
+        """Find the rule of a Trainer; `computes_own`: a subclass overrides `compute_loss`. Raises ConfigError."""
         func: Any = trainer.compute_loss_func  # some subclasses give text, to switch scaling off
         stated = trainer.loss_is_scaled_for_ga
         accepts = trainer.model_accepts_loss_kwargs if is_set(trainer, "model_accepts_loss_kwargs") else None
@@ -201,15 +197,12 @@ class Forward:
         return outputs
 
     def target_items(self, inputs: Any, samples: int | None = None) -> int:
-        """Target items of a batch: what its loss is a mean over.
+        """Target items of a batch: what its loss is a mean over. Raises DataError.
 
         Labels ``[batch, sequence]`` that are not -100, shifted by one where the model's loss shifts them; else samples.
 
         Args:
             samples: what the collator was given.
-
-        Raises:
-            DataError: nothing tells how many samples the batch has.
         """
         forward = self._internals.facts.forward
         shifts = forward.shifts_labels and not forward.has_prompt
@@ -371,11 +364,7 @@ def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any
 
 
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
-    """The loss in a model's outputs, ``[]``: under "loss" in a mapping, else the first element.
-
-    Raises:
-        ConfigError: the outputs hold no loss; the message names what they hold.
-    """
+    """The loss in a model's outputs, ``[]``: under "loss" in a mapping, else the first element. Raises ConfigError."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
     if not isinstance(outputs, Mapping):
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0] if len(outputs) else None

@@ -163,13 +163,7 @@ class StepHistory:
         return len(self._losses) >= _LIMIT or self._empty_in_a_row >= self._limit
 
     def collect(self, step: int) -> None:
-        """Bring all numbers to the host. Collective.
-
-        Raises:
-            NonFiniteError: too many steps in a row were not finite.
-            DataError: so many in a row had no target.
-            SpikeFound: with a watch for spikes, a step spiked, or too many in a row were not finite.
-        """
+        """Bring all numbers to the host. Collective. Raises NonFiniteError, DataError and SpikeFound."""
         if not self._losses:
             return
         empty = torch.tensor([float(count) for _, count in self._targets], device=self._losses[0].device)

@@ -148,6 +148,7 @@ class Internals:
     world: World
     signatures: Signatures
     facts: ModelFacts
+    engine: Engine
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -172,7 +173,7 @@ class Internals:
 
     def read_signatures(self) -> None:
         """Find out what overrides take. Methods may also be replaced on a finished Trainer: every run looks again."""
-        self.signatures = Signatures.of(self._trainer, self._trainer._trainflow_defaults)
+        self.signatures = Signatures(self._trainer, self._trainer._trainflow_defaults)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Call the Trainer's `log` with the arguments that its (possibly older) override takes."""

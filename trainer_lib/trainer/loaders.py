@@ -103,29 +103,20 @@ def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
 
 
 class Loaders:
-    """Makes the loaders of a Trainer, and keeps those of evaluation sets whose workers persist.
-
-    It is the writer of the Trainer's `_signature_columns`, unless a subclass sets them.
-    """
+    """Makes the loaders of a Trainer; `kept` holds those of evaluation sets whose workers persist."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
-        self._kept: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
 
     def forget(self) -> None:
         """Drop the loaders that were kept: the arguments have changed."""
-        self._kept.clear()
+        self.kept.clear()
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
-    def set_signature_columns(self) -> None:
-        """Note the columns that the model's forward takes, and those of labels."""
-        trainer, columns = self._trainer, self._internals.facts.forward.columns
-        if trainer._signature_columns is None and columns is not None:
-            trainer._signature_columns = list(dict.fromkeys([*columns, *LABELS, *trainer.label_names]))
-
-    def _kept_columns(self) -> set[str] | None:
+    def kept_columns(self) -> set[str] | None:
         """The columns that stay; None when all do."""
         trainer = self._trainer
         if not trainer.args.remove_unused_columns:
@@ -135,28 +126,6 @@ class Loaders:
             return None
         length = [trainer.args.length_column_name] if sorts_by_length(trainer.args) else []
         return {*trainer._signature_columns, *length}
-
-    def remove_unused_columns(self, dataset: Any, description: str | None) -> Any:
-        """A `datasets.Dataset` without the columns that the model does not take; any other dataset unchanged."""
-        columns = self._kept_columns()
-        if columns is None or not callable(getattr(dataset, "remove_columns", None)):
-            return dataset
-        present = list(getattr(dataset, "column_names", None) or [])
-        ignored = [name for name in present if name not in columns]
-        if present and len(ignored) == len(present):
-            raise no_column_left(present, columns, f"the {description or 'training'} data")
-        return dataset.remove_columns(ignored) if ignored else dataset
-
-    def without_unused_columns(
-        self, collate: Callable[[list[Any]], Any], description: str | None
-    ) -> Callable[[list[Any]], Any]:
-        """`collate` behind a filter that drops the columns that the model does not take."""
-        columns = self._kept_columns()
-        if columns is None:
-            return collate
-        # `_kept_columns` keeps the length column for the sampler, which reads the dataset; batches do without it.
-        columns -= {self._trainer.args.length_column_name} - set(self._trainer._signature_columns or ())
-        return WithoutColumns(collate, columns, f"the {description or 'training'} data")
 
     def _prepared(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """(dataset, collator) without the columns that the model does not take."""
@@ -174,13 +143,8 @@ class Loaders:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train_sampler(self, dataset: Any) -> Sampler[int] | None:
-        """The order of the training samples that the arguments ask for; None for data without a length."""
-        if dataset is None or not has_length(dataset):
-            return None
-        return OrderSampler(self._train_order(dataset))
-
-    def _train_order(self, dataset: Any) -> Order:
+    def train_order(self, dataset: Any) -> Order:
+        """The order of the training samples that the arguments ask for."""
         args = self._trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         sortish = bool(getattr(args, "sortish_sampler", False))
@@ -216,19 +180,6 @@ class Loaders:
                 remedy=f"Add a column {name!r}, or name it in length_column_name.",
             ) from error
 
-    def train_loader(self) -> Any:
-        """The loader of this rank's training micro-batches."""
-        trainer = self._trainer
-        if trainer.train_dataset is None:
-            raise ConfigError("Training needs data.", field="train_dataset", remedy="Give it to the Trainer.")
-        return trainer._get_dataloader(
-            dataset=trainer.train_dataset,
-            description="training",
-            batch_size=trainer._train_batch_size,
-            sampler_fn=trainer._get_train_sampler,
-            is_training=True,
-        )
-
     def training_loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None
     ) -> Any:
@@ -238,17 +189,7 @@ class Loaders:
         # As many micro-batches in a step as the arguments ask for, whatever their size.
         global_batch = trainer.get_total_train_batch_size(args) * batch_size // trainer._train_batch_size
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            return IterableLoader(
-                dataset,
-                global_batch=global_batch,
-                micro_batch=batch_size,
-                data_parallel_size=share.size,
-                rank=share.rank,
-                collate=collate,
-                seed=args.seed,
-                drop_last=args.dataloader_drop_last,
-                options=self._options(),
-            )
+            return self._stream_loader(dataset, collate, batch_size, global_batch=global_batch)
         order = self._order_of(_call_sampler(sampler_fn, dataset), dataset)
         plan = BatchPlan.cut(
             order.num_samples,
@@ -259,6 +200,31 @@ class Loaders:
             drop_last=args.dataloader_drop_last,
         )
         return TrainLoader(dataset, order=order, plan=plan, collate=collate, seed=args.seed, options=self._options())
+
+    def _stream_loader(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        batch_size: int,
+        *,
+        global_batch: int | None = None,
+        dummy_batches: bool = False,
+    ) -> IterableLoader:
+        """A loader of this rank's share of a stream; without a global batch, to evaluate."""
+        args, share = self._trainer.args, self._internals.world.comm.data_parallel
+        trains = global_batch is not None
+        return IterableLoader(
+            dataset,
+            global_batch=batch_size * share.size if global_batch is None else global_batch,
+            micro_batch=batch_size,
+            data_parallel_size=share.size,
+            rank=share.rank,
+            collate=collate,
+            seed=args.seed,
+            drop_last=trains and args.dataloader_drop_last,
+            options=self._options(training=trains),
+            dummy_batches=dummy_batches and share.size > 1,
+        )
 
     def _order_of(self, sampler: Sampler[int] | None, dataset: Sized) -> Order:
         if sampler is None:
@@ -306,20 +272,8 @@ class Loaders:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def eval_loader(self, given: Any) -> Any:
-        """The loader of an evaluation set: the given one, the set of that name, or the Trainer's own."""
-        name = given if isinstance(given, str) else "eval"
-        # A dataset passed as an object has no name to find its loader by.
-        keeps = self._trainer.args.dataloader_persistent_workers and (given is None or isinstance(given, str))
-        if keeps and name in self._kept:
-            return self._kept[name]
-        return self._evaluation_loader(self._eval_set(given), "evaluation", name if keeps else None)
-
-    def test_loader(self, dataset: Any) -> Any:
-        """The loader of a dataset to predict."""
-        return self._evaluation_loader(dataset, "test", None)
-
-    def _evaluation_loader(self, dataset: Any, description: str, key: str | None) -> Any:
+    def evaluation_loader(self, dataset: Any, description: str, key: str | None = None) -> Any:
+        """The loader of a dataset to evaluate or predict, from the Trainer's `_get_dataloader`."""
         trainer = self._trainer
         return trainer._get_dataloader(
             dataset=dataset,
@@ -329,7 +283,8 @@ class Loaders:
             dataloader_key=key,
         )
 
-    def _eval_set(self, given: Any) -> Any:
+    def eval_set(self, given: Any) -> Any:
+        """The evaluation set: the given one, the set of that name, or the Trainer's own."""
         sets = self._trainer.eval_dataset
         if isinstance(given, str):
             named = sets if isinstance(sets, Mapping) else {}
@@ -352,39 +307,20 @@ class Loaders:
         key: str | None,
     ) -> Any:
         """A loader of this rank's share of a dataset to evaluate or predict; kept under `key` if workers persist."""
-        prepared, collate = self._prepared(dataset, description)
-        loader = self._loader_in_order(prepared, collate, batch_size, sampler_fn)
-        if key is not None and self._trainer.args.dataloader_persistent_workers:
-            self._kept[key] = loader
-        return loader
-
-    def _loader_in_order(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None,
-    ) -> Any:
-        share = self._internals.world.comm.data_parallel
+        dataset, collate = self._prepared(dataset, description)
+        loader: EvalLoader | IterableLoader
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            stream = IterableLoader(
-                dataset,
-                global_batch=batch_size * share.size,
-                micro_batch=batch_size,
-                data_parallel_size=share.size,
-                rank=share.rank,
-                collate=collate,
-                seed=self._trainer.args.seed,
-                drop_last=False,
-                options=self._options(training=False),
-                # A rank whose stream has ended still takes part in the steps of the others.
-                dummy_batches=share.size > 1,
-            )
-            return self._internals.accelerator.watch(stream)
-        sampler = _call_sampler(sampler_fn, dataset)
-        if sampler is not None:
-            dataset = Subset(dataset, [int(index) for index in sampler])
-        return self._internals.accelerator.watch(self._shared_loader(dataset, collate, batch_size))
+            # A rank whose stream has ended still takes part in the steps of the others.
+            loader = self._stream_loader(dataset, collate, batch_size, dummy_batches=True)
+        else:
+            sampler = _call_sampler(sampler_fn, dataset)
+            if sampler is not None:
+                dataset = Subset(dataset, [int(index) for index in sampler])
+            loader = self._shared_loader(dataset, collate, batch_size)
+        self._internals.accelerator.watch(loader)
+        if key is not None and self._trainer.args.dataloader_persistent_workers:
+            self.kept[key] = loader
+        return loader
 
     def range_loader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
         """A loader of rows [start, stop) for this process alone."""
@@ -457,23 +393,40 @@ class DataMethods(TrainerBase):
 
     def _set_signature_columns_if_needed(self) -> None:
         """Set `self._signature_columns`, the columns that are kept, unless they are set."""
-        self._trainflow.loaders.set_signature_columns()
+        columns = self._trainflow.facts.forward.columns
+        if self._signature_columns is None and columns is not None:
+            self._signature_columns = list(dict.fromkeys([*columns, *LABELS, *self.label_names]))
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """A `datasets.Dataset` without the columns that the model's forward does not take; any other one unchanged."""
-        return self._trainflow.loaders.remove_unused_columns(dataset, description)
+        columns = self._trainflow.loaders.kept_columns()
+        if columns is None or not callable(getattr(dataset, "remove_columns", None)):
+            return dataset
+        present = list(getattr(dataset, "column_names", None) or [])
+        ignored = [name for name in present if name not in columns]
+        if present and len(ignored) == len(present):
+            raise no_column_left(present, columns, f"the {description or 'training'} data")
+        return dataset.remove_columns(ignored) if ignored else dataset
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
         """`data_collator` behind a filter that drops the columns that the model's forward does not take."""
-        return self._trainflow.loaders.without_unused_columns(data_collator, description)
+        columns = self._trainflow.loaders.kept_columns()
+        if columns is None:
+            return data_collator
+        # The length column is kept for the sampler, which reads the dataset; batches do without it.
+        columns -= {self.args.length_column_name} - set(self._signature_columns or ())
+        return WithoutColumns(data_collator, columns, f"the {description or 'training'} data")
 
     # -- loaders ------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the training samples; an override may return any sampler. None = the dataset's own order."""
-        return self._trainflow.loaders.train_sampler(self.train_dataset if train_dataset is None else train_dataset)
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if dataset is None or not has_length(dataset):
+            return None
+        return OrderSampler(self._trainflow.loaders.train_order(dataset))
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """None: ranks share the dataset in its own order; an override may return any sampler."""
@@ -505,15 +458,28 @@ class DataMethods(TrainerBase):
 
     def get_train_dataloader(self) -> Any:
         """The loader of this rank's training micro-batches; an override may return any DataLoader."""
-        return self._trainflow.loaders.train_loader()
+        if self.train_dataset is None:
+            raise ConfigError("Training needs data.", field="train_dataset", remedy="Give it to the Trainer.")
+        return self._get_dataloader(
+            dataset=self.train_dataset,
+            description="training",
+            batch_size=self._train_batch_size,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of an evaluation set: the given one, the set of that name, or the Trainer's own."""
-        return self._trainflow.loaders.eval_loader(eval_dataset)
+        loaders, name = self._trainflow.loaders, eval_dataset if isinstance(eval_dataset, str) else "eval"
+        # A dataset passed as an object has no name to find its loader by.
+        keeps = self.args.dataloader_persistent_workers and (eval_dataset is None or isinstance(eval_dataset, str))
+        if keeps and name in loaders.kept:
+            return loaders.kept[name]
+        return loaders.evaluation_loader(loaders.eval_set(eval_dataset), "evaluation", name if keeps else None)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader of a dataset to predict."""
-        return self._trainflow.loaders.test_loader(test_dataset)
+        return self._trainflow.loaders.evaluation_loader(test_dataset, "test")
 
     # -- one step's batches -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import inspect
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -405,15 +404,12 @@ def non_embedding_parameters(model: nn.Module, numel: Callable[[nn.Parameter], i
 _SHIFTING = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-@dataclass(frozen=True)
 class ForwardInfo:
-    """What `model.forward` takes.
+    """The parameters of `model.forward`; wrappers of torch.compile and of adapters are looked through.
 
     Attributes:
         columns: names of its parameters; None when ``**kwargs`` takes any name. The ``**kwargs`` of a transformers
             model take settings and no data.
-        open_ended: it has ``**kwargs``.
-        required: parameters without a default.
         labels: parameters that hold labels.
         uses_num_items: it takes `num_items_in_batch`, and may divide its loss by it.
         accepts_loss_kwargs: it is given `num_items_in_batch` by the reference: it declares so, or has ``**kwargs``.
@@ -423,38 +419,20 @@ class ForwardInfo:
         returns_loss: ``return_loss`` defaults to True (contrastive models).
     """
 
-    columns: tuple[str, ...] | None
-    open_ended: bool
-    required: tuple[str, ...]
-    labels: tuple[str, ...]
-    uses_num_items: bool
-    accepts_loss_kwargs: bool
-    divides_by_items: bool
-    shifts_labels: bool
-    has_prompt: bool
-    returns_loss: bool
-
-    @classmethod
-    def of(cls, model: nn.Module, label_names: Sequence[str] | None = None) -> ForwardInfo:
-        """Look at a model; the wrappers of torch.compile and of adapters are looked through."""
+    def __init__(self, model: nn.Module, label_names: Sequence[str] | None = None) -> None:
         inner = innermost(model)
         parameters = parameters_of(inner.forward)
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = tuple(name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
-        labels = tuple(label_names) if label_names is not None else _label_names(inner, named)
-        returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
-        return cls(
-            columns=None if open_ended and not (named and is_transformers(inner)) else named,
-            open_ended=open_ended,
-            required=tuple(name for name in named if _is_required(parameters[name])),
-            labels=labels,
-            uses_num_items=_uses_num_items(inner, parameters, open_ended),
-            accepts_loss_kwargs=bool(getattr(inner, "accepts_loss_kwargs", open_ended)),
-            divides_by_items="num_items_in_batch" in parameters or _divides(inner),
-            shifts_labels=_shifts(inner),
-            has_prompt=has_virtual_tokens(model),
-            returns_loss=returns_loss,
-        )
+        self.required = tuple(name for name in named if _is_required(parameters[name]))
+        self.columns = None if self.open_ended and not (named and is_transformers(inner)) else named
+        self.labels = tuple(label_names) if label_names is not None else _label_names(inner, named)
+        self.uses_num_items = _uses_num_items(inner, parameters, self.open_ended)
+        self.accepts_loss_kwargs = bool(getattr(inner, "accepts_loss_kwargs", self.open_ended))
+        self.divides_by_items = "num_items_in_batch" in parameters or _divides(inner)
+        self.shifts_labels = _shifts(inner)
+        self.has_prompt = has_virtual_tokens(model)
+        self.returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
 
     def misfit(self, names: Collection[str]) -> ConfigError | None:
         """The error for a batch with names that the model does not take; None when it takes them."""
@@ -516,35 +494,26 @@ def _shifts(model: nn.Module) -> bool:
     return any(part in name for part in _SHIFTING)
 
 
-@dataclass(frozen=True)
 class ModelFacts:
-    """What is known about the model under training.
+    """The known facts about the model under training.
+
+    Args:
+        numel: the elements of a whole parameter, even of a sharded one.
 
     Attributes:
-        forward: what its forward takes.
         main_input: the name of its main input, whose elements count as tokens.
         flops_per_item: floating-point operations of a forward and backward pass for one token or sample.
         own_flops: the model's own `floating_point_ops(inputs)`, if it has one.
         ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``).
     """
 
-    forward: ForwardInfo
-    main_input: str
-    flops_per_item: int
-    own_flops: Callable[[Any], Any] | None
-    ignored_outputs: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
-    ) -> ModelFacts:
-        """Look at a model; `numel` gives the elements of a whole parameter, even of a sharded one."""
+    def __init__(
+        self, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
+    ) -> None:
         own = getattr(model, "floating_point_ops", None)
         ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None)
-        return cls(
-            forward=ForwardInfo.of(model, label_names),
-            main_input=getattr(model, "main_input_name", "input_ids"),
-            flops_per_item=6 * non_embedding_parameters(model, numel),
-            own_flops=own if callable(own) else None,
-            ignored_outputs=tuple(ignored or ()),
-        )
+        self.forward = ForwardInfo(model, label_names)
+        self.main_input: str = getattr(model, "main_input_name", "input_ids")
+        self.flops_per_item = 6 * non_embedding_parameters(model, numel)
+        self.own_flops: Callable[[Any], Any] | None = own if callable(own) else None
+        self.ignored_outputs: tuple[str, ...] = tuple(ignored or ())

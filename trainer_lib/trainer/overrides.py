@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import ConfigError
@@ -52,62 +51,34 @@ def _is_ours(trainer: Trainer, name: str) -> bool:
     return str(getattr(_function(trainer, name), "__module__", "")).startswith("trainer_lib.")
 
 
-@dataclass(frozen=True)
 class Signatures:
-    """What the methods of one Trainer take, found once when it is built and not at every step.
+    """The arguments that the methods of one Trainer take, read before every run and not at every step.
+
+    Args:
+        defaults: the library's own functions by name.
 
     Attributes:
-        overridden: the methods of the reference that are not the library's own, on the class or on the instance.
-        prediction_is_default: no subclass overrides `prediction_step` or `compute_loss`.
-        compute_loss_takes_items: `compute_loss` takes `num_items_in_batch`.
-        compute_loss_takes_outputs: `compute_loss` takes `return_outputs`.
-        training_step_takes_items: `training_step` takes a third positional argument.
-        log_takes_start: `log` takes a second positional argument, the start time.
-        loss_func_takes_items: `compute_loss_func` takes `num_items_in_batch`.
-        scheduler_takes_optimizer: `create_scheduler` takes `optimizer`.
-        load_takes_model: `_load_from_checkpoint` takes a second positional argument, the model.
-        samples_take_device: `get_batch_samples` takes a third positional argument, the device.
+        overridden: the names of `defaults` that a subclass or the instance replaces.
         report_takes: how many of the newest seven positional arguments `_maybe_log_save_evaluate` takes.
-        report_takes_rate: it takes `learning_rate`.
     """
 
-    overridden: frozenset[str]
-    prediction_is_default: bool
-    compute_loss_takes_items: bool
-    compute_loss_takes_outputs: bool
-    training_step_takes_items: bool
-    log_takes_start: bool
-    loss_func_takes_items: bool
-    scheduler_takes_optimizer: bool
-    load_takes_model: bool
-    samples_take_device: bool
-    report_takes: int
-    report_takes_rate: bool
-
-    @classmethod
-    def of(cls, trainer: Trainer, defaults: Mapping[str, Any]) -> Signatures:
-        """Read the signatures of a Trainer; `defaults`: the library's own functions by name."""
+    def __init__(self, trainer: Trainer, defaults: Mapping[str, Any]) -> None:
         func = trainer.compute_loss_func
         func = getattr(func, "forward", func)  # a module's `__call__` takes anything
-        return cls(
-            overridden=frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own),
-            prediction_is_default=all(_is_ours(trainer, name) for name in ("compute_loss", "prediction_step")),
-            compute_loss_takes_items=takes(trainer.compute_loss, "num_items_in_batch"),
-            compute_loss_takes_outputs=takes(trainer.compute_loss, "return_outputs"),
-            training_step_takes_items=takes_positionals(trainer.training_step, 3),
-            log_takes_start=takes_positionals(trainer.log, 2),
-            loss_func_takes_items=func is not None and takes(func, "num_items_in_batch"),
-            scheduler_takes_optimizer=takes(trainer.create_scheduler, "optimizer"),
-            load_takes_model=takes_positionals(trainer._load_from_checkpoint, 2),
-            samples_take_device=takes_positionals(trainer.get_batch_samples, 3),
-            report_takes=_report_count(trainer._maybe_log_save_evaluate),
-            report_takes_rate=takes(trainer._maybe_log_save_evaluate, "learning_rate"),
-        )
-
-
-def _report_count(report: Callable[..., Any]) -> int:
-    # 7 since transformers 4.46, 6 (without the start time) since 4.38, 5 (without the gradient norm) before.
-    return next((count for count in (7, 6, 5) if takes_positionals(report, count)), 7)
+        self.overridden = frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own)
+        self.prediction_is_default = all(_is_ours(trainer, name) for name in ("compute_loss", "prediction_step"))
+        self.compute_loss_takes_items = takes(trainer.compute_loss, "num_items_in_batch")
+        self.compute_loss_takes_outputs = takes(trainer.compute_loss, "return_outputs")
+        self.training_step_takes_items = takes_positionals(trainer.training_step, 3)
+        self.log_takes_start = takes_positionals(trainer.log, 2)
+        self.loss_func_takes_items = func is not None and takes(func, "num_items_in_batch")
+        self.scheduler_takes_optimizer = takes(trainer.create_scheduler, "optimizer")
+        self.load_takes_model = takes_positionals(trainer._load_from_checkpoint, 2)
+        self.samples_take_device = takes_positionals(trainer.get_batch_samples, 3)
+        # 7 since transformers 4.46, 6 (without the start time) since 4.38, 5 (without the gradient norm) before.
+        report = trainer._maybe_log_save_evaluate
+        self.report_takes = next((count for count in (7, 6, 5) if takes_positionals(report, count)), 7)
+        self.report_takes_rate = takes(report, "learning_rate")
 
 
 def _function(trainer: object, name: str) -> Any:

@@ -116,7 +116,15 @@ class ReportingMethods(TrainerBase):
 
         An override is called with each micro-batch; the library's own method with all of a step.
         """
-        self._trainflow.counters.track_tokens(inputs if isinstance(inputs, list) else [inputs])
+        internals, run = self._trainflow, self._trainflow.run
+        if self.args.include_num_input_tokens_seen == "no" and not self.args.include_tokens_per_second:
+            return
+        samples = inputs if isinstance(inputs, list) else [inputs]
+        if run is not None and len(run.weights.items) == len(samples):  # an override is called batch by batch
+            # A dummy batch has no target items, and its tokens are not training data.
+            samples = [batch for batch, items in zip(samples, run.weights.items, strict=True) if items]
+        total = sum(internals.counters.input_tokens(batch) for batch in samples)
+        self.state.num_input_tokens_seen += internals.world.comm.sum_ints([total])[0]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Floating-point operations of a forward and backward pass over a batch of tensors ``[batch, ...]``.
@@ -125,11 +133,23 @@ class ReportingMethods(TrainerBase):
         tokens. Source: Kaplan et al., "Scaling Laws for Neural Language Models" (2020), section 2.1: 2 for the forward
         pass, 4 for the backward pass.
         """
-        return self._trainflow.counters.floating_point_ops(inputs)
+        if not isinstance(inputs, Mapping):
+            return 0
+        facts = self._trainflow.facts
+        if facts.own_flops is not None:
+            return int(facts.own_flops(inputs))
+        main = inputs.get(facts.main_input)
+        # Integers are tokens. For floats such as pixels, transformers counts every element; other models count samples.
+        has_items = isinstance(main, torch.Tensor) and not main.is_floating_point()
+        if isinstance(main, torch.Tensor) and (has_items or models.is_transformers(self.model)):
+            return facts.flops_per_item * main.numel()
+        return facts.flops_per_item * (batch_size_of(inputs) or 0)
 
     def store_flos(self) -> None:
         """Add the floating-point operations that all ranks have counted to the state. Collective."""
-        self._trainflow.counters.store_flos()
+        # As whole numbers: a float has no digits left for a batch beside a long training.
+        self.state.total_flos += self._trainflow.world.comm.sum_ints([int(self.current_flos)])[0]
+        self._trainflow.counters.reset_flos()
 
     def end(self) -> None:
         """Finish the trackers and leave the process group; call it once, after everything that needs other ranks."""
@@ -169,39 +189,7 @@ class Counters:
         if isinstance(main, torch.Tensor) and not main.is_floating_point():
             self.own_tokens += main.numel()
 
-    def store_flos(self) -> None:
-        """Add what all ranks have counted to the state. Collective."""
-        # As whole numbers: a float has no digits left for a batch beside a long training.
-        total = self._internals.world.comm.sum_ints([int(self._trainer.current_flos)])[0]
-        self._trainer.state.total_flos += total
-        self.reset_flos()
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Operations of a forward and backward pass over a batch; `Trainer.floating_point_ops` documents it."""
-        if not isinstance(inputs, Mapping):
-            return 0
-        facts = self._internals.facts
-        if facts.own_flops is not None:
-            return int(facts.own_flops(inputs))
-        main = inputs.get(facts.main_input)
-        # Integers are tokens. For floats such as pixels, transformers counts every element; other models count samples.
-        has_items = isinstance(main, torch.Tensor) and not main.is_floating_point()
-        if isinstance(main, torch.Tensor) and (has_items or models.is_transformers(self._trainer.model)):
-            return facts.flops_per_item * main.numel()
-        return facts.flops_per_item * (batch_size_of(inputs) or 0)
-
-    def track_tokens(self, samples: list[Any]) -> None:
-        """Add the input tokens of a step's micro-batches on all ranks to the state, if they are counted. Collective."""
-        args, run = self._trainer.args, self._internals.run
-        if args.include_num_input_tokens_seen == "no" and not args.include_tokens_per_second:
-            return
-        # A dummy batch has no target items, and its tokens are not training data.
-        real = run is not None and len(run.weights.items) == len(samples)  # an override is called batch by batch
-        counted = [b for b, items in zip(samples, run.weights.items, strict=True) if items] if run and real else samples
-        total = sum(self._input_tokens(batch) for batch in counted)
-        self._trainer.state.num_input_tokens_seen += self._internals.world.comm.sum_ints([total])[0]
-
-    def _input_tokens(self, batch: Any) -> int:
+    def input_tokens(self, batch: Any) -> int:
         """Tokens of a batch ``[batch, sequence]``, counted on the host before it goes to the device.
 
         With "non_padding", tokens that the attention mask hides are left out, or without a mask the padding tokens.

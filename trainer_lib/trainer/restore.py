@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainer_lib.trainer import models
 from trainer_lib.trainer.checkpointing import IMPORT
-from trainer_lib.trainer.run import describe_change, refuse_batch, saved_batch, steps_after_change
+from trainer_lib.trainer.run import position_in, saved_batch
 from trainer_lib.trainer.seeding import part_seeds, restore_seeds, set_seed
 from trainer_lib.trainer.snapshots import decoded
 from trainer_lib.trainer.world import newest_common
@@ -285,19 +286,34 @@ class Restore:
             self._internals.engine.precision.load_scaler_state(loaded.scaler)
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
-        """The optimizer steps to do in all, after a change of the global batch if there is one.
-
-        Raises:
-            ConfigError: the global batch changed, and `allow_global_batch_change` is off.
-        """
-        args = self._trainer.args
-        if args.ignore_data_skip or saved_batch(loaded.data, source) is None:
+        """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""
+        args, saved, batch = self._trainer.args, saved_batch(loaded.data, source), source.global_batch
+        if args.ignore_data_skip or saved is None:
             return max_steps
         if not args.allow_global_batch_change:
-            raise refuse_batch(loaded, source, args, self._internals.world.comm.data_parallel.size)
-        max_steps = steps_after_change(loaded, source, args, max_steps)
+            shares = self._internals.world.comm.data_parallel.size
+            then, now = _made_of(loaded.training_args, loaded.world_size), _made_of(args.to_dict(), shares)
+            raise ConfigError(
+                f"The global batch was {saved} when the checkpoint was written ({then}) "
+                f"and is {batch} now ({now}), so its position in the data does not fit.",
+                field="global_batch_size",
+                value=batch,
+                remedy="Restore it (for a change of processes: set global_batch_size to the old product), start from "
+                "the beginning, or set allow_global_batch_change=True.",
+            )
+        epoch, (steps, again) = int(loaded.data["epoch"]), position_in(loaded.data, source)
+        # max_steps counts optimizer steps, whatever their batch.
+        if args.max_steps <= 0 and source.steps_per_epoch is not None:
+            done = epoch * source.steps_per_epoch + steps
+            max_steps = loaded.step + max(0, math.ceil(args.num_train_epochs * source.steps_per_epoch) - done)
         if self._trainer.is_world_process_zero():
-            _log.warning("%s", describe_change(loaded, source, max_steps))
+            _log.warning(
+                "The global batch was %d when the checkpoint was written and is %d now: training goes on at sample %d "
+                "of epoch %d%s, and it and its schedule end at step %d.",
+                *(saved, batch, steps * batch, epoch),
+                f" ({again} samples before it are trained on a second time)" if again else "",
+                max_steps,
+            )
         return max_steps
 
     def _warn_of_changed_arguments(self, loaded: Checkpoint) -> None:
@@ -402,3 +418,11 @@ def _newest_by_name(root: Store, skip: Collection[str]) -> str | None:
         if found is not None:
             return found.url
     return None
+
+
+def _made_of(args: Mapping[str, Any], processes: int) -> str:
+    """The sizes of which the global batch is the product, in words."""
+    if args.get("global_batch_size"):
+        return "global_batch_size"
+    micro, steps = args.get("per_device_train_batch_size"), args.get("gradient_accumulation_steps")
+    return f"{micro} per device x {steps} micro-batches x {processes} processes"

@@ -30,14 +30,10 @@ _NORMS = ("_clip_grad_norm", "_get_grad_norm")
 
 
 def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tuple[int, int]:
-    """(optimizer steps, epochs) to do.
+    """(optimizer steps, epochs) to do. Raises ConfigError and DataError.
 
     Args:
         steps_per_epoch: None when the data has no length.
-
-    Raises:
-        ConfigError: neither the data nor `max_steps` gives a length.
-        DataError: the data has no batch.
     """
     if args.max_steps > 0:
         # A stream is read again from its start until `max_steps` is reached.
@@ -68,11 +64,7 @@ def training_values(
 
 
 def _planned_length(trainer: Trainer, source: TrainSource, loader: Any) -> tuple[int, int]:
-    """(optimizer steps, epochs) to do, as the Trainer's `set_initial_training_values` says.
-
-    Raises:
-        ConfigError: an override asks for epochs of another length than the data has.
-    """
+    """(optimizer steps, epochs) to do, as the Trainer's `set_initial_training_values` says. Raises ConfigError."""
     values = trainer.set_initial_training_values(trainer.args, loader)
     epochs, steps, max_steps = values[0], values[1], values[-1]
     if source.steps_per_epoch is not None and steps != source.steps_per_epoch:

@@ -36,12 +36,7 @@ FRAMES = 21  # modules that are shown, the faulty one included
 
 @contextlib.contextmanager
 def finite_or_stop(model: nn.Module) -> Iterator[None]:
-    """Check every forward of `model` inside the block.
-
-    Raises:
-        NonFiniteError: a module has a NaN or an infinity among its weights, inputs or outputs; the error names the
-            first one. `details` has the modules before it, oldest first, with least and greatest magnitudes.
-    """
+    """Check every forward of `model` inside the block. Raises NonFiniteError."""
     frames: deque[str] = deque(maxlen=FRAMES)
     hooks = [
         module.register_forward_hook(_look(name or "the model", frames), with_kwargs=True)
@@ -170,7 +165,7 @@ class TrainedModel:
     def look(self) -> None:
         """Find the facts about the model. Raises ConfigError for a model that cannot be trained as asked."""
         trainer, strategy, args = self._trainer, self._internals.engine.strategy, self._trainer.args
-        facts = self._internals.facts = ModelFacts.of(trainer.model, args.label_names, strategy.numel)
+        facts = self._internals.facts = ModelFacts(trainer.model, args.label_names, strategy.numel)
         trainer.label_names = list(facts.forward.labels)
         trainer.can_return_loss = facts.forward.returns_loss
         models.check_settings(trainer.model, args)

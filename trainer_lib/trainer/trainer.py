@@ -1,7 +1,7 @@
 """`Trainer`: the public class. Its methods are spread over one file per concern, all of them overridable.
 
-`data` (loaders), `steps` (forward, loss, backward, prediction), `optimization`, `evaluation`, `saving` (checkpoints and
-the Hub), `reporting`; here are construction, callbacks, training and search.
+`loaders`, `steps` (forward, loss, backward, prediction, optimizer), `evaluator`, `saving` (checkpoints and the Hub),
+`reporting`; here are construction, callbacks, training and search.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
-from trainer_lib.trainer.loaders import DataMethods
 from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
@@ -36,7 +35,7 @@ from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 
 
-class Trainer(DataMethods, StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
+class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
     """Trains, evaluates and predicts with any `torch.nn.Module` whose forward takes a batch by keyword.
 
     Args:

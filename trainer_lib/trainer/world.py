@@ -14,8 +14,7 @@ from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.agreement import run_on_all_ranks
-from trainer_lib.distributed.communicator import Communicator, Pending
-from trainer_lib.errors import TrainflowError
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import verify_files
 
@@ -32,11 +31,10 @@ class NodeView:
         self.rank = self.local_rank = comm.local_rank
         self.world_size = self.local_world_size = comm.local_world_size
         self.data_parallel = comm.data_parallel
+        # What these say concerns all machines.
+        self.barrier, self.agree, self.any, self.any_later = comm.barrier, comm.agree, comm.any, comm.any_later
+        self.sum_ints, self.sum_tensor, self.gather_tensor = comm.sum_ints, comm.sum_tensor, comm.gather_tensor
         self._node = str(comm.rank - comm.local_rank)  # the first rank of a machine stands for it
-
-    def barrier(self) -> None:
-        """Wait for every rank of every machine."""
-        self._comm.barrier()
 
     def gather_json(self, obj: Any) -> list[Any] | None:
         """Every local rank's object on the machine's main process; None elsewhere."""
@@ -55,30 +53,6 @@ class NodeView:
         gathered = self._comm.gather_json([self._node, obj] if self.rank == 0 else None)
         everyone = self._comm.broadcast_json(gathered)
         return next(one[1] for one in everyone if one is not None and one[0] == self._node)
-
-    def agree(self, error: TrainflowError | None) -> None:
-        """Raise the first failing rank's error on every rank of every machine; return if no rank failed."""
-        self._comm.agree(error)
-
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank of any machine."""
-        return self._comm.any(flag)
-
-    def any_later(self, flag: bool) -> Pending:
-        """Like `any`, answered later."""
-        return self._comm.any_later(flag)
-
-    def sum_ints(self, values: list[int]) -> list[int]:
-        """Sum over all machines."""
-        return self._comm.sum_ints(values)
-
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor ``[...]`` over all machines."""
-        return self._comm.sum_tensor(tensor)
-
-    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensor ``[...]`` of every rank of every machine."""
-        return self._comm.gather_tensor(tensor)
 
     def twin(self, timeout_s: float) -> Communicator:
         """A view like this one, over connections of its own."""

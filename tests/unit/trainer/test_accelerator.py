@@ -142,7 +142,8 @@ class Stepping(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         inputs, helper = self._prepare_inputs(inputs), self.accelerator
-        with helper.accumulate(model), self.compute_loss_context_manager():
+        assert helper.is_main_process and helper.is_local_main_process
+        with helper.accumulate(model), helper.no_sync(model), self.compute_loss_context_manager():
             loss: torch.Tensor = self.compute_loss(model, inputs)
         self.noted.append((helper.sync_gradients, helper.gradient_state.sync_gradients))
         helper.backward(loss / self.current_gradient_accumulation_steps, retain_graph=True)

@@ -43,7 +43,7 @@ OWNERS: dict[str, str] = {
     **dict.fromkeys(("hp_name", "hp_space", "compute_objective", "hp_search_backend"), "TrialRunner"),
     **dict.fromkeys(("objective", "_trial"), "TrialRunner"),
     "current_flos": "Counters",
-    "_signature_columns": "Loaders",
+    "_signature_columns": "DataMethods",
     "hub_model_id": "SavingMethods",
 }
 #: search/trainer_parts.py sends a Trainer to a process of Ray: while its parts are pickled it is a reference, and there
@@ -74,7 +74,7 @@ def _writes(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _is_trainer(node: ast.AST) -> bool:
-    return isinstance(node, ast.ClassDef) and (node.name == "Trainer" or "TrainerBase" in map(ast.unparse, node.bases))
+    return isinstance(node, ast.ClassDef) and (node.name == "Trainer" or node.name.endswith("Methods"))
 
 
 def _writers(objects: set[str], *, of_trainer: bool) -> set[tuple[str, str]]:

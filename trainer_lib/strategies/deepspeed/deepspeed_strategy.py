@@ -35,7 +35,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.precision import Precision, PrecisionSettings
+from trainer_lib.distributed.precision import Precision
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
@@ -153,7 +153,7 @@ class DeepSpeedStrategy(ZeroWeights):
                 )
 
     @override
-    def precision(self, args: PrecisionSettings) -> Precision:
+    def precision(self, args: TrainingArguments) -> Precision:
         """Return the engine's own precision: the engine casts and scales the loss, so the Trainer does neither."""
         return EnginePrecision(self.plan.precision, self.device, lambda: self._engine)
 

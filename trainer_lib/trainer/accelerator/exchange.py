@@ -6,16 +6,15 @@ first dimension, and a difference that cannot be gathered is the same error on e
 
 from __future__ import annotations
 
-import json
+import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.items import MAPPINGS
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
@@ -27,11 +26,7 @@ _OBJECTS = "Gather tensors, texts, numbers, and lists or mappings of them."
 
 
 def leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
-    """The tensors ``[...]`` of a tree of lists, tuples and mappings, in order.
-
-    Raises:
-        ConfigError: a leaf is not a tensor.
-    """
+    """The tensors ``[...]`` of a tree of lists, tuples and mappings, in order. Raises ConfigError."""
     found: list[torch.Tensor] = []
     replace_leaves(tree, lambda leaf: found.append(leaf) or leaf, field=field)  # type: ignore[func-returns-value]
     return found
@@ -153,23 +148,11 @@ class Exchange:
     # -- objects ------------------------------------------------------------------------------------------------------
 
     def gather_objects(self, tree: Any, *, contributes: bool = True) -> list[Any]:
-        """Every rank's objects: lists and tuples joined, any other object as one entry per rank.
-
-        Raises:
-            ConfigError: an object is not a tensor, array, text, number, or a list or mapping of them.
-        """
-        own = pack_objects(tree) if contributes else b""
-        sizes = [0] * self._comm.world_size
-        sizes[self._comm.rank] = len(own)
-        sizes = self._comm.sum_ints(sizes)
-        sent = torch.zeros(max(sizes), dtype=torch.uint8)
-        sent[: len(own)] = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
-        received = self._comm.gather_tensor(sent) if sent.numel() else [sent] * len(sizes)
+        """Every rank's objects: lists and tuples joined, any other object as one entry per rank. Raises ConfigError."""
         joined: list[Any] = []
-        for data, size in zip(received, sizes, strict=True):
-            if size:
-                one = unpack_objects(data[:size].numpy().tobytes())
-                joined.extend(one if isinstance(one, list | tuple) else [one])
+        for packed in self._comm.broadcast_json(self._comm.gather_json([_packed(tree)] if contributes else [])):
+            for part in map(_unpacked, packed):
+                joined.extend(part if isinstance(part, list | tuple) else [part])
         return joined
 
 
@@ -187,44 +170,21 @@ def _pad_one(leaf: torch.Tensor, rows: Any, dim: int, value: Any, first: bool) -
     return padded
 
 
-def pack_objects(tree: Any) -> bytes:
-    """A tree of objects as bytes: its form as JSON with the tensors numbered, then the tensors' bytes."""
-    tensors: list[torch.Tensor] = []
-    form = _describe(tree, tensors)
-    shapes = [[str(each.dtype), list(each.shape)] for each in tensors]
-    header = json.dumps({"form": form, "tensors": shapes}).encode()
-    data = [each.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
-    return b"".join([len(header).to_bytes(8, "little"), header, *data])
-
-
-def unpack_objects(data: bytes) -> Any:
-    """The tree that `pack_objects` packed, with its tensors on the CPU."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = parse_json(data[8:end])
-    dtypes = {str(each): each for each in _DTYPES}
-    tensors = []
-    for name, shape in header["tensors"]:
-        dtype = dtypes[name]
-        size = math.prod(shape) * dtype.itemsize
-        flat = torch.from_numpy(np.frombuffer(data, dtype=np.uint8, count=size, offset=end).copy())
-        tensors.append(flat.view(dtype).reshape(shape))
-        end += size
-    return _rebuild(header["form"], tensors)
-
-
-def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
+def _packed(tree: Any) -> Any:
+    """A tree of objects as JSON, with the bytes of tensors and arrays as text."""
+    if isinstance(tree, np.generic):
+        tree = tree.item()
     if tree is None or isinstance(tree, bool | int | float | str):
-        return {"value": tree}
-    if isinstance(tree, torch.Tensor):
-        tensors.append(tree.detach().cpu())
-        return {"tensor": len(tensors) - 1}
-    if isinstance(tree, np.ndarray | np.generic):
-        tensors.append(torch.from_numpy(np.array(tree)))
-        return {"array": len(tensors) - 1, "scalar": not isinstance(tree, np.ndarray)}
+        return tree
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        value = torch.from_numpy(np.array(tree)) if isinstance(tree, np.ndarray) else tree.detach().cpu()
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        kind = "array" if isinstance(tree, np.ndarray) else "tensor"
+        return {kind: [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
     if isinstance(tree, MAPPINGS):
-        return {"dict": [[_describe(name, tensors), _describe(part, tensors)] for name, part in tree.items()]}
+        return {"dict": [[_packed(name), _packed(part)] for name, part in tree.items()]}
     if isinstance(tree, list | tuple):
-        return {"list" if isinstance(tree, list) else "tuple": [_describe(part, tensors) for part in tree]}
+        return {"list" if isinstance(tree, list) else "tuple": [_packed(part) for part in tree]}
     raise ConfigError(
         "An object of this type cannot be exchanged between processes.",
         field="gather_for_metrics",
@@ -233,15 +193,17 @@ def _describe(tree: Any, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def _rebuild(form: Mapping[str, Any], tensors: list[torch.Tensor]) -> Any:
-    if "value" in form:
-        return form["value"]
-    if "tensor" in form:
-        return tensors[form["tensor"]]
-    if "array" in form:
-        array = tensors[form["array"]].numpy()
-        return array[()] if form["scalar"] else array
-    if "dict" in form:
-        return {_rebuild(name, tensors): _rebuild(part, tensors) for name, part in form["dict"]}
-    parts = [_rebuild(part, tensors) for part in form.get("list", form.get("tuple", ()))]
-    return parts if "list" in form else tuple(parts)
+def _unpacked(packed: Any) -> Any:
+    """The tree of `_packed`, with its tensors on the CPU."""
+    if not isinstance(packed, dict):
+        return packed
+    [(kind, value)] = packed.items()
+    if kind == "dict":
+        return {_unpacked(name): _unpacked(part) for name, part in value}
+    if kind in ("list", "tuple"):
+        parts = [_unpacked(part) for part in value]
+        return parts if kind == "list" else tuple(parts)
+    name, shape, text = value
+    data = torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
+    tensor = data.view(next(dtype for dtype in _DTYPES if str(dtype) == name)).reshape(shape)
+    return tensor.numpy() if kind == "array" else tensor

@@ -190,11 +190,7 @@ class PreparingAccelerator(Accelerator):  # type: ignore[misc]  # accelerate shi
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights on the main process.
-
-        Raises:
-            ConfigError: the model is sharded.
-        """
+        """Write a model's weights on the main process. Raises ConfigError."""
         if self._internals.engine.strategy.name in _SHARDING and self.unwrap_model(model) is self._trainer.model:
             raise ConfigError(
                 "The model is sharded over the processes.",

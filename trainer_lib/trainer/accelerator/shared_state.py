@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 #: Attribute of a prepared loader: the loader that was given to `prepare`.
 ORIGINAL = "_trainflow_original"
 _OURS = "_trainflow_filled"
-_PRECISIONS = {"fp32": "no"}
 
 
 def distributed_type(world: World, strategy: Strategy) -> Any:
@@ -40,6 +39,12 @@ def distributed_type(world: World, strategy: Strategy) -> Any:
     if world.comm.world_size == 1:
         return DistributedType.NO
     return DistributedType["MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"]
+
+
+def precision_name(engine: Engine) -> str:
+    """accelerate's word for the precision of forward passes: "no", "bf16" or "fp16"."""
+    name = engine.precision.name
+    return "no" if name == "fp32" else name
 
 
 def process_facts(world: World, strategy: Strategy) -> dict[str, Any]:
@@ -61,10 +66,10 @@ def process_facts(world: World, strategy: Strategy) -> dict[str, Any]:
 
 def accelerator_facts(world: World, engine: Engine) -> dict[str, Any]:
     """What `AcceleratorState` holds: the facts of the process, the precision and the plugins in use."""
-    plugins, precision = engine.strategy.plugins, engine.precision.name
+    plugins = engine.strategy.plugins
     return {
         **process_facts(world, engine.strategy),
-        "_mixed_precision": _PRECISIONS.get(precision, precision),
+        "_mixed_precision": precision_name(engine),
         "deepspeed_plugins": plugins.get("deepspeed_plugin"),
         "fsdp_plugin": plugins.get("fsdp_plugin"),
         "torch_tp_plugin": None,

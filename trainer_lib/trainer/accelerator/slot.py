@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _ACCELERATE = "accelerate"
-_Loader = TypeVar("_Loader", EvalLoader, IterableLoader)
 
 
 def unwrap_prepared(prepared: Any) -> Any:
@@ -82,12 +81,11 @@ class AcceleratorSlot:
             self._made = TrainerAccelerator(self._trainer, self._internals)
         return self._made
 
-    def watch(self, loader: _Loader) -> _Loader:
+    def watch(self, loader: EvalLoader | IterableLoader) -> None:
         """Note a loader that the user may iterate: its ranks get equally many batches, so that they can gather."""
         if isinstance(loader, EvalLoader):
             loader.equal_rounds = True
         self._watched.add(loader)
-        return loader
 
     def has_own_batch(self) -> bool:
         """Whether the batch that is computed now holds samples of this rank's own, and is not a dummy batch."""

@@ -3,14 +3,14 @@
 Libraries that subclass the Trainer call it and check its type. Nothing of accelerate acts behind the Trainer: it forms
 no process group, wraps no model a second time, makes no second loss scaler, and makes the host wait for the device only
 where its caller asks for a number. Our own loop does not go through it. Every public member of accelerate's is served
-here, inherited because its own code does no more than that (`INHERITED`), or refused by name (`REFUSED`).
+here (`FACTS`, or a method), inherited because its own code does no more than that, or refused by name (`REFUSED`).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,10 @@ REFUSED: Mapping[str, str] = {
     "data_parallel_rank": "Read process_index.",
     "data_parallel_shard_rank": "Read process_index.",
 }
+_ABSENT = (
+    *("flag_tensor", "ddp_handler", "scaler_handler", "init_handler", "autocast_handler", "fp8_recipe_handler"),
+    *("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler", "profile_handler"),
+)
 
 
 class TrainerAccelerator(PreparingAccelerator):
@@ -72,17 +76,12 @@ class TrainerAccelerator(PreparingAccelerator):
         self.trackers: list[Any] = []
         self.log_with: list[Any] = []
         self.rng_types = ["generator"]
-        self.flag_tensor: torch.Tensor | None = None
         self.step = 0
-        self.ddp_handler = self.scaler_handler = self.init_handler = self.autocast_handler = None
-        self.fp8_recipe_handler = self.ao_recipe_handler = self.te_recipe_handler = None
-        self.msamp_recipe_handler = self.profile_handler = None
         self.has_lomo_optimizer = self.has_fp8_handler = self.fp8_enabled = self.delayed_fp8_autocast = False
-        self._optimizers: list[Any] = []
-        self._models: list[Any] = []
-        self._schedulers: list[Any] = []
-        self._dataloaders: list[Any] = []
-        self._custom_objects: list[Any] = []
+        for name in _ABSENT:
+            setattr(self, name, None)
+        for name in ("_optimizers", "_models", "_schedulers", "_dataloaders", "_custom_objects"):
+            setattr(self, name, [])
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._refresh()
@@ -90,49 +89,6 @@ class TrainerAccelerator(PreparingAccelerator):
     @property
     def _exchange(self) -> Exchange:
         return Exchange(self._internals.world.comm)
-
-    # -- facts --------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._internals.world.comm.rank == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self._internals.world.comm.local_rank == 0
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several ranks."""
-        return self._internals.world.comm.world_size > 1
-
-    @property
-    def mixed_precision(self) -> str:
-        """The precision of forward passes: "no", "bf16" or "fp16"."""
-        name = self._internals.engine.precision.name
-        return "no" if name == "fp32" else name
-
-    @property
-    def native_amp(self) -> bool:
-        """Whether forward passes are computed in mixed precision."""
-        return self._internals.engine.precision.dtype is not None
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of the Trainer, the only one there is; None unless fp16."""
-        return self._internals.engine.precision.scaler
-
-    @property
-    def fp8_backend(self) -> Any:
-        """accelerate's value for no fp8."""
-        return FP8BackendType.NO
-
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this rank writes models: the first of its machine."""
-        return self.is_local_main_process
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -183,11 +139,7 @@ class TrainerAccelerator(PreparingAccelerator):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip gradients to a norm. Returns the norm before clipping, ``[]`` on the device.
-
-        Raises:
-            ConfigError: parameters are sharded, and the norm is not L2.
-        """
+        """Clip gradients to a norm. Returns the norm before clipping, ``[]`` on the device. Raises ConfigError."""
         self.unscale_gradients()
         given: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         strategy = self._internals.engine.strategy
@@ -204,11 +156,7 @@ class TrainerAccelerator(PreparingAccelerator):
 
     @override
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip every element of the gradients to [-clip_value, clip_value].
-
-        Raises:
-            ConfigError: DeepSpeed holds the gradients.
-        """
+        """Clip every element of the gradients to [-clip_value, clip_value]. Raises ConfigError."""
         if self._internals.engine.strategy.name == "deepspeed":
             raise ConfigError(
                 "DeepSpeed holds the gradients.", field="clip_grad_value_", remedy="Set max_grad_norm instead."
@@ -291,11 +239,7 @@ class TrainerAccelerator(PreparingAccelerator):
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or max over ranks of tensors ``[...]`` in any structure, as new tensors.
-
-        Raises:
-            ConfigError: the reduction is unknown, or `scale` is not 1, which accelerate uses on XLA only.
-        """
+        """The sum, mean or max over ranks of tensors ``[...]`` in any structure, as new tensors. Raises ConfigError."""
         if scale != 1.0:
             raise ConfigError(
                 "A scale is not supported.", field="scale", value=scale, remedy="Multiply what reduce returns."
@@ -366,6 +310,19 @@ class TrainerAccelerator(PreparingAccelerator):
         self._internals.events.close_trackers("FINISHED")
 
 
+#: Member of accelerate's that is read off the world and the engine.
+FACTS: Mapping[str, Callable[[TrainerAccelerator], Any]] = {
+    "is_main_process": lambda self: self._internals.world.comm.rank == 0,
+    "is_local_main_process": lambda self: self._internals.world.comm.local_rank == 0,
+    "should_save_model": lambda self: self.is_local_main_process,
+    "use_distributed": lambda self: self._internals.world.comm.world_size > 1,
+    "mixed_precision": lambda self: shared_state.precision_name(self._internals.engine),
+    "native_amp": lambda self: self._internals.engine.precision.dtype is not None,
+    "scaler": lambda self: self._internals.engine.precision.scaler,  # the only one there is
+    "fp8_backend": lambda self: FP8BackendType.NO,
+}
+
+
 def _refused_member(name: str) -> Any:
     def refuse(self: TrainerAccelerator, *_: Any, **__: Any) -> Any:
         raise ConfigError(
@@ -376,5 +333,7 @@ def _refused_member(name: str) -> Any:
     return property(refuse) if name.endswith("_rank") else refuse
 
 
+for _name, _read in FACTS.items():
+    setattr(TrainerAccelerator, _name, property(_read))
 for _name in REFUSED:
     setattr(TrainerAccelerator, _name, _refused_member(_name))
