@@ -33,61 +33,27 @@ class Batch(dict[str, Any]):
             labels = labels["labels"]
         return cls(features=features) if labels is None else cls(features=features, labels=labels)
 
-    @property
-    def features(self) -> Any:
-        """What the model takes first."""
-        return self["features"]
-
-    @property
-    def labels(self) -> Any:
-        """The labels; None without any."""
-        return dict.get(self, "labels")
-
     @override
     def get(self, name: Any, default: Any = None) -> Any:
         """A part of the batch, or a column of its features: what counts tokens looks for ``input_ids``."""
-        if name in self:
-            return self[name]
-        features = self["features"]
-        return features.get(name, default) if isinstance(features, Mapping) else default
+        columns = self["features"] if isinstance(self["features"], Mapping) else {}
+        return self[name] if name in self else columns.get(name, default)
 
-
-def to_batch(value: Any, label_names: Sequence[str], *, one_input: bool) -> Batch:
-    """A batch in any form that data comes in.
-
-    Args:
-        value: a `Batch`; a pair (features, labels); a mapping with labels under `label_names`; or features alone.
-        one_input: the model takes one tensor, so that the only column of a mapping is the features.
-
-    Raises:
-        DataError: it has more than two parts.
-    """
-    if isinstance(value, Batch):
-        return value
-    if isinstance(value, Mapping):
-        present = [name for name in label_names if name in value]
-        rest = {name: part for name, part in value.items() if name not in present}
-        features = next(iter(rest.values())) if one_input and len(rest) == 1 else rest
-        labels = {name: value[name] for name in present}
-        return Batch.of(features, next(iter(labels.values())) if len(labels) == 1 else labels or None)
-    if isinstance(value, tuple | list):
-        if not 1 <= len(value) <= 2:
-            raise DataError(
-                f"A sample or batch has {len(value)} parts.",
-                field="train_dataset",
-                remedy="Give pairs (features, labels).",
-            )
-        return Batch.of(value[0], value[1] if len(value) == 2 else None)
-    return Batch.of(value, None)
+    def __missing__(self, name: str) -> None:
+        """None for labels that the batch has not."""
+        if name != "labels":
+            raise KeyError(name)
 
 
 class PairCollator:
-    """Makes a `Batch` of a list of samples.
+    """Makes a `Batch` of a list of samples, or of a batch in any form that data comes in.
 
     Args:
         collate: the user's collator, whose result may have any form that `to_batch` takes; None for stacking.
         label_names: columns of labels in samples that are mappings.
-        one_input: the model takes one tensor.
+
+    Attributes:
+        one_input: the model takes one tensor, so that the only column of a mapping is the features.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, label_names: Sequence[str]) -> None:
@@ -99,17 +65,35 @@ class PairCollator:
 
     def __call__(self, samples: list[Any]) -> Batch:
         """Stack samples to a batch of tensors ``[batch, ...]``."""
-        return to_batch(self._collate(samples), self.label_names, one_input=self.one_input)
-
-    def _collate(self, samples: list[Any]) -> Any:
-        if self.collate is not None:
-            return self.collate(samples)
         first = samples[0]
+        if self.collate is not None:
+            return self.to_batch(self.collate(samples))
         if isinstance(first, Mapping):
-            return default_data_collator(samples)
-        if isinstance(first, tuple):
-            return tuple(_stack([sample[part] for sample in samples]) for part in range(len(first)))
-        return (_stack(samples),)
+            return self.to_batch(default_data_collator(samples))
+        return self.to_batch(_stack(samples if isinstance(first, tuple) else [(sample,) for sample in samples]))
+
+    def to_batch(self, value: Any) -> Batch:
+        """A `Batch` of one; of a pair (features, labels); of a mapping with labels under their names; of features.
+
+        Raises:
+            DataError: it has more than two parts.
+        """
+        if isinstance(value, Batch):
+            return value
+        if isinstance(value, Mapping):
+            labels = {name: value[name] for name in self.label_names if name in value}
+            rest = {name: part for name, part in value.items() if name not in labels}
+            features = next(iter(rest.values())) if self.one_input and len(rest) == 1 else rest
+            return Batch.of(features, next(iter(labels.values())) if len(labels) == 1 else labels or None)
+        if not isinstance(value, tuple | list):
+            return Batch.of(value, None)
+        if not 1 <= len(value) <= 2:
+            raise DataError(
+                f"A sample or batch has {len(value)} parts.",
+                field="train_dataset",
+                remedy="Give pairs (features, labels).",
+            )
+        return Batch.of(value[0], value[1] if len(value) == 2 else None)
 
 
 def _stack(parts: list[Any]) -> Any:
@@ -134,9 +118,6 @@ def _stack(parts: list[Any]) -> Any:
     return batch["value"]
 
 
-# -- data sets ---------------------------------------------------------------------------------------------------------
-
-
 def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
     """A data set as the loaders take it: map-style data as it is, anything else as a stream of samples.
 
@@ -152,7 +133,8 @@ def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
             field="train_dataset",
             remedy="Give list(zip(features, labels)).",
         )
-    if isinstance(dataset, DataLoader) or _is_of_batches(dataset):
+    batches = getattr(getattr(sys.modules.get("keras"), "utils", None), "PyDataset", DataLoader)
+    if isinstance(dataset, (DataLoader, batches)):
         raise DataError(
             "Its items are batches, and a data set has samples.",
             field="train_dataset",
@@ -161,34 +143,20 @@ def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
         )
     if dataset is None or isinstance(dataset, IterableDataset):
         return dataset
-    if callable(getattr(dataset, "as_numpy_iterator", None)):
-        return TensorFlowStream(dataset, shuffle_seed)
-    return dataset if hasattr(dataset, "__getitem__") or not has_length(dataset) else SizedStream(dataset)
+    if _is_tensorflow(dataset) or (has_length(dataset) and not hasattr(dataset, "__getitem__")):
+        return Stream(dataset, shuffle_seed)
+    return dataset
 
 
-def _is_of_batches(dataset: Any) -> bool:
-    kind = getattr(getattr(sys.modules.get("keras"), "utils", None), "PyDataset", None)
-    return isinstance(kind, type) and isinstance(dataset, kind)
+def _is_tensorflow(dataset: Any) -> bool:
+    return callable(getattr(dataset, "as_numpy_iterator", None))
 
 
-class SizedStream(IterableDataset[Any]):
-    """An iterable with a length and without random access."""
+class Stream(IterableDataset[Any]):
+    """The samples of an iterable with a length, or of a `tf.data.Dataset`, as arrays shuffled by (seed, epoch)."""
 
-    def __init__(self, samples: Any) -> None:
+    def __init__(self, samples: Any, seed: int | None) -> None:
         self._samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-
-class TensorFlowStream(IterableDataset[Any]):
-    """The samples of a `tf.data.Dataset` as arrays; shuffled by (seed, epoch) when it has a seed and a length."""
-
-    def __init__(self, dataset: Any, seed: int | None) -> None:
-        self._dataset = dataset
         self._seed = seed
         self._epoch = 0
 
@@ -197,20 +165,22 @@ class TensorFlowStream(IterableDataset[Any]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        count = int(self._dataset.cardinality())
+        count = int(self._samples.cardinality()) if _is_tensorflow(self._samples) else len(self._samples)
         if count < 0:  # infinite or unknown
             raise TypeError("The data set has no length.")
         return count
 
     def __iter__(self) -> Iterator[Any]:
-        dataset = self._dataset
+        samples = self._samples
+        if not _is_tensorflow(samples):
+            return iter(samples)
         if self._seed is not None and has_length(self):
-            dataset = dataset.shuffle(len(self), seed=self._seed + self._epoch, reshuffle_each_iteration=False)
-        return iter(dataset.as_numpy_iterator())
+            samples = samples.shuffle(len(self), seed=self._seed + self._epoch, reshuffle_each_iteration=False)
+        return iter(samples.as_numpy_iterator())
 
 
 class BatchLoader:
-    """The batches of a loader or data set of the user's own, as `Batch`.
+    """The batches of the user's own loader or data set, as `Batch`.
 
     Args:
         batches: batches in any form that `to_batch` takes, of torch tensors, arrays or tensors of TensorFlow.
@@ -218,32 +188,27 @@ class BatchLoader:
     """
 
     def __init__(self, batches: Iterable[Any], collate: PairCollator, *, steps: int | None = None) -> None:
-        self._batches = batches
+        self._batches: Any = batches
         self._collate = collate
         self._steps = steps
         self.dataset = getattr(batches, "dataset", None)
         self.batch_size = getattr(batches, "batch_size", None)
 
     def __iter__(self) -> Iterator[Batch]:
-        own: Any = self._batches
-        batches = own.as_numpy_iterator() if callable(getattr(own, "as_numpy_iterator", None)) else iter(own)
+        batches = self._batches.as_numpy_iterator() if _is_tensorflow(self._batches) else iter(self._batches)
         for batch in itertools.islice(batches, self._steps):
-            names, one_input = self._collate.label_names, self._collate.one_input
-            yield to_batch(_to_torch(batch), names, one_input=one_input)
+            yield self._collate.to_batch(_to_torch(batch))
 
     def __len__(self) -> int:
-        if not has_length(self._batches):
-            if self._steps is None:
-                raise TypeError("The batches have no length.")
-            return self._steps
-        length = len(self._batches)  # type: ignore[arg-type]
-        return length if self._steps is None else min(length, self._steps)
+        lengths = [self._steps] if self._steps is not None else []
+        lengths += [len(self._batches)] if has_length(self._batches) else []
+        if not lengths:
+            raise TypeError("The batches have no length.")
+        return min(lengths)
 
 
 def _to_torch(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) or value is None:
-        return value
-    if isinstance(value, Batch):
+    if value is None or isinstance(value, torch.Tensor | Batch):
         return value
     if isinstance(value, Mapping):
         return {str(name): _to_torch(part) for name, part in value.items()}

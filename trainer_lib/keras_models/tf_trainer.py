@@ -5,7 +5,6 @@ Import it before keras: it lets Keras run on torch (`KERAS_BACKEND`), unless the
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,49 +13,42 @@ from torch import nn
 from typing_extensions import override
 
 from trainer_lib.arguments import TFTrainingArguments, TrainingArguments
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.outputs import EvalLoopOutput
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, TrainLoader, has_length
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.evaluation import nested
-from trainer_lib.keras_models.keras_backend import choose_torch
-from trainer_lib.keras_models.keras_forward import KerasForward, LossSum
-from trainer_lib.keras_models.keras_optimizer import KerasOptimizer, KerasSchedule
-from trainer_lib.keras_models.pairs import Batch, BatchLoader, as_dataset, to_batch
+from trainer_lib.keras_models import keras_backend
+from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, LossSum, SummaryWriter, placed_on
+from trainer_lib.keras_models.pairs import Batch, BatchLoader, PairCollator, as_dataset
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.overrides import takes, takes_positionals
+from trainer_lib.trainer.overrides import parameters_of, takes, takes_positionals
+
+keras_backend.choose_torch()  # here, because a script imports keras after this module
+
+#: Arguments that are refused unless they have their default -> the remedy.
+_UNSERVED = {
+    **dict.fromkeys(("fsdp", "deepspeed"), "Remove it: the model is replicated."),
+    "bf16_full_eval": "Build the model with dtype='bfloat16'.",
+    "fp16_full_eval": "Build the model with dtype='float16'.",
+    "past_index": "Remove it, and let the model keep its memory.",
+    "label_smoothing_factor": "Remove it: Keras' CategoricalCrossentropy takes label_smoothing.",
+}
+_UNCALLED = {
+    "apply_gradients": "Override training_step, or use a callback's on_pre_optimizer_step.",
+    "distributed_training_steps": "Override training_step: every process runs one replica.",
+    "distributed_prediction_steps": "Override prediction_step: every process runs one replica.",
+}
 
 
-class SummaryWriter:
-    """Writes to a `tf.summary.SummaryWriter`, which stays open."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self._summary: Any = importlib.import_module("tensorflow").summary  # imported already: it made the writer
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write a number of one step."""
-        with self._writer.as_default():
-            self._summary.scalar(name, value, step=step)
-
-    def add_text(self, name: str, text: str) -> None:
-        """Write a text."""
-        with self._writer.as_default():
-            self._summary.text(name, text, step=0)
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._writer.flush()
-
-
-def adopt_writer(writer: Any) -> Any:
-    """A writer with the methods of torch's; one of TensorFlow is wrapped. Raises ConfigError for anything else."""
-    if callable(getattr(writer, "add_scalar", None)):
-        return writer
+def _writing_callbacks(writer: Any) -> list[TrainerCallback]:
+    if writer is None or callable(getattr(writer, "add_scalar", None)):
+        return [] if writer is None else [TensorBoardCallback(writer)]
     if callable(getattr(writer, "as_default", None)):
-        return SummaryWriter(writer)
+        return [TensorBoardCallback(SummaryWriter(writer))]
     raise ConfigError(
         "It has neither add_scalar() nor as_default().",
         field="tb_writer",
@@ -65,14 +57,13 @@ def adopt_writer(writer: Any) -> Any:
     )
 
 
-# `TFHooks`: a `TFTrainer` as the Trainer's collaborators see it.
-#
-# Some methods have other parameters in a TFTrainer than in a Trainer. The collaborators call a Trainer's; here each
-# call is handed to the TFTrainer's method, so that an override with the TFTrainer's parameters is what runs.
-
-
 class TFHooks:
-    """Hands every call and every attribute to a TFTrainer, a few calls with other parameters."""
+    """A `TFTrainer` as the Trainer's collaborators see it.
+
+    Some methods have other parameters in a TFTrainer than in a Trainer. The collaborators call a Trainer's; here these
+    calls go to the TFTrainer's methods, so that an override with the TFTrainer's parameters is what runs. Every other
+    attribute is the TFTrainer's.
+    """
 
     _tf: TFTrainer
     _takes_items: bool
@@ -87,8 +78,6 @@ class TFHooks:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._tf, name, value)
 
-    # -- data ---------------------------------------------------------------------------------------------------------
-
     @property
     def train_dataset(self) -> Any:
         """The training data as the loaders take it."""
@@ -101,21 +90,15 @@ class TFHooks:
     def eval_dataset(self) -> Any:
         """The evaluation data, or a mapping of it, as the loaders take it."""
         sets = self._tf.eval_dataset
-        return (
-            {name: as_dataset(each) for name, each in sets.items()} if isinstance(sets, Mapping) else as_dataset(sets)
-        )
-
-    # -- one batch ----------------------------------------------------------------------------------------------------
-
-    def _batch(self, inputs: Any) -> Batch:
-        collate = self._tf._trainflow_keras.collate
-        return to_batch(self._tf._prepare_inputs(inputs), collate.label_names, one_input=collate.one_input)
+        if not isinstance(sets, Mapping):
+            return as_dataset(sets)
+        return {name: as_dataset(dataset) for name, dataset in sets.items()}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss ``[]`` of one micro-batch; its gradients are added to those of the parameters."""
-        batch = self._batch(inputs)
+        batch = self._tf._trainflow_collate.to_batch(self._tf._prepare_inputs(inputs))
         more = (num_items_in_batch,) if self._takes_items else ()
-        loss: Any = self._tf.training_step(batch.features, batch.labels, *more)
+        loss: Any = self._tf.training_step(batch["features"], batch["labels"], *more)
         if not isinstance(loss, torch.Tensor):
             raise CodeError(
                 "The method training_step() must return the loss.",
@@ -129,26 +112,27 @@ class TFHooks:
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss ``[]``, logits, labels ``[batch, ...]``) of one batch."""
-        trainer, forward = self._tf, self._tf._trainflow_keras
-        items, batch = trainer._trainflow.forward.target_items(inputs), self._batch(inputs)
-        forward.ignore_keys = list(ignore_keys or ())
+        trainer = self._tf
+        items = trainer._trainflow.forward.target_items(inputs)
+        batch = trainer._trainflow_collate.to_batch(trainer._prepare_inputs(inputs))
+        trainer._trainflow_ignored = list(ignore_keys or ())
         trainer.eval_loss.reset_state()
         with torch.no_grad(), trainer.compute_loss_context_manager():
-            logits = trainer.prediction_step(batch.features, batch.labels, items)
-        loss, labels = trainer.eval_loss.result(), batch.labels
+            logits = trainer.prediction_step(batch["features"], batch["labels"], items)
+        loss, labels = trainer.eval_loss.result(), batch["labels"]
         if prediction_loss_only:
             return loss, None, None
-        if isinstance(labels, Mapping):
-            labels = tuple(labels.values())
-        return loss, nested.detach(logits), nested.detach(labels)
-
-    # -- optimizer, evaluation ----------------------------------------------------------------------------------------
+        return (
+            loss,
+            nested.detach(logits),
+            nested.detach(tuple(labels.values()) if isinstance(labels, Mapping) else labels),
+        )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule; those of Keras get the names of torch's."""
-        self._tf._trainflow_keras.total_steps = num_training_steps
+        self._tf._trainflow_steps = num_training_steps
         self._tf.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
-        self._tf._trainflow_keras.wrap_optimizer()
+        self._tf._trainflow_wrap_optimizer()
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Metrics of an evaluation set; an override may take the data alone."""
@@ -165,36 +149,16 @@ class TFHooks:
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """One pass over a loader, through an override of `prediction_loop` where there is one."""
-        trainer, forward = self._tf, self._tf._trainflow_keras
+        trainer = self._tf
         if not trainer._trainflow_overrides("prediction_loop"):
             return trainer.evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        forward.ignore_keys, forward.prefix = list(ignore_keys or ()), metric_key_prefix
-        steps, examples = trainer._trainflow_sizes(dataloader)
+        trainer._trainflow_ignored, trainer._trainflow_prefix = list(ignore_keys or ()), metric_key_prefix
+        _, steps, examples = trainer._trainflow_sized(dataloader)
         return trainer.prediction_loop(dataloader, steps, examples, description, prediction_loss_only)
 
     prediction_loop = evaluation_loop
-
-
-choose_torch()  # here, because a script imports keras after this module
-
-_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "fsdp": (lambda args: bool(args.fsdp), "Remove it: the model is replicated."),
-    "deepspeed": (lambda args: args.deepspeed is not None, "Remove it: the model is replicated."),
-    "bf16_full_eval": (lambda args: bool(args.bf16_full_eval), "Build the model with dtype='bfloat16'."),
-    "fp16_full_eval": (lambda args: bool(args.fp16_full_eval), "Build the model with dtype='float16'."),
-    "past_index": (lambda args: args.past_index >= 0, "Remove it, and let the model keep its memory."),
-    "label_smoothing_factor": (
-        lambda args: args.label_smoothing_factor > 0,
-        "Remove it: Keras' CategoricalCrossentropy takes label_smoothing.",
-    ),
-}
-_UNCALLED = {
-    "apply_gradients": "Override training_step, or use a callback's on_pre_optimizer_step.",
-    "distributed_training_steps": "Override training_step: every process runs one replica.",
-    "distributed_prediction_steps": "Override prediction_step: every process runs one replica.",
-}
 
 
 class TFTrainer(Trainer):
@@ -213,8 +177,7 @@ class TFTrainer(Trainer):
         tb_writer: a `SummaryWriter` of torch or of TensorFlow that the log is written to.
         optimizers: a Keras optimizer and a Keras schedule to use instead of Adam with a polynomial decay; each may be
             None. An optimizer and a schedule of torch are taken as well.
-        data_collator, processing_class, model_init, compute_loss_func, callbacks, optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics: as of `Trainer`.
+        data_collator, model_init, callbacks, further: as of `Trainer`.
 
     Raises:
         MissingExtraError: keras is not installed.
@@ -223,7 +186,11 @@ class TFTrainer(Trainer):
     """
 
     _trainflow_arguments_class = TFTrainingArguments
-    _trainflow_keras: KerasForward
+    # Of the training or evaluation that is running: steps, target items of the step, left-out outputs, metric prefix.
+    _trainflow_steps = 0
+    _trainflow_items: Any = None
+    _trainflow_ignored: Sequence[str] = ()
+    _trainflow_prefix = "eval"
 
     def __init__(
         self,
@@ -236,79 +203,112 @@ class TFTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         *,
         data_collator: Callable[[list[Any]], Any] | None = None,
-        processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., torch.Tensor] | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        **further: Any,
     ) -> None:
-        self._trainflow_refuse_uncalled()
+        for name, remedy in _UNCALLED.items():
+            if self._trainflow_overrides(name):
+                raise ConfigError(
+                    "The class overrides a method that the training loop does not call.",
+                    field=f"{type(self).__name__}.{name}",
+                    remedy=remedy,
+                )
+        self._trainflow_package = keras_backend.import_keras()
         names = None if args is None else args.label_names
-        self._trainflow_keras = forward = KerasForward(self, data_collator, names)
+        self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
         for dataset in (train_dataset, eval_dataset):
             as_dataset(dataset)  # raises DataError for what is not a set of samples
-        writer = [] if tb_writer is None else [TensorBoardCallback(adopt_writer(tb_writer))]
+        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        is_torch = isinstance(optimizers[1] if optimizers[0] is None else optimizers[0], kinds)
+        self._trainflow_given = (None, None) if is_torch else optimizers
+        if model_init is not None and self._trainflow_given != (None, None):
+            raise ConfigError(
+                "The optimizer holds variables of another model: model_init makes a new one for every training.",
+                field="optimizers",
+                remedy="Override create_optimizer_and_scheduler.",
+            )
         super().__init__(
             model=model,
             args=args,
-            data_collator=forward.collate,
+            data_collator=self._trainflow_collate,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=processing_class,
             model_init=model_init,
-            compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[*(callbacks or ()), *writer],
-            optimizers=forward.take_optimizers(optimizers, model_init),
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            callbacks=[*(callbacks or ()), *_writing_callbacks(tb_writer)],
+            optimizers=optimizers if is_torch else (None, None),
+            **further,
         )
-        if forward.given[0] is not None:
-            forward.create_optimizer()
+        if self._trainflow_given[0] is not None:
+            self._trainflow_make_optimizer()
             self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
         reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
             if name in reporters:
                 set_up()
 
-    # -- how it fits under a Trainer ----------------------------------------------------------------------------------
-
     @override
     def _trainflow_hooks(self) -> Trainer:
         return cast(Trainer, TFHooks(self))
 
+    def _trainflow_overrides(self, method: str) -> bool:
+        return getattr(type(self), method, None) is not getattr(TFTrainer, method, None)
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
     @override
     def _trainflow_look_at_model(self) -> None:
-        for name, (asked, remedy) in _SETTINGS.items():
-            if asked(self.args):
+        for name, remedy in _UNSERVED.items():
+            if getattr(self.args, name) != field_map(self.args)[name].default:
                 raise ConfigError(
                     "The argument is not served for Keras models.",
                     field=name,
                     value=getattr(self.args, name),
                     remedy=remedy,
                 )
-        self._trainflow_keras.adopt(self.model, self._trainflow.world.device)
+        self._trainflow_adopt(self.model)
         super()._trainflow_look_at_model()
         self.label_names = ["labels"]  # where a `Batch` has them
 
-    def _trainflow_overrides(self, method: str) -> bool:
-        return getattr(type(self), method) is not getattr(TFTrainer, method)
+    def _trainflow_adopt(self, model: Any) -> None:
+        """Build the model if it is not built, and register its variables with torch."""
+        keras = self._trainflow_package
+        if not keras_backend.is_keras_model(model):
+            raise _model_error(model, "A TFTrainer trains Keras models.", "Give a keras.Model, or use Trainer.")
+        if type(model).train_step is not keras.Model.train_step and not self._trainflow_overrides("training_step"):
+            raise _model_error(
+                model,
+                "The Keras model overrides train_step(), which a TFTrainer does not call.",
+                "Override training_step of TFTrainer, or compute_loss of the model.",
+            )
+        inputs = getattr(model, "_inputs_struct", None)
+        is_single = inputs is not None and not isinstance(inputs, Mapping) and len(model.inputs) == 1
+        self._trainflow_collate.one_input = isinstance(model, keras.Sequential) or is_single
+        if not model.built:
+            self._trainflow_build(model)
+        keras_backend.register_parameters(model)
 
-    def _trainflow_refuse_uncalled(self) -> None:
-        for name, remedy in _UNCALLED.items():
-            if getattr(type(self), name, None) is not getattr(TFTrainer, name, None):
-                raise ConfigError(
-                    "The class overrides a method that the training loop does not call.",
-                    field=f"{type(self).__name__}.{name}",
-                    remedy=remedy,
-                )
-
-    def _trainflow_sizes(self, loader: Any) -> tuple[int | None, int | None]:
-        """(batches, samples) of a loader; None where it is unknown."""
-        steps = len(loader) if has_length(loader) else None
-        return steps, None if steps is None else self.num_examples(loader)
+    def _trainflow_build(self, model: Any) -> None:
+        """Call the model once with the first sample: Keras creates its variables then."""
+        sets, sample = self.eval_dataset, None
+        first = next(iter(sets.values()), None) if isinstance(sets, Mapping) else sets
+        for dataset in (as_dataset(self.train_dataset), as_dataset(first)):
+            # Reading from a stream that cannot start again would lose a sample.
+            if sample is None and dataset is not None and (has_length(dataset) or iter(dataset) is not dataset):
+                sample = next((dataset[0] if hasattr(dataset, "__getitem__") else row for row in dataset), None)
+        if sample is None:
+            raise _model_error(
+                model,
+                "The Keras model is not built, and there is no sample to build it with.",
+                "Give it an Input layer, or call it once with a batch.",
+            )
+        batch = self._prepare_input(self._trainflow_collate([sample]))
+        device = self._trainflow.world.device
+        with torch.no_grad(), placed_on(device):
+            model(batch["features"], training=False)
+        model.to(device)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -319,13 +319,11 @@ class TFTrainer(Trainer):
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
         """(batches, how many of them, how many samples) of an evaluation set; None where the length is unknown."""
         given = eval_dataset if isinstance(eval_dataset, str) else as_dataset(eval_dataset)
-        loader = super().get_eval_dataloader(given)
-        return loader, *self._trainflow_sizes(loader)
+        return self._trainflow_sized(super().get_eval_dataloader(given))
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
         """(batches, how many of them, how many samples) of a data set to predict; None where the length is unknown."""
-        loader = super().get_test_dataloader(as_dataset(test_dataset))
-        return loader, *self._trainflow_sizes(loader)
+        return self._trainflow_sized(super().get_test_dataloader(as_dataset(test_dataset)))
 
     @override
     def get_train_dataloader(self) -> Any:
@@ -339,13 +337,17 @@ class TFTrainer(Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self._trainflow_loader(self.get_test_tfdataset(test_dataset))
 
+    def _trainflow_sized(self, loader: Any) -> tuple[Any, int | None, int | None]:
+        steps = len(loader) if has_length(loader) else None
+        return loader, steps, None if steps is None else self.num_examples(loader)
+
     def _trainflow_loader(self, given: Any, steps: int | None = None) -> Any:
         """A loader of what a `get_..._tfdataset` returned: batches, or (batches, how many, how many samples)."""
         if isinstance(given, tuple) and len(given) == 3 and (given[1] is None or isinstance(given[1], int)):
             given, steps = given[0], given[1]
         if isinstance(given, TrainLoader | EvalLoader | IterableLoader | BatchLoader):
             return given
-        return BatchLoader(given, self._trainflow_keras.collate, steps=steps)
+        return BatchLoader(given, self._trainflow_collate, steps=steps)
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
@@ -361,10 +363,49 @@ class TFTrainer(Trainer):
             The loss, 0-dim or one value per item; None without labels. The logits ``[batch, ...]``, a tuple of them
             when there are several.
         """
-        model: nn.Module = self.model_wrapped
-        if not training:
-            model = self._trainflow.engine.strategy.inference_model(model)
-        return self._trainflow_keras.run(model, features, labels, training)
+        wrapped: Any = self.model_wrapped
+        model: Any = wrapped if training else self._trainflow.engine.strategy.inference_model(wrapped)
+        named = dict(labels) if isinstance(labels, Mapping) else {} if labels is None else {"labels": labels}
+        call: Any = self.model.call
+        computes_loss = self.compute_loss_func is None and named.keys() <= parameters_of(call).keys()
+        with placed_on(self._trainflow.world.device):
+            if not named or not computes_loss:
+                outputs = model(features, training=training)
+                loss = self._trainflow_loss(features, labels, outputs, training) if named else None
+                return loss, self._trainflow_logits(outputs, has_loss=False)
+            outputs = model(features, training=training, **named)
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            return self._trainflow_with_added(loss), self._trainflow_logits(outputs, has_loss=True)
+
+    def _trainflow_loss(self, features: Any, labels: Any, outputs: Any, training: bool) -> Any:
+        """The loss of `compute_loss_func`, or the one that the model was compiled with."""
+        model: Any = self.model
+        if (func := self.compute_loss_func) is not None:
+            more = {"num_items_in_batch": self._trainflow_items} if takes(func, "num_items_in_batch") else {}
+            return self._trainflow_with_added(func(outputs, labels, **more))
+        computes = type(model).compute_loss is not self._trainflow_package.Model.compute_loss
+        if getattr(model, "loss", None) is None and not computes:
+            raise _model_error(
+                model,
+                "The Keras model has no loss.",
+                "Call model.compile(loss=...), or let its call() take labels and return (loss, logits).",
+            )
+        return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
+
+    def _trainflow_with_added(self, loss: Any) -> Any:
+        """The loss with what layers added in the newest call, such as regularizers; `compute_loss` of Keras adds it."""
+        model: Any = self.model
+        return sum(model.losses, start=loss)
+
+    def _trainflow_logits(self, outputs: Any, *, has_loss: bool) -> Any:
+        if isinstance(outputs, Mapping):
+            ignored = ("loss", *self._trainflow_ignored)
+            parts = tuple(part for name, part in outputs.items() if name not in ignored and part is not None)
+        elif isinstance(outputs, tuple | list):
+            parts = tuple(outputs[1:] if has_loss else outputs)
+        else:
+            return outputs
+        return parts[0] if len(parts) == 1 else parts or None
 
     @override
     def compute_loss(
@@ -375,13 +416,12 @@ class TFTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The mean loss of a batch, 0-dim, or (loss, logits), from `run_model`."""
-        collate = self._trainflow_keras.collate
-        batch = to_batch(inputs, collate.label_names, one_input=collate.one_input)
-        self._trainflow_keras.num_items = num_items_in_batch
+        batch = self._trainflow_collate.to_batch(inputs)
+        self._trainflow_items = num_items_in_batch
         try:
-            loss, logits = self.run_model(batch.features, batch.labels, self.model.training)
+            loss, logits = self.run_model(batch["features"], batch["labels"], self.model.training)
         finally:
-            self._trainflow_keras.num_items = None
+            self._trainflow_items = None
         if loss is None:
             raise ConfigError(
                 "The batch has no labels, so there is no loss.",
@@ -437,21 +477,60 @@ class TFTrainer(Trainer):
         `optim`, `optim_args`, `lr_scheduler_type` or `lr_scheduler_kwargs` ask for something else, it is torch's. An
         override sets `self.optimizer` and `self.lr_scheduler`, to Keras objects or torch's.
         """
-        self._trainflow_keras.total_steps = num_training_steps
+        self._trainflow_steps = num_training_steps
         super().create_optimizer_and_scheduler(num_training_steps)
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self._trainflow_keras.create_optimizer()
+            self._trainflow_make_optimizer()
         return super().create_optimizer(model)
 
     @override
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        self._trainflow_keras.wrap_optimizer()
+        self._trainflow_wrap_optimizer()
         if self.lr_scheduler is None and isinstance(self.optimizer, KerasOptimizer):
             self.lr_scheduler = KerasSchedule(self.optimizer)
         return super().create_scheduler(num_training_steps, self.optimizer)
+
+    def _trainflow_make_optimizer(self) -> None:
+        """Use the given Keras optimizer, or Adam; nothing where the arguments ask for another optimizer or schedule."""
+        args, (optimizer, schedule) = self.args, self._trainflow_given
+        is_adam = str(args.optim) == args.default_optim and args.optim_args is None
+        is_adam = is_adam and self.optimizer_cls_and_kwargs is None
+        is_linear = args.lr_scheduler_type == "linear" and not args.lr_scheduler_kwargs
+        if optimizer is None and schedule is None and not (is_adam and is_linear):
+            if (power := getattr(args, "poly_power", 1.0)) != 1.0:
+                raise ConfigError(
+                    "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another.",
+                    field="poly_power",
+                    value=power,
+                    remedy='Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.',
+                )
+            return
+        if optimizer is None:
+            if not is_adam:
+                raise ConfigError(
+                    "A Keras schedule was given, and the arguments ask for a torch optimizer, which cannot follow it.",
+                    field="optimizers",
+                    remedy="Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type.",
+                )
+            model: Any = self.model
+            names = set(self.get_decay_parameter_names(model))
+            decayed = {id(tensor) for name, tensor in model.named_parameters() if name in names}
+            variables = model.trainable_variables
+            optimizer = keras_backend.default_optimizer(args, schedule, self._trainflow_steps, variables, decayed)
+        self.optimizer, self.lr_scheduler = optimizer, schedule
+        self._trainflow_wrap_optimizer()
+
+    def _trainflow_wrap_optimizer(self) -> None:
+        """Put a Keras optimizer and schedule, which the user's code may have set, under the names of torch's."""
+        optimizer, schedule, model = cast(Any, self.optimizer), self.lr_scheduler, cast(Any, self.model)
+        if isinstance(optimizer, self._trainflow_package.optimizers.Optimizer):
+            if schedule is not None and not isinstance(schedule, KerasSchedule):
+                keras_backend.use_schedule(optimizer, schedule)
+            wrapped = KerasOptimizer(optimizer, model.trainable_variables, self._trainflow.world.device)
+            self.optimizer, self.lr_scheduler = wrapped, KerasSchedule(wrapped)
 
     @override
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -479,9 +558,8 @@ class TFTrainer(Trainer):
             description: of the pass.
             prediction_loss_only: compute the loss alone.
         """
-        forward = self._trainflow_keras
-        loader = self._trainflow_loader(dataset, steps)
-        return self.evaluation_loop(loader, description, prediction_loss_only, forward.ignore_keys, forward.prefix)
+        loader, ignored = self._trainflow_loader(dataset, steps), list(self._trainflow_ignored)
+        return self.evaluation_loop(loader, description, prediction_loss_only, ignored, self._trainflow_prefix)
 
     @override
     def evaluation_loop(
@@ -492,8 +570,12 @@ class TFTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """One pass over a loader, as `Trainer.evaluation_loop`; every process has the running statistics of rank 0."""
-        self._trainflow_keras.share_statistics()
+        """One pass over a loader; every process has the running statistics (BatchNormalization) of rank 0."""
+        comm = self._trainflow.world.comm
+        for tensor in self.model.parameters() if comm.world_size > 1 else ():
+            if not tensor.requires_grad and tensor.is_floating_point():
+                local = tensor.detach()
+                local.copy_(comm.sum_tensor(local if comm.rank == 0 else torch.zeros_like(local)))
         return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # -- trackers -----------------------------------------------------------------------------------------------------
@@ -507,5 +589,9 @@ class TFTrainer(Trainer):
         self._trainflow_report_to(CometCallback)
 
     def _trainflow_report_to(self, callback: type[TrainerCallback]) -> None:
-        if not any(isinstance(each, callback) for each in self.callback_handler.callbacks):
+        if not any(isinstance(present, callback) for present in self.callback_handler.callbacks):
             self.add_callback(callback)
+
+
+def _model_error(model: object, message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, field="model", value=type(model).__name__, remedy=remedy)
