@@ -101,7 +101,8 @@ def prepare_job(name: str, folder: Path, *, steps: int | None, rows: int | None)
 def run_recipe(job: Job) -> dict[str, float]:
     """Train the recipe with the settings of its spec; the metrics on the test, with their intervals."""
     recipe = job.recipe
-    remembered = Remembered(recipe.compute_metrics_with(job.data) or (lambda p: {}))
+    seed = "5eed" * 16  # resamples the same rows for every job
+    remembered = Remembered(recipe.compute_metrics_with(job.data) or (lambda p: {}), seed)
     trainer: Any = recipe.trainer_class(Trainer)(
         model=job.build(),
         args=TrainingArguments(**job.settings()),
@@ -114,5 +115,4 @@ def run_recipe(job: Job) -> dict[str, float]:
     trainer.train()
     found = trainer.evaluate(eval_dataset=job.splits["test"])
     metrics = {name.removeprefix("eval_"): float(value) for name, value in found.items()}
-    seed = "5eed" * 16  # resamples the same rows for every job
-    return metrics | remembered.intervals(remembered.resampled(seed, RESAMPLES), seed, CONFIDENCE)
+    return metrics | remembered.intervals(remembered.resampled(RESAMPLES), CONFIDENCE)

@@ -14,7 +14,7 @@ from trainer_lib.errors import StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.shipper import shorten
-from trainer_lib.trackers.waiting import Waiting, count_waiting
+from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, print_json
 from trainflow.flows.cli.signals import stoppable

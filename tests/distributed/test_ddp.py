@@ -17,7 +17,7 @@ from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel
 from tests.support.training import assert_equal, final_state, logged, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import NonFiniteError, Preempted
-from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)

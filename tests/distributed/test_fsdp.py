@@ -28,7 +28,7 @@ from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.sharded import ShardedTensors
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit, verify_files
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes

@@ -27,8 +27,7 @@ from tests.support.checkpoints import checkpoints
 from tests.support.launched import request, wait_until
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, StorageFullError, TrainflowError, from_exception
-from trainer_lib.evaluation.objects import ObjectSpool
-from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.evaluation.prediction_spool import ObjectSpool, PredictionSpool
 from trainer_lib.launch import LaunchConfig, launch
 
 MIB = 1 << 20

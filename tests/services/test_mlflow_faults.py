@@ -263,7 +263,7 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
     unreadable = spool / "00000000000000000002-1-abcd"
     # Half made; unreadable; set aside longer than a month ago.
     for folder in (
-        spool / "00000000000000000001-1-abcd.new",
+        spool / "00000000000000000001-1-abcd",
         unreadable,
         spool / "00000000000000000003-1-abcd.damaged",
     ):

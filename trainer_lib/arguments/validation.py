@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
 from trainer_lib.arguments.checked_fields import coerce_fields
@@ -26,11 +26,46 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
+
+class Reporter(NamedTuple):
+    """A name that `report_to` accepts.
+
+    Attributes:
+        callback: the class that serves it, in `trainer_lib.trackers.vendors`.
+        title: the product's name; empty for a tracker of our own.
+        package: the package that it needs and a plain installation lacks.
+        variable: an environment variable that the tracker's launcher sets.
+    """
+
+    callback: str
+    title: str = ""
+    package: str | None = None
+    variable: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a tracker of `trainer_lib.trackers` serves it; else the callback that transformers has for it."""
+        return not self.title
+
+
 #: Names that `report_to` accepts. `trainer_lib.trackers` decides which of them this machine can serve.
-REPORTERS = (
-    *("jsonl", "mlflow", "tensorboard", "wandb", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive"),
-    *("flyte", "kubeflow", "neptune", "swanlab", "trackio"),
-)
+REPORTERS = {
+    "jsonl": Reporter("JsonlCallback"),
+    "mlflow": Reporter("MLflowCallback"),
+    "tensorboard": Reporter("TensorBoardCallback", package="tensorboard"),
+    "wandb": Reporter("WandbCallback", package="wandb"),
+    "azure_ml": Reporter("AzureMLCallback", "Azure Machine Learning", "azureml"),
+    "clearml": Reporter("ClearMLCallback", "ClearML", "clearml"),
+    "codecarbon": Reporter("CodeCarbonCallback", "CodeCarbon", "codecarbon"),
+    "comet_ml": Reporter("CometCallback", "Comet", "comet_ml"),
+    "dagshub": Reporter("DagsHubCallback", "DagsHub", "dagshub"),
+    "dvclive": Reporter("DVCLiveCallback", "DVCLive", "dvclive"),
+    "flyte": Reporter("FlyteCallback", "Flyte", "flytekit"),
+    "kubeflow": Reporter("KubeflowCallback", "Kubeflow Trainer", variable="KUBEFLOW_TRAINER_SERVER_URL"),
+    "neptune": Reporter("NeptuneCallback", "Neptune", "neptune"),
+    "swanlab": Reporter("SwanLabCallback", "SwanLab", "swanlab"),
+    "trackio": Reporter("TrackioCallback", "Trackio", "trackio"),
+}
 #: Fields that may name a file instead of being a mapping; the code that needs the mapping reads the file.
 FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
 #: Mappings that go to a function of another library as they are.

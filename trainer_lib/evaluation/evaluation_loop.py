@@ -11,6 +11,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer_lib.base.outputs import EvalLoopOutput, EvalPrediction
@@ -19,14 +21,14 @@ from trainer_lib.data.items import MAPPINGS, count_samples
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.errors import DataError
-from trainer_lib.evaluation import nested, objects
-from trainer_lib.evaluation.metrics import compute_on_rank_zero, create_batch_metrics, parse_metrics
-from trainer_lib.evaluation.objects import ObjectSpool
-from trainer_lib.evaluation.prediction_spool import PredictionSpool
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.metrics import BatchMetrics, compute_on_rank_zero, is_metric_object, parse_metrics
+from trainer_lib.evaluation.prediction_spool import ObjectSpool, PredictionSpool
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.evaluator import Evaluator
+    from trainer_lib.trainer.trainer import Trainer
 
 
 def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
@@ -96,7 +98,9 @@ class EvaluationLoop:
         self._items = 0
         self.counted: tuple[float, int, int] = (0.0, 0, 0)
         self._samples = 0
-        self._batch_metrics = None if loss_only else create_batch_metrics(hooks)
+        metric = None if loss_only else hooks.compute_metrics
+        is_streamed = is_metric_object(metric) or (metric is not None and hooks.args.batch_eval_metrics)
+        self._batch_metrics = BatchMetrics(metric, alone=hooks.comm.world_size == 1) if is_streamed else None
         self._spools = not loss_only and (keeps_predictions or self._batch_metrics is None)
 
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
@@ -164,18 +168,17 @@ class EvaluationLoop:
             return
         rounds, self._held = self._held, []
         if self._comm.data_parallel.size > 1:
-            packed = objects.pack_objects(rounds) if self._objects else nested.pack_tree(nested.to_numpy(rounds))
-            unpack = objects.unpack_objects if self._objects else nested.unpack_tree
-            ranks = [unpack(each) for each in self._comm.gather_bytes(packed) or ()]
+            packed = nested.pack_tree(rounds if self._objects else nested.to_numpy(rounds))
+            ranks = [nested.unpack_tree(data) for data in self._comm.gather_bytes(packed) or ()]
             # Round by round, and rank by rank within a round: that is the order of the dataset.
-            rounds = [each for one in zip(*ranks, strict=True) for each in one if each is not None]
-        for number, each in enumerate(rounds):
+            rounds = [tree for turn in zip(*ranks, strict=True) for tree in turn if tree is not None]
+        for number, tree in enumerate(rounds):
             if self._batch_metrics is not None:
                 # From other ranks they come as arrays.
-                tensors = each if self._objects else nested.to_tensors(each)
+                tensors = tree if self._objects else nested.to_tensors(tree)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
             if self._spools:
-                self._keep(each)
+                self._keep(tree)
 
     def _keep(self, tree: Any) -> None:
         """Append a batch to the spool. Lists, such as a detector's labels, may be shorter in the last batch."""
@@ -233,3 +236,34 @@ def _has_lists(tree: Any) -> bool:
 def _collect_columns(batches: list[Any]) -> dict[str, Any]:
     columns = {name: [batch[name] for batch in batches] for name in ("logits", "labels", "inputs", "losses")}
     return {name: None if column and column[0] is None else column for name, column in columns.items()}
+
+
+def stream_predictions(
+    trainer: Trainer, dataset: Any, *, start: int, stop: int
+) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
+    """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
+
+    Nothing is communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
+
+    Yields:
+        Row positions ``[batch]`` (int64) and predictions, a tree of arrays ``[batch, …]``, in row order.
+
+    Raises:
+        ConfigError: the dataset has no length, or the model's forward needs the other ranks.
+    """
+    if not has_length(dataset):
+        raise ConfigError(
+            "A dataset without a length cannot be predicted by ranges.",
+            field="dataset",
+            value=type(dataset).__name__,
+            remedy="Give map-style data.",
+        )
+    hooks = trainer._trainflow.evaluator
+    # Alone: the ranks have different numbers of rows, so they must not wait for each other.
+    model = hooks.evaluation_model(alone=True)
+    loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
+    for (first, end), batch in zip(loader.slices, loader, strict=True):
+        _, logits, labels = hooks.prediction_step(model, batch, False, ignore_keys=None)
+        if hooks.preprocess_logits_for_metrics is not None:
+            logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        yield np.arange(first, end, dtype=np.int64), nested.to_numpy(logits)

@@ -1,7 +1,7 @@
-"""Metrics that merge: sums over some rows, which are added over all of them, and what the whole sums say.
+"""Metrics that merge: ranges of rows are measured by any number of processes. Imports no torch.
 
-metric_sums(p) -> {name: a number or an array}      of any rows
-metrics_from_sums(sums) -> {name: float}            of all rows
+A state crosses processes as JSON: whole numbers stay exact, and floats are added as 64-bit ones, in the order of the
+ranges.
 """
 
 from __future__ import annotations
@@ -15,16 +15,64 @@ import numpy as np
 from trainer_lib.errors import ConfigError
 
 Sums = dict[str, Any]
-"""Name -> an integer, a float, or nested lists of them: plain JSON, so that whole numbers stay exact."""
-_REMEDY = 'Return for example {"correct": 12, "rows": 25}: what can be added up over ranges of rows.'
+"""Name -> an integer, a float, or nested lists of them: plain JSON."""
 
 
-def read_sums(given: Any) -> Sums:
-    """What `metric_sums` returned, as plain JSON.
+class Mergeable(Protocol):
+    """Metrics that are measured range by range.
 
-    Raises:
-        ConfigError: it is not a mapping of names to numbers or arrays of numbers.
+    Attributes:
+        of_range: stands for `compute_metrics` while a range is evaluated.
     """
+
+    of_range: Any
+
+    def take(self) -> Sums | None:
+        """The state after the range that was just evaluated; None where it had no labels. It is empty then."""
+
+    def merge(self, total: Sums | None, more: Sums) -> Sums:
+        """The state of the rows of both; None stands for no rows so far. Raises ConfigError where they differ."""
+
+    def compute(self, state: Sums) -> Any:
+        """The metrics of all rows."""
+
+
+class MergedMetrics:
+    """`compute_metrics` of a recipe with `metric_sums` and `metrics_from_sums`."""
+
+    def __init__(self, metric_sums: Callable[[Any], Any], metrics_from_sums: Callable[[Any], Any]) -> None:
+        self._sums_of, self._finish = metric_sums, metrics_from_sums
+        self._total: Sums | None = None
+        self.of_range: Any = self._update
+
+    def __call__(self, p: Any, compute_result: bool = True) -> Any:
+        """The metrics of these rows; with `batch_eval_metrics` those of all batches, at the last one."""
+        self._update(p)
+        total = self.take() if compute_result else None
+        return {} if total is None else self.compute(total)
+
+    def _update(self, p: Any) -> dict[str, float]:
+        self._total = self.merge(self._total, _read_sums(self._sums_of(p)))
+        return {}
+
+    def take(self) -> Sums | None:
+        """The sums of the rows so far; None without any. There are no rows then."""
+        total, self._total = self._total, None
+        return total
+
+    def merge(self, total: Sums | None, more: Sums) -> Sums:
+        """The sums of the rows of both."""
+        return merge_sums(total, more, dict.fromkeys(more, operator.add))
+
+    def compute(self, state: Sums) -> Any:
+        """The metrics of all rows; lists become arrays again."""
+        return self._finish(
+            {name: np.asarray(value) if isinstance(value, list) else value for name, value in state.items()}
+        )
+
+
+def _read_sums(given: Any) -> Sums:
+    """What `metric_sums` returned, as plain JSON."""
     if not isinstance(given, Mapping):
         raise _refuse(f"returned a value of type {type(given).__name__} in place of a mapping of names to sums")
     sums = {}
@@ -36,17 +84,12 @@ def read_sums(given: Any) -> Sums:
     return sums
 
 
-def add_sums(total: Sums | None, more: Sums) -> Sums:
-    """The sums of the rows of both; None stands for no rows so far.
+def merge_sums(total: Sums | None, more: Sums, functions: Mapping[str, Callable[[Any, Any], Any]]) -> Sums:
+    """What `functions` make of every two numbers of the same name and place; None stands for no rows so far.
 
     Raises:
-        ConfigError: their names or shapes differ.
+        ConfigError: the names or shapes differ.
     """
-    return combine(total, more, dict.fromkeys(more, operator.add))
-
-
-def combine(total: Sums | None, more: Sums, functions: Mapping[str, Callable[[Any, Any], Any]]) -> Sums:
-    """What `functions` make of each two numbers of the same name and place; None stands for no rows so far."""
     if total is None:
         return dict(more)
     if total.keys() != more.keys():
@@ -64,59 +107,9 @@ def _combine(name: str, one: Any, other: Any, function: Callable[[Any, Any], Any
     return function(one, other)
 
 
-class RangeMetrics(Protocol):
-    """Metrics that are measured range by range: what stands for `compute_metrics` while a range is evaluated."""
-
-    def take(self) -> Sums | None:
-        """What the range that was just evaluated adds; None where it had no labels."""
-
-    def add(self, total: Sums | None, more: Sums) -> Sums:
-        """The sums of the rows of both; None stands for no rows so far."""
-
-    def finish(self, sums: Sums) -> Any:
-        """The metrics of all rows."""
-
-
-class RangeSums:
-    """The metrics of `metric_sums` and `metrics_from_sums`, range by range."""
-
-    def __init__(self, merged: MergedMetrics) -> None:
-        self._merged = merged
-        self._kept: Sums | None = None
-        self.add, self.finish = add_sums, merged.finish
-
-    def __call__(self, p: Any) -> dict[str, float]:
-        """Keep the sums of these rows; there are no metrics yet."""
-        self._kept = read_sums(self._merged.sums_of(p))
-        return {}
-
-    def take(self) -> Sums | None:
-        """What the range that was just evaluated adds."""
-        kept, self._kept = self._kept, None
-        return kept
-
-
-class MergedMetrics:
-    """`compute_metrics` of a recipe whose metrics merge, for evaluations that have all rows at once."""
-
-    def __init__(self, metric_sums: Callable[[Any], Any], metrics_from_sums: Callable[[Any], Any]) -> None:
-        self.sums_of, self._finish = metric_sums, metrics_from_sums
-        self._total: Sums | None = None
-
-    def __call__(self, p: Any, compute_result: bool = True) -> Any:
-        """The metrics of these rows; with `batch_eval_metrics` those of all batches, at the last one."""
-        self._total = add_sums(self._total, read_sums(self.sums_of(p)))
-        if not compute_result:
-            return {}
-        total, self._total = self._total, None
-        return self.finish(total)
-
-    def finish(self, sums: Sums) -> Any:
-        """The metrics of all rows; lists become arrays again."""
-        return self._finish(
-            {name: np.asarray(value) if isinstance(value, list) else value for name, value in sums.items()}
-        )
-
-
 def _refuse(what: str) -> ConfigError:
-    return ConfigError(f"The function metric_sums() {what}.", field="metric_sums", remedy=_REMEDY)
+    return ConfigError(
+        f"The function metric_sums() {what}.",
+        field="metric_sums",
+        remedy='Return for example {"correct": 12, "rows": 25}: what can be added up over ranges of rows.',
+    )

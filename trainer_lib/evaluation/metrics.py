@@ -1,33 +1,45 @@
-"""Calls `compute_metrics`, once with all predictions or batch by batch, and checks that it returns numbers."""
+"""`compute_metrics` in its forms, and what they have in common: update, merge, compute; results are checked numbers.
+
+    function         compute_metrics(p), once with all rows, or batch by batch with `batch_eval_metrics`
+    object           update(preds, target), compute(), reset(), as those of torchmetrics
+    pair of a recipe metric_sums(p) -> {name: number or array} of any rows, metrics_from_sums(sums) -> {name: float}
+
+Pairs merge (`metric_sums`), and so do objects of torchmetrics whose states are sums, least or greatest values.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import operator
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.metric_sums import Sums, merge_sums
 
 if TYPE_CHECKING:
-    from trainer_lib.trainer.evaluator import Evaluator
+    from torchmetrics import Metric
 
 
 class BatchMetrics:
-    """Metrics that take batches of CPU tensors, on rank 0, and keep no predictions.
+    """A metric that takes batches of CPU tensors, on rank 0, and keeps no predictions.
 
     With several ranks, an error of the user's code is kept until `finish`, where all ranks raise it.
+
+    Args:
+        metric: an object, or a function that takes `compute_result`, whose last call returns the metrics of all.
+        alone: there is one process.
     """
 
-    def __init__(self, hooks: Evaluator) -> None:
-        self._metric: Any = hooks.compute_metrics
-        self._alone = hooks.comm.world_size == 1
+    def __init__(self, metric: Any, *, alone: bool) -> None:
+        self._metric = metric
+        self._alone = alone
         self._failure: Exception | None = None
         self._result: Any = {}
 
@@ -48,11 +60,18 @@ class BatchMetrics:
             self._failure = error
 
     def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        """`batch_eval_metrics`: the last call of the function returns the metrics of all batches."""
-        given = EvalPrediction(batch["logits"], batch["labels"], inputs=batch["inputs"], losses=batch["losses"])
-        result = self._metric(given, compute_result=last)
+        metric = self._metric
+        if not is_metric_object(metric):
+            given = EvalPrediction(batch["logits"], batch["labels"], inputs=batch["inputs"], losses=batch["losses"])
+            result = metric(given, compute_result=last)
+            self._result = result if last else self._result
+            return
+        # A metric that was moved to the GPU takes no CPU tensors.
+        device = getattr(metric, "device", "cpu")
+        metric.update(*(nested.map_tree(lambda leaf: leaf.to(device), batch[name]) for name in ("logits", "labels")))
         if last:
-            self._result = result
+            value = compute_and_reset(metric)
+            self._result = value if isinstance(value, Mapping) else {type(metric).__name__: value}
 
     def finish(self) -> Any:
         """Return the metrics of all batches, or raise what the user's code raised."""
@@ -61,53 +80,32 @@ class BatchMetrics:
         return self._result
 
 
-class MetricObject(BatchMetrics):
-    """A metric in the style of torchmetrics, or a collection of them, with `update`, `compute` and `reset`."""
-
-    @override
-    def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        # A metric that was moved to the GPU takes no CPU tensors.
-        device = getattr(self._metric, "device", "cpu")
-        logits, labels = (nested.map_tree(lambda leaf: leaf.to(device), batch[name]) for name in ("logits", "labels"))
-        self._metric.update(logits, labels)
-        if not last:
-            return
-        with without_synchronization(self._metric):
-            value = self._metric.compute()
-        # The next evaluation begins with an empty metric.
-        self._metric.reset()
-        self._result = value if isinstance(value, Mapping) else {type(self._metric).__name__: value}
+def is_metric_object(metric: Any) -> bool:
+    """Whether a metric has `update`, `compute` and `reset`, so that it is not called as a function."""
+    return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
 
-@contextlib.contextmanager
-def without_synchronization(metric: Any) -> Iterator[None]:
-    """Keep torchmetrics from gathering states: rank 0 has every rank's batches, and the others call nothing."""
+def compute_and_reset(metric: Any) -> Any:
+    """The value of a metric object, which is empty then.
+
+    Torchmetrics gathers no states: rank 0 has every rank's batches, and the others call nothing.
+    """
     modules = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     parts: list[Any] = [part for part in modules if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
     for part in parts:
         part.distributed_available_fn = _return_false
     try:
-        yield
+        value = metric.compute()
     finally:
         for part, function in zip(parts, before, strict=True):
             part.distributed_available_fn = function
+    metric.reset()
+    return value
 
 
 def _return_false() -> bool:
     return False
-
-
-def is_metric_object(metric: Any) -> bool:
-    """Whether a metric has `update`, `compute` and `reset`, so that it is not called as a function."""
-    return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
-
-
-def create_batch_metrics(hooks: Evaluator) -> BatchMetrics | None:
-    """Metrics that take batch by batch; None when `compute_metrics` takes all predictions at once, or is None."""
-    if is_metric_object(hooks.compute_metrics):
-        return MetricObject(hooks)
-    return BatchMetrics(hooks) if hooks.args.batch_eval_metrics and hooks.compute_metrics is not None else None
 
 
 def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any]]) -> dict[str, float]:
@@ -156,3 +154,99 @@ def _parse_number(name: str, value: Any) -> float:
         value=value if isinstance(value, str) else type(value).__name__,
         remedy="Return one number per name; files and tables belong in a callback.",
     )
+
+
+# -- metrics that merge -----------------------------------------------------------------------------------------------
+
+
+class MetricStates:
+    """A metric object of torchmetrics that merges (`why_not_merged`)."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._parts = _parts(metric)
+        self._kept: Sums | None = None
+        self.of_range = _KeepsStates(metric, self)
+
+    def take(self) -> Sums | None:
+        """The states after the range that was just evaluated."""
+        kept, self._kept = self._kept, None
+        return kept
+
+    def keep(self) -> None:
+        """Note the states of the rows so far."""
+        self._kept = {
+            f"{name}.{state}": getattr(part, state).detach().cpu().tolist()
+            for name, part in _parts(self._metric).items()
+            for state in part._defaults
+        }
+
+    def merge(self, total: Sums | None, more: Sums) -> Sums:
+        """The states of the rows of both."""
+        known, parts = _reductions(), self._parts.items()
+        functions = {f"{name}.{state}": known[kind] for name, part in parts for state, kind in part._reductions.items()}
+        return merge_sums(total, more, functions)
+
+    def compute(self, state: Sums) -> Mapping[str, Any]:
+        """The metrics of all rows."""
+        self._metric.reset()
+        for name, part in self._parts.items():
+            defaults: dict[str, Any] = part._defaults
+            for key, default in defaults.items():
+                setattr(part, key, torch.tensor(state[f"{name}.{key}"], dtype=default.dtype, device=part.device))
+            part._update_count = 1  # else it warns that it has seen nothing
+        value = self._metric.compute()
+        self._metric.reset()
+        return value if isinstance(value, Mapping) else {type(self._metric).__name__: value}
+
+
+class _KeepsStates:
+    """A metric object that keeps its states in place of computing metrics of them."""
+
+    def __init__(self, metric: Any, states: MetricStates) -> None:
+        self.update, self.reset = metric.update, metric.reset
+        self.device = getattr(metric, "device", "cpu")
+        self._states = states
+
+    def compute(self) -> dict[str, float]:
+        """Keep the states of the rows so far; there are no metrics yet."""
+        self._states.keep()
+        return {}
+
+
+def why_not_merged(metric: Any) -> str | None:
+    """Why a metric object does not merge by its states, as a clause about it; None: it does."""
+    if not _derives(metric):
+        return f"{type(metric).__name__} is not a metric of torchmetrics, so its states are not known"
+    for name, part in _parts(metric).items():
+        if len([module for module in part.modules() if _derives(module)]) > 1:
+            return f"{name} wraps another metric"
+        if not part._reductions:
+            return f"{name} has no states of its own"
+        for state, reduction in part._reductions.items():
+            if reduction not in _reductions():
+                kind = "all rows" if isinstance(part._defaults[state], list) else "what cannot be added up"
+                return f"{name} keeps {kind} ({state})"
+    return None
+
+
+def _parts(metric: Any) -> dict[str, Metric]:
+    """The metrics of a collection by name, or the one there is; those that share states have them all."""
+    if hasattr(metric, "items"):
+        return dict(metric.items(keep_base=True))
+    return {type(metric).__name__: metric}
+
+
+def _derives(metric: Any) -> bool:
+    if "torchmetrics" not in sys.modules:
+        return False
+    from torchmetrics import Metric, MetricCollection
+
+    return isinstance(metric, Metric | MetricCollection)
+
+
+def _reductions() -> dict[Any, Callable[[Any, Any], Any]]:
+    """The functions by which torchmetrics reduces states over ranks -> the same for two numbers."""
+    from torchmetrics.utilities import dim_zero_max, dim_zero_min, dim_zero_sum
+
+    return {dim_zero_sum: operator.add, dim_zero_max: max, dim_zero_min: min}

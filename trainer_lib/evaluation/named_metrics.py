@@ -19,14 +19,14 @@ from trainer_lib.base.metric_names import CLASS_METRICS, FIELD, NUMBER_METRICS, 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError, first_line
-from trainer_lib.evaluation.metrics import is_metric_object, without_synchronization
+from trainer_lib.evaluation.metrics import compute_and_reset, is_metric_object
 from trainer_lib.evaluation.nested import take_rows
 
-# Metrics of installed packages, imported by a dotted name: functions, metrics with a state, objects that compute.
+# Metrics of installed packages, imported by a dotted name:
 #
-# function       (y_true, y_pred), (preds, target), (predictions, references), by the names of its parameters class,
-# object  update(preds, target), compute(), reset(), as those of torchmetrics object         compute(predictions=…,
-# references=…), as those of the package evaluate
+#     function         (y_true, y_pred), (preds, target), (predictions, references), by the names of its parameters
+#     class, object    update(preds, target), compute(), reset(), as those of torchmetrics
+#     object           compute(predictions=…, references=…), as those of the package evaluate
 
 
 _TRUTH = {"y_true", "labels_true", "y1", "target", "targets", "references"}
@@ -177,10 +177,7 @@ class CalledMetric:
         def measure(predictions: Any, labels: Any) -> Any:
             metric.reset()
             metric.update(predictions, labels)
-            with without_synchronization(metric):
-                value = metric.compute()
-            metric.reset()
-            return value
+            return compute_and_reset(metric)
 
         return measure
 
@@ -307,54 +304,27 @@ class NamedMetrics:
 
     def __call__(self, p: EvalPrediction) -> dict[str, Any]:
         """Measure predictions and labels ``[rows, …]``. Raises ConfigError for metrics that do not suit them."""
-        outputs = self._read(p)
-        found = self._measure(outputs)
-        for metric in self._called:
-            found |= metric(outputs)
-        return self._with_own(found, p)
+        return self._measure(p, CalledMetric.__call__)
 
     def of_part(self, p: EvalPrediction) -> dict[str, Any]:
         """Measure some of the rows, without those metrics of packages that cannot be measured on them."""
-        outputs = self._read(p)
-        found = self._measure(outputs)
-        for metric in self._called:
-            found |= metric.measure_part(outputs)
-        return self._with_own(found, p)
+        return self._measure(p, CalledMetric.measure_part)
 
     def require(self, p: EvalPrediction) -> None:
         """Raise ConfigError for metrics that could not be measured on outputs like these, whatever their values."""
-        outputs = self._read(p)
+        outputs = _read_outputs(self._names, p.predictions, p.label_ids)
         for metric in self._called:
             metric.require(outputs)
 
-    def _read(self, p: EvalPrediction) -> Outputs:
-        return _read_outputs(self._names, p.predictions, p.label_ids)
-
-    def _measure(self, outputs: Outputs) -> dict[str, Any]:
-        found = _measure_named(self._names, outputs)
-        return {call.result: found[call.name] for call in self._named if call.name in found}
-
-    def _with_own(self, found: Mapping[str, Any], p: EvalPrediction) -> dict[str, Any]:
-        return {**found, **({} if self._compute is None else self._compute(p))}
-
-
-def require_named(calls: Iterable[MetricCall], given: EvalPrediction) -> None:
-    """Raise ConfigError for metrics that cannot be imported, or not be measured on outputs like the given ones."""
-    NamedMetrics(None, calls).require(given)
-
-
-def measure(names: Sequence[str], predictions: Any, labels: Any) -> dict[str, float]:
-    """The metrics of these names.
-
-    Args:
-        names: of classes or of numbers, not of both.
-        predictions: scores ``[rows, classes]``, or numbers ``[rows]`` or ``[rows, 1]``; of several outputs the first.
-        labels: whole ones ``[rows]``, or numbers of the size of the predictions.
-
-    Raises:
-        ConfigError: a metric is of the other kind, or the outputs are neither.
-    """
-    return _measure_named(names, _read_outputs(names, predictions, labels))
+    def _measure(
+        self, p: EvalPrediction, call: Callable[[CalledMetric, Outputs], Mapping[str, float]]
+    ) -> dict[str, Any]:
+        outputs = _read_outputs(self._names, p.predictions, p.label_ids)
+        values = _measure_named(self._names, outputs)
+        measured: dict[str, Any] = {call.result: values[call.name] for call in self._named if call.name in values}
+        for metric in self._called:
+            measured |= call(metric, outputs)
+        return {**measured, **({} if self._compute is None else self._compute(p))}
 
 
 def _read_outputs(names: Sequence[str], predictions: Any, labels: Any) -> Outputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -85,8 +84,7 @@ def take_rows(given: EvalPrediction, rows: Array) -> EvalPrediction:
 def flatten_tree(tree: Any, into: list[Array]) -> Any:
     """Append the leaves to `into` as arrays, in order; return the tree's form.
 
-    Two forms are equal when the trees have equal structures; a None in a mapping counts as absent. This is one walk
-    per batch where `describe_structure` and `list_leaves` would be two.
+    Two forms are equal when the trees have equal structures; a None in a mapping counts as absent.
     """
     if tree is None:
         return None
@@ -99,39 +97,53 @@ def flatten_tree(tree: Any, into: list[Array]) -> Any:
     return parts if isinstance(tree, list) else tuple(parts)
 
 
-def describe_structure(tree: Any) -> Any:
-    """The tree as JSON values with its leaves numbered; `rebuild_tree` is the inverse."""
-    numbers = itertools.count()
+def describe_form(tree: Any, arrays: list[Any]) -> Any:
+    """The tree as JSON values with its arrays numbered, which are appended to `arrays`; `rebuild` is the inverse.
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, MAPPINGS):
-            return {"dict": {str(name): walk(value) for name, value in part.items()}}
-        if isinstance(part, list | tuple):
-            return {"list" if isinstance(part, list) else "tuple": [walk(value) for value in part]}
-        return None if part is None else next(numbers)
+    Raises:
+        ConfigError: a leaf is neither a tensor, an array, a text, a number nor None.
+    """
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return {"value": tree}
+    # NumPy's numbers as well: JSON has no dtype.
+    if isinstance(tree, torch.Tensor | np.ndarray | np.generic):
+        arrays.append(to_numpy(tree))
+        return {"array": len(arrays) - 1}
+    if isinstance(tree, MAPPINGS):
+        return {"dict": [[str(name), describe_form(part, arrays)] for name, part in tree.items()]}
+    if isinstance(tree, SEQUENCES):
+        return {"list" if isinstance(tree, list) else "tuple": [describe_form(part, arrays) for part in tree]}
+    raise ConfigError(
+        "The model returned a value that cannot be gathered.",
+        field="eval_use_gather_object",
+        value=type(tree).__name__,
+        remedy="Return tensors, texts, numbers, and lists or mappings of them, or name the key in ignore_keys.",
+    )
 
-    return walk(tree)
 
-
-def rebuild_tree(structure: Any, values: list[Any]) -> Any:
-    """The tree of a `describe_structure` result, with `values` as its leaves."""
-    if isinstance(structure, int):
-        return values[structure]
-    if structure is None:
-        return None
-    if "dict" in structure:
-        return {name: rebuild_tree(part, values) for name, part in structure["dict"].items()}
-    parts = [rebuild_tree(part, values) for part in structure.get("list", structure.get("tuple", ()))]
-    return parts if "list" in structure else tuple(parts)
+def rebuild(form: Any, arrays: list[Any]) -> Any:
+    """The tree of a form, with `arrays` in their places."""
+    if "value" in form:
+        return form["value"]
+    if "array" in form:
+        return arrays[form["array"]]
+    if "dict" in form:
+        return {name: rebuild(part, arrays) for name, part in form["dict"]}
+    parts = [rebuild(part, arrays) for part in form.get("list", form.get("tuple", ()))]
+    return parts if "list" in form else tuple(parts)
 
 
 def pack_tree(tree: Any) -> bytes:
-    """A tree of arrays as bytes, without pickle: a JSON header (structure, dtypes, shapes), then the arrays' bytes."""
+    """A tree as bytes, without pickle: a JSON header (form, dtypes, shapes), then the arrays' bytes.
+
+    Tensors become arrays. Tuples stay tuples; named ones become plain, and mappings become dicts.
+    """
+    leaves: list[Any] = []
+    form = describe_form(tree, leaves)
     # ascontiguousarray turns a scalar into one element: reshape restores its shape.
-    arrays = [np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for leaf in list_leaves(tree)]
-    header = json.dumps(
-        {"tree": describe_structure(tree), "arrays": [[array.dtype.str, list(array.shape)] for array in arrays]}
-    ).encode()
+    arrays = [np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for leaf in leaves]
+    kinds = [[array.dtype.str, list(array.shape)] for array in arrays]
+    header = json.dumps({"form": form, "arrays": kinds}).encode()
     return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
 
 
@@ -145,4 +157,4 @@ def unpack_tree(data: bytes) -> Any:
         array = np.frombuffer(data, dtype=np.dtype(dtype), count=count, offset=offset).reshape(shape)
         arrays.append(array)
         offset += array.nbytes
-    return rebuild_tree(header["tree"], arrays)
+    return rebuild(header["form"], arrays)

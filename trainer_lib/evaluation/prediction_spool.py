@@ -1,8 +1,11 @@
-"""Predictions collected on disk, not in memory, and returned as memory-mapped arrays.
+"""Predictions collected on disk, not in memory.
 
-Batches are appended to an unlinked temporary file, so nothing is left behind, however the process ends. The returned
-arrays are copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array.
-Results up to 16 MiB per leaf stay in memory.
+Batches are appended to an unlinked temporary file, so nothing is left behind, however the process ends. Arrays are
+returned as copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array. Results up
+to 16 MiB per leaf stay in memory.
+
+Outputs that are not only arrays (`eval_use_gather_object`: lists of boxes per image, texts, numbers), whose form may
+differ from batch to batch, are returned in memory, since no array can map them.
 """
 
 from __future__ import annotations
@@ -193,13 +196,13 @@ class PredictionSpool:
         arrays: list[Array] = []
         form = nested.flatten_tree(tree, arrays)
         if self._form is None:
-            self._form, self._structure = form, nested.describe_structure(tree)
+            self._form, self._structure = form, nested.describe_form(tree, [])
             self._columns = [_Column(self._folder) for _ in arrays]
         elif form != self._form:
             raise DataError(
                 "Batches differ in what the model returns.",
                 field="predictions",
-                value=nested.describe_structure(tree),
+                value=form,
                 remedy="Return the same structure, or set eval_use_gather_object=True to keep lists and texts.",
             )
         for column, leaf in zip(self._columns, arrays, strict=True):
@@ -210,16 +213,83 @@ class PredictionSpool:
         """All batches as one tree of arrays ``[rows, …]``; None without any batch."""
         if not self.num_batches:
             return None
-        return nested.rebuild_tree(self._structure, [column.array() for column in self._columns])
+        return nested.rebuild(self._structure, [column.array() for column in self._columns])
 
     def by_batch(self) -> list[Any]:
         """All batches as a list of trees of arrays ``[batch, …]``."""
         columns: Sequence[list[Array]] = [list(column.segments()) for column in self._columns]
-        return [
-            nested.rebuild_tree(self._structure, [column[i] for column in columns]) for i in range(self.num_batches)
-        ]
+        return [nested.rebuild(self._structure, [column[i] for column in columns]) for i in range(self.num_batches)]
 
     def close(self) -> None:
         """Close the files. Arrays that were returned stay valid."""
         for column in self._columns:
             column.close()
+
+
+class ObjectSpool:
+    """Collects trees of arrays, texts and numbers batch by batch, with the interface of `PredictionSpool`."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by close()
+            max_size=MAX_MEMORY_BYTES, dir=str(folder) if folder else None, prefix=FILE_PREFIX
+        )
+        self._sizes: list[int] = []
+        self._folder = folder
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches."""
+        return len(self._sizes)
+
+    def append(self, tree: Any) -> None:
+        """Add a batch. Raises ConfigError for a value of another kind."""
+        data = nested.pack_tree(tree)
+        with full_disk_named(self._folder, len(data)):
+            self._file.write(data)
+        self._sizes.append(len(data))
+
+    def by_batch(self) -> list[Any]:
+        """All batches as a list of trees."""
+        with full_disk_named(self._folder, sum(self._sizes)):
+            self._file.seek(0)  # writes what is buffered
+        # Copies: unpacked arrays are read-only.
+        return [_copied(nested.unpack_tree(self._file.read(size))) for size in self._sizes]
+
+    def tree(self) -> Any:
+        """All batches as one tree: lists joined, arrays concatenated (padded with -100); None without any batch."""
+        batches = self.by_batch()
+        return _join(batches) if batches else None
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
+            self._file.close()
+
+
+def _copied(tree: Any) -> Any:
+    return nested.map_tree(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
+
+
+def _join(batches: list[Any]) -> Any:
+    """Join trees into one: mappings and tuples part by part, lists end to end, arrays ``[batch, …]`` along axis 0."""
+    first = batches[0]
+    if isinstance(first, dict):
+        return {name: _join([batch[name] for batch in batches]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_join([batch[place] for batch in batches]) for place in range(len(first)))
+    if isinstance(first, list):
+        return [part for batch in batches for part in batch]
+    if isinstance(first, np.ndarray):
+        return _concatenate(batches)
+    return None if first is None else batches
+
+
+def _concatenate(arrays: list[Any]) -> Any:
+    arrays = [np.atleast_1d(array) for array in arrays]
+    widths = {array.shape[1:] for array in arrays}
+    if len({len(width) for width in widths}) > 1:  # no common shape: a list of arrays, one per batch
+        return arrays
+    if len(widths) == 1:
+        return np.concatenate(arrays)
+    rows = sum(len(array) for array in arrays)
+    return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=np.result_type(*arrays)), arrays)

@@ -7,13 +7,13 @@ the same ones, and the difference of two models on resample i is that of one pai
 from __future__ import annotations
 
 import contextlib
-import io
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation import nested
@@ -24,25 +24,21 @@ _BLOCKS = 50  # of rows, each of which the jackknife leaves out
 _NORMAL = NormalDist()
 
 
-class _Silent(io.TextIOBase):
-    """A stream that keeps nothing."""
-
-    @override
-    def write(self, text: str) -> int:
-        """Drop the text."""
-        return len(text)
-
-
 class Remembered:
     """A `compute_metrics` that keeps what it was given last.
+
+    Args:
+        compute_metrics: the function.
+        seed: hexadecimal digits that the rows decide.
 
     Attributes:
         compute: the function.
         given: predictions and labels, trees of arrays ``[rows, …]``; None before the first call.
     """
 
-    def __init__(self, compute_metrics: Callable[..., Any]) -> None:
+    def __init__(self, compute_metrics: Callable[..., Any], seed: str = "0") -> None:
         self.compute = compute_metrics
+        self.seed = seed
         self.given: EvalPrediction | None = None
 
     def __call__(self, p: EvalPrediction, **more: Any) -> Any:
@@ -50,34 +46,31 @@ class Remembered:
         self.given = p
         return self.compute(p, **more)
 
-    def resampled(self, seed: str, resamples: int) -> dict[str, list[float]]:
+    def resampled(self, resamples: int) -> dict[str, list[float]]:
         """Metric -> its value on each resample of the rows; empty where nothing was given.
 
         A metric that some resamples do not have, as their rows are of one class, has the values of the others. One that
         most of them do not have is left out.
-
-        Args:
-            seed: hexadecimal digits that the rows decide.
         """
-        rows, draw = self._count_rows(), np.random.default_rng(int(seed[:16], 16))
+        rows, draw = self._count_rows(), np.random.default_rng(int(self.seed[:16], 16))
         found: dict[str, list[float]] = {}
         for _ in range(resamples if rows else 0):
             for name, value in self._measure(draw.integers(0, rows, rows)).items():
                 found.setdefault(name, []).append(_shorten(value))
         return {name: values for name, values in found.items() if 2 * len(values) >= resamples}
 
-    def intervals(self, resampled: Mapping[str, list[float]], seed: str, confidence: float | None) -> dict[str, float]:
+    def intervals(self, resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:
         """The interval of each metric, `<metric>_low` and `<metric>_high`; the metric of all rows lies in it.
 
         Args:
             resampled: metric -> its value on each resample.
-            seed: hexadecimal digits that the rows decide.
             confidence: the probability that an interval holds the true value; None: no intervals.
         """
         if confidence is None or not resampled:
             return {}
         rows = self._count_rows()
-        whole, order = self._measure(np.arange(rows)), np.random.default_rng(int(seed[:16], 16)).permutation(rows)
+        whole = self._measure(np.arange(rows))
+        order = np.random.default_rng(int(self.seed[:16], 16)).permutation(rows)
         blocks = np.array_split(order, min(rows, _BLOCKS))
         without = [self._measure(np.setdiff1d(order, block)) for block in blocks if len(block) < rows]
         found: dict[str, float] = {}
@@ -98,7 +91,7 @@ class Remembered:
             return {}
         part = nested.take_rows(self.given, chosen)
         part.whole_labels = self.given.label_ids
-        with contextlib.redirect_stdout(_Silent()):  # what it prints was printed for the rows themselves
+        with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):  # printed for all rows before
             values: Mapping[str, Any] = getattr(self.compute, "of_part", self.compute)(part)
         return {name: float(value) for name, value in values.items() if isinstance(value, int | float | np.number)}
 

@@ -25,8 +25,8 @@ from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.given_rows import GivenRows
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
-from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights

@@ -1,19 +1,61 @@
-"""The callback that passes the Trainer's logs on to the trackers of `report_to`."""
+"""The protocol of a tracker, and the callback that passes the Trainer's logs on to trackers.
+
+A tracker stores numbers. It must never slow training down and never end it: `log` neither waits for a network nor
+raises.
+"""
 
 from __future__ import annotations
 
 import atexit
-import logging
+import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, SupportsFloat
 
 from typing_extensions import override
 
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.trackers.base import Tracker, numbers_only
 
-_log = logging.getLogger(__name__)
+
+class Tracker(Protocol):
+    """One destination of metrics."""
+
+    name: str
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Begin an attempt at training.
+
+        Args:
+            run_name: the run's name; None lets the tracker choose one.
+            params: the arguments and the model's configuration, secrets included: mask them (`params.flatten_params`).
+            resume_step: the optimizer step that training continues from; 0 for a new training.
+        """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the values of one optimizer step. Returns at once and never raises. Usable again after `close`."""
+
+    def close(self, status: str = "FINISHED") -> None:
+        """End the attempt as "FINISHED", "FAILED" or "KILLED", after waiting a bounded time for the last values."""
+
+
+def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries of a log that are numbers, as floats.
+
+    Numbers are those of Python and NumPy, and arrays or tensors without dimensions. Text, lists and other values are
+    left out. NaN and infinities stay, because a diverged loss is what a reader looks for.
+    """
+    numbers: dict[str, float] = {}
+    # A text such as "0.5" would become a number, and an array of one value too.
+    for key, value in logs.items():
+        if isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0 or not isinstance(value, SupportsFloat):
+            continue
+        try:
+            numbers[key] = float(value)
+        except OverflowError:  # a Python int beyond float's range
+            numbers[key] = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+        except (TypeError, ValueError):
+            continue
+    return numbers
 
 
 class TrackingCallback(TrainerCallback):
@@ -55,7 +97,6 @@ class TrackingCallback(TrainerCallback):
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._training = False
         self.close("FINISHED")
 
     def close(self, status: str = "FINISHED") -> None:
@@ -68,11 +109,7 @@ class TrackingCallback(TrainerCallback):
         for tracker in self.trackers:
             tracker.close(status)
 
-    def _prepare(self, args: Any) -> None:
-        """Make the trackers; for a subclass that needs the arguments to do so."""
-
     def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
-        self._prepare(args)
         self._started = True
         self._mark_open()
         for tracker in self.trackers:

@@ -31,95 +31,71 @@ from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delive
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# Which points its MLflow run has already: from another session, an earlier command, or a request without an answer.
-#
-# A point keeps the timestamp of its record however often it is sent, and a database has a point of one key, time, step
-# and value once. So a request without an answer that arrives after it was repeated adds nothing.
 
+class Arrived:
+    """The points that a run has on its server: asked for when a record may be one of them, once in a pass.
 
-class Repeats:
-    """The points of a session that the run has from another session: a resumed training repeats some steps.
-
-    What is not behind the run's last step is one of them. If the run's last point is the later one in time, another
-    machine has gone on before this session was delivered: then the run's own steps decide.
+    A point keeps the timestamp of its record however often it is sent, and a database has a point of one key, time,
+    step and value once. So a request without an answer that arrives after it was repeated adds nothing.
     """
 
     def __init__(self, client: MlflowClient, run_id: str, session: Session) -> None:
         self._client = client
         self._run_id = run_id
-        self._steps: dict[str, set[int]] = {}
-        is_resumable = bool(session.head.get("dedupe"))
-        self._may_be_late = is_resumable and session.over  # no other process goes on while this one lives
-        if session.state.floor is None and is_resumable:
-            session.state.floor = {key: point.step for key, point in self._latest.items()}
-            session.save_state()
-        self._floor = session.state.floor or {}
+        self._session = session
+        self._is_resumable = bool(session.head.get("dedupe"))
+        self._known: dict[str, dict[int, list[Point]]] = {}
+        self._complete: set[str] = set()  # keys whose whole history is known
 
-    def __contains__(self, point: Point) -> bool:
-        if not self._may_be_late or not self._is_late(point):
-            return point.step <= self._floor.get(point.key, -1)
-        if point.key not in self._steps:
-            self._steps[point.key] = calls.known_steps(self._client, self._run_id, point.key)
-        return point.step in self._steps[point.key]
+    def holds(self, point: Point, once: object) -> bool:
+        """Whether a point is there already, by its key, timestamp, step and value.
 
-    def _is_late(self, point: Point) -> bool:
+        Args:
+            once: True: a result that the run has as the newest value of that step is the same one, whenever it was
+                measured. "step": the step alone decides, as of an evaluation next to the training, which may be ahead.
+        """
+        there = self._at_step(point)
+        identity = _identity(point)
+        if any(_identity(known) == identity for known in there):
+            return True
+        if once == "step":
+            return bool(there)
+        if once and there:
+            newest = max(there, key=lambda known: known.timestamp)
+            return _comparable(newest.value) == _comparable(point.value)
+        # A resumed training repeats some steps of an earlier session, perhaps of another machine.
+        return self._is_resumable and any(_identity(known) not in self._written for known in there)
+
+    def add(self, point: Point) -> None:
+        """Note a point that is about to be sent."""
+        self._known.setdefault(point.key, {}).setdefault(point.step, []).append(point)
+
+    def _at_step(self, point: Point) -> list[Point]:
         last = self._latest.get(point.key)
-        return last is not None and last.timestamp > point.timestamp and last.step >= point.step
+        if last is not None and point.step <= last.step and point.key not in self._complete:
+            # Nothing is behind the last point of a key; what is before it needs a request.
+            if self._is_resumable or (point.step, point.timestamp) <= (last.step, last.timestamp):
+                self._complete.add(point.key)
+                for known in calls.history(self._client, self._run_id, point.key):
+                    self.add(known)
+            else:
+                return [last, *self._known.get(point.key, {}).get(point.step, ())]
+        return self._known.get(point.key, {}).get(point.step, [])
 
     @functools.cached_property
     def _latest(self) -> dict[str, Point]:
         return calls.latest_points(self._client, self._run_id)
 
-
-def leave_out_latest(
-    client: MlflowClient, run_id: str, points: Sequence[Point], waiting: Sequence[Point] = ()
-) -> list[Point]:
-    """Return the points whose value at that step is not the last one that the run has, whenever it was measured.
-
-    Args:
-        waiting: points that go to the run before these.
-    """
-    latest = calls.latest_points(client, run_id)
-    for point in waiting:
-        if point.key not in latest or _order(latest[point.key]) <= _order(point):
-            latest[point.key] = point
-    known = {(key, each.step, _comparable(each.value)) for key, each in latest.items()}
-    return [point for point in points if (point.key, point.step, _comparable(point.value)) not in known]
+    @functools.cached_property
+    def _written(self) -> set[tuple[Any, ...]]:
+        """The session's own points, which are no repetitions of another one's."""
+        return {_identity(point) for record, _ in self._session.read(0) for point in _points_of(record)}
 
 
-def _order(point: Point) -> tuple[int, int]:
-    """What decides which of two points MLflow calls the latest one."""
-    return point.step, point.timestamp
-
-
-def leave_out_known(
-    client: MlflowClient, run_id: str, points: Sequence[Point], waiting: Sequence[Point] = ()
-) -> list[Point]:
-    """Return the points of metrics that the run does not have at their step, whatever the value.
-
-    Args:
-        waiting: points that go to the run before these.
-    """
-    latest = calls.latest_points(client, run_id)
-    steps = {key: {latest[key].step} if key in latest else set() for key in {point.key for point in points}}
-    for key in {point.key for point in points if point.key in latest and point.step < latest[point.key].step}:
-        steps[key] = calls.known_steps(client, run_id, key)
-    for point in waiting:
-        steps.get(point.key, set()).add(point.step)
-    return [point for point in points if point.step not in steps[point.key]]
-
-
-def leave_out_arrived(client: MlflowClient, run_id: str, points: Sequence[Point]) -> list[Point]:
-    """Return the points that the run does not have yet, by key, timestamp, step and value."""
-    latest = calls.latest_points(client, run_id)
-    arrived = {_identity(each) for each in latest.values()}
-    # Nothing is behind the last point of a key; what is before it needs the key's history, a request for each.
-    before = [each for each in points if each.key in latest and _order(each) <= _order(latest[each.key])]
-    for key in {each.key for each in before if _identity(each) not in arrived}:
-        with contextlib.suppress(GoneError):  # a file store does not know a metric without points
-            history = client.get_metric_history(run_id, key)
-            arrived |= {_identity(Point(key, each.value, each.timestamp, each.step)) for each in history}
-    return [point for point in points if _identity(point) not in arrived]
+def _points_of(record: Mapping[str, Any]) -> list[Point]:
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        return [Point(key, float(value), record["t"], record["s"]) for key, value in record["m"].items()]
+    return []
 
 
 def _identity(point: Point) -> tuple[str, int, int, float | str]:
@@ -157,8 +133,6 @@ class Delivery:
         is_elsewhere: whether another thread or process delivered the spool when this one last tried.
         obstacle: why the newest pass left something over; None: it did not, or raised the reason.
     """
-
-    server = "MLflow"
 
     def __init__(self, root: Path, tracking_uri: str | None = None) -> None:
         self.root = root
@@ -351,56 +325,32 @@ class _RunDelivery:
     def _send_records(self, session: Session, run_id: str) -> None:
         waiting: list[Point] = []
         offset = session.state.offset
-        repeats = Repeats(self._client, run_id, session)  # now that the sessions before it are delivered
+        arrived = Arrived(self._client, run_id, session)  # now that the sessions before it are delivered
         for record, behind in session.read(offset):
-            points = self._points(repeats, run_id, record, waiting)
-            if points is None:
+            if record and "m" not in record:
                 # Points before it go first; an offset covers everything in front of it.
                 self._send_points(session, run_id, waiting, offset)
                 waiting = []
                 self._send_other(session, run_id, record)
                 self._advance(session, behind)
-            else:
-                waiting += points
+            for point in _points_of(record):
+                if not arrived.holds(point, record.get("once")):
+                    arrived.add(point)
+                    waiting.append(point)
             offset = behind
             if len(waiting) >= calls.BATCH:
                 self._send_points(session, run_id, waiting, offset)
                 waiting = []
         self._send_points(session, run_id, waiting, offset)
 
-    def _points(
-        self, repeats: Repeats, run_id: str, record: Mapping[str, Any], waiting: Sequence[Point]
-    ) -> list[Point] | None:
-        """The points of a record that are to be sent; None for a record of another kind."""
-        if record and "m" not in record:
-            return None
-        points: list[Point] = []
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            points = [Point(key, float(value), record["t"], record["s"]) for key, value in record["m"].items()]
-        points = [point for point in points if point not in repeats]
-        if points and record.get("once"):
-            # A result that an earlier command has logged, perhaps at another time; of an evaluation beside the
-            # training the step alone decides, because the run may be ahead of it.
-            leave_out = leave_out_known if record["once"] == "step" else leave_out_latest
-            points = leave_out(self._client, run_id, points, waiting)
-        return points
-
     def _send_points(self, session: Session, run_id: str, points: list[Point], offset: int) -> None:
-        state = session.state
-        if offset <= state.offset:
-            return
-        if points:
-            if state.is_uncertain:
-                points = leave_out_arrived(self._client, run_id, points)
-            else:
-                # Noted first: if this process dies, or no answer comes, the next one asks what has arrived.
-                state.is_uncertain = True
-                session.save_state()
-            calls.send_points(self._client, run_id, points)
-        self._advance(session, offset)
+        if offset > session.state.offset:
+            if points:
+                calls.send_points(self._client, run_id, points)
+            self._advance(session, offset)
 
     def _advance(self, session: Session, offset: int) -> None:
-        session.state.offset, session.state.is_uncertain = offset, False
+        session.state.offset = offset
         session.save_state()
 
     def _send_other(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
@@ -444,16 +394,10 @@ class _RunDelivery:
 
     def _send_file(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
         path = PurePosixPath(record["path"])
-        with _private_folder() as folder:
-            # A link: the file keeps its name, and no bytes are copied.
+        with tempfile.TemporaryDirectory(prefix="trainflow-") as name:
+            folder = Path(name)  # a link in it: the file keeps its name, and no bytes are copied
             (folder / path.name).symlink_to(session.kept_file(record["file"]))
             calls.send_file(self._client, run_id, folder / path.name, path)
-
-
-@contextlib.contextmanager
-def _private_folder() -> Any:
-    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:  # made with mode 0700
-        yield Path(folder)
 
 
 def _check_places(session: Session, record: Mapping[str, Any]) -> None:

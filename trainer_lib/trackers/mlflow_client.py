@@ -33,7 +33,7 @@ DISCARDED = "DISCARDED"  # how a run ends that a recipe mistake ended before it 
 FAILURE_TAG = "trainflow.failure"
 DATABASES = Kind("mlflow", "store/db_migrations/versions", ("alembic_version", "workspaces"))
 _REFUSED = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MAX_LIMIT_EXCEEDED"}
-_GONE = "RESOURCE_DOES_NOT_EXIST"
+GONE = "RESOURCE_DOES_NOT_EXIST"
 
 _log = logging.getLogger(__name__)
 # A process that is forked while another thread imports inherits half a module and a lock that no thread releases. So a
@@ -111,7 +111,7 @@ def _typed() -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        if error.error_code == _GONE:
+        if error.error_code == GONE:
             raise GoneError(f"its run is not known there: {first_line(error)}") from error
         if error.error_code in _REFUSED:
             raise RefusedError(first_line(error)) from error
@@ -300,11 +300,12 @@ def latest_points(client: MlflowClient, run_id: str) -> dict[str, Point]:
     return {each.key: Point(each.key, float(each.value), int(each.timestamp), int(each.step)) for each in metrics}
 
 
-def known_steps(client: MlflowClient, run_id: str, key: str) -> set[int]:
-    """Return the steps at which a run has a point of a metric."""
+def history(client: MlflowClient, run_id: str, key: str) -> list[Point]:
+    """Return every point of a metric of a run."""
     with contextlib.suppress(GoneError):  # a file store does not know a metric without points
-        return {int(each.step) for each in client.get_metric_history(run_id, key)}
-    return set()
+        points = client.get_metric_history(run_id, key)
+        return [Point(key, float(each.value), int(each.timestamp), int(each.step)) for each in points]
+    return []
 
 
 def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:

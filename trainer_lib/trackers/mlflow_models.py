@@ -21,14 +21,14 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.base.records import to_record
+from trainer_lib.base.records import from_record, to_record
 from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
 from trainer_lib.data.column import Column
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
-from trainer_lib.trackers.mlflow_client import BATCH, GoneError, Point, RefusedError, latest_points, load
-from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered, read_registration, register
+from trainer_lib.trackers.mlflow_client import BATCH, GoneError, RefusedError, history, latest_points, load
+from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered, Registration, register
 from trainer_lib.trackers.model_record import (
     DIGEST_TAG,
     FOLDER,
@@ -228,8 +228,8 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
     for key, latest in latest_points(client, run_id).items():
         if (key in wanted if wanted else key.startswith("eval")) and (key, step) not in linked:
             # The newest point of the step, just as it is: the run gets no second one. Mostly it is the run's last.
-            history = [latest] if latest.step <= step else client.get_metric_history(run_id, key)
-            points = [Point(each.key, each.value, each.timestamp, each.step) for each in history if each.step == step]
+            known = [latest] if latest.step <= step else history(client, run_id, key)
+            points = [point for point in known if point.step == step]
             found += [max(points, key=lambda point: point.timestamp)] if points else []
     for start in range(0, len(found), BATCH):
         metrics = [Metric(*point, model_id=model_id) for point in found[start : start + BATCH]]
@@ -251,7 +251,7 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
             files = {path: folder / name for path, name in record["files"].items()}
             send_model(client, experiment_id, run_id, ModelRecord(**record["model"]), files)
         elif "registration" in record:
-            asked = read_registration(record["registration"])
+            asked = from_record(Registration, record["registration"])
             if (model := find_model(client, experiment_id, asked.digest)) is None:
                 raise RefusedError("the model is not logged there")
             if asked.flavor is not None:  # before the version: nobody finds one that is not whole

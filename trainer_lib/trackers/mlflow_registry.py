@@ -12,14 +12,16 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError
-from trainer_lib.trackers.mlflow_client import GoneError, RefusedError
+from trainer_lib.trackers.mlflow_client import GONE, GoneError, RefusedError
 from trainer_lib.trackers.model_record import DIGEST_TAG, Flavor
-from trainer_lib.trackers.model_versions import versions_of
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 CANDIDATE = "candidate"
 CHAMPION = "champion"
@@ -31,6 +33,7 @@ VERDICT_TAG = "trainflow.verdict"
 LOW, HIGH = 0.05, 0.95
 _ARTIFACTS = "registry"
 _RESAMPLES_BYTES = 16 << 20
+_PAGE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +248,45 @@ def find_alias(client: Any, name: str, alias: str) -> str | None:
     return None
 
 
+class ModelVersion(NamedTuple):
+    """One version of a registered model: the run that it came from, the tags of that run, and where its files are."""
+
+    name: str
+    version: str
+    run_id: str
+    source: str
+    tags: dict[str, str]
+
+
+def list_model_versions(client: MlflowClient) -> list[ModelVersion]:
+    """Return every version in the registry. Raises what mlflow raises."""
+    return [
+        ModelVersion(each.name, str(each.version), each.run_id or "", each.source or "", _tags_of(client, each.run_id))
+        for each in versions_of(client)
+    ]
+
+
+def versions_of(client: Any, name: str | None = None) -> Iterator[Any]:
+    """Yield MLflow's own records of the versions of a model, or of every model. Raises what mlflow raises."""
+    quoted = None if name is None else name.replace("'", "''")
+    token: str | None = None
+    while True:
+        page = client.search_model_versions(quoted and f"name='{quoted}'", max_results=_PAGE, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _tags_of(client: MlflowClient, run_id: str | None) -> dict[str, str]:
+    try:
+        return dict(client.get_run(run_id).data.tags) if run_id else {}
+    except Exception as error:
+        if getattr(error, "error_code", None) == GONE:  # a version outlives the run that it came from
+            return {}
+        raise
+
+
 def list_versions(client: Any) -> Iterator[dict[str, Any]]:
     """Every version of every registered model: name, version, aliases, description, score, verdict, tags, run."""
     for model in client.search_registered_models(max_results=1000):
@@ -326,8 +368,3 @@ def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
         return tuple(float(value) for value in parse_json(client.read_artifact(run_id, path)))
     except (GoneError, RefusedError, ValueError, TypeError):
         return ()
-
-
-def read_registration(record: Mapping[str, Any]) -> Registration:
-    """A registration from the spool's plain data."""
-    return from_record(Registration, record)

@@ -1,4 +1,4 @@
-"""The thread that delivers a spool to a tracking server of any kind."""
+"""The thread that delivers a spool to MLflow's server."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from trainer_lib.errors import first_line
 from trainer_lib.secrets import mask
 from trainer_lib.storage.outages import describe_outage
+
+if TYPE_CHECKING:
+    from trainer_lib.trackers.delivery import Delivery
 
 POLL_S = 1.0  # between two looks at the spool
 MAX_BACKOFF_S = 10.0  # between two tries while the server fails: a try costs one request
@@ -54,35 +56,17 @@ class Clock:
         return due is not None and time.monotonic() > due + patience_s
 
 
-class Delivery(Protocol):
-    """How a spool reaches its server. `deliver` may raise any exception, and is called again later."""
-
-    server: str
-    root: Path
-    clock: Clock
-    is_loaded: threading.Event
-    obstacle: str | None
-
-    def deliver(self) -> bool:
-        """Send what is in the spool, and return whether all that is over has arrived."""
-
-
 class Shipper(threading.Thread):
     """Delivers a spool in the background. It never raises and never keeps the process alive."""
 
     def __init__(self, delivery: Delivery) -> None:
-        super().__init__(name=f"{delivery.server} shipper", daemon=True)
+        super().__init__(name="MLflow shipper", daemon=True)
         self._delivery = delivery
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._stopping = False
-        self._failure: str | None = None
+        self.failure: str | None = None  # why the newest try failed
         self._done = False
-
-    @property
-    def failure(self) -> str | None:
-        """Why the newest try failed; None after one that did not."""
-        return self._failure
 
     def wake(self) -> None:
         """Look at the spool now, and not after the pause between two looks."""
@@ -96,7 +80,7 @@ class Shipper(threading.Thread):
             closing = self._closing.is_set()
             try:
                 is_whole = self._delivery.deliver()
-                self._failure, delay = None, POLL_S
+                self.failure, delay = None, POLL_S
                 if closing and is_whole:
                     self._done = True
                     return
@@ -148,10 +132,9 @@ class Shipper(threading.Thread):
 
     def _note(self, error: Exception) -> None:
         reason = shorten(error)
-        if self._failure is None:
-            where = (self._delivery.server, reason, self._delivery.root)
-            _log.warning("%s cannot be reached (%s); what is logged waits in %s.", *where)
-        self._failure = reason
+        if self.failure is None:
+            _log.warning("MLflow cannot be reached (%s); what is logged waits in %s.", reason, self._delivery.root)
+        self.failure = reason
 
 
 def shorten(error: Exception) -> str:

@@ -3,7 +3,7 @@
 A *session* is a folder in which one process keeps what it logs about one run, in order::
 
     <root>/<nanoseconds>-<pid>-<random>/        <root> is <storage>/spool/<uid>: each user has a private folder
-        session.json    where it goes: the server's address without credentials, the run
+        session.json    where it goes: the server's address without credentials, the run; without it there is no session
         points.jsonl    one record per line, appended: points, tags, parameters, files, the end
         files/          the bytes of logged files that lie nowhere else
         state.json      what the server has; the process that delivers replaces it as a whole
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.json_text import parse_record, read_json
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.storage.local import make_folders
@@ -111,11 +112,8 @@ class State:
     """How much of a session the server has.
 
     Attributes:
-        offset: bytes of points.jsonl whose points, tags and parameters the server has.
+        offset: bytes of points.jsonl whose points, tags and parameters the server has; it may have more.
         files_offset: bytes of points.jsonl whose files the server has.
-        is_uncertain: whether points behind `offset` may be there as well: they were sent, and no answer was recorded.
-        floor: per key, the last step that the server had when sending started; a resumed run repeats the points up to
-            it, and they are not sent again. None: nothing was sent yet. It says nothing of points that arrive late.
         run_id: the server's run, once the session was attached to it.
         closed: "FINISHED", "FAILED" or "KILLED"; None while the run goes on, and when its process died.
         end_ms: the end of the run, in milliseconds since 1970.
@@ -123,8 +121,6 @@ class State:
 
     offset: int = 0
     files_offset: int = 0
-    is_uncertain: bool = False
-    floor: dict[str, int] | None = None
     run_id: str | None = None
     closed: str | None = None
     end_ms: int | None = None
@@ -161,19 +157,18 @@ class Session:
         newest = max((path.name.partition("-")[0] for path in root.glob("*-*")), default="0")
         stamp = max(time.time_ns(), int(newest) + 1 if newest.isdecimal() else 0)
         name = f"{stamp:020d}-{os.getpid()}-{os.urandom(2).hex()}"
-        # Under this name no other process reads it before its lock is ours.
-        session = cls(root / f"{name}.new", dict(head))
+        session = cls(root / name, dict(head))
         session.path.mkdir(mode=0o700)
         try:
-            if not session._acquire():
+            session._lock = _lock_file(session.path / "lock")
+            if session._lock < 0:
                 raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-            session._replace("session.json", session.head)
             (session.path / "reserve").write_bytes(bytes(_RESERVE_BYTES))
             session._points = os.open(session.path / "points.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            session._move(root / name)
+            _write_json(session.path / "session.json", session.head)  # last: other processes read it from now on
         except OSError:
             session.close()
-            shutil.rmtree(session.path, ignore_errors=True)
+            session.remove()
             raise
         return session
 
@@ -257,7 +252,8 @@ class Session:
         if self._points >= 0:
             os.close(self._points)
             self._points = -1
-        self._unlock()
+        _unlock_file(self.path / "lock", self._lock)
+        self._lock = -1
 
     # -- delivering ---------------------------------------------------------------------------------------------------
 
@@ -267,7 +263,7 @@ class Session:
         found = []
         for path in sorted(root.glob("*-*")) if root.is_dir() else []:
             if path.suffix:
-                _remove_old(path)
+                _remove_old(path, _KEPT_S)
                 continue
             session = cls(path, {})
             try:
@@ -280,8 +276,9 @@ class Session:
                 # In this order: nothing is written once it is over.
                 session.over = session.is_over()
                 session.limit = (path / "points.jsonl").stat().st_size
-            except FileNotFoundError:
-                continue  # removed a moment ago
+            except FileNotFoundError:  # half made, or removed a moment ago
+                _remove_old(path, _SETTLE_S)
+                continue
             except (ValueError, TypeError):
                 if session.is_over():
                     session.set_aside("damaged")
@@ -296,10 +293,9 @@ class Session:
 
     def is_over(self) -> bool:
         """Whether its process has closed it or is gone; then nothing is written to it any more."""
-        if not self._acquire():
-            return False
-        self._unlock()
-        return True
+        lock = _lock_file(self.path / "lock")
+        _unlock_file(self.path / "lock", lock)
+        return lock >= 0
 
     def written_ms(self) -> int:
         """When the last record was written, in milliseconds since 1970."""
@@ -324,7 +320,7 @@ class Session:
 
     def save_state(self) -> None:
         """Write state.json. Raises OSError."""
-        self._replace("state.json", vars(self.state))
+        _write_json(self.path / "state.json", vars(self.state))
 
     def remove(self) -> None:
         """Delete the folder, after the server has everything."""
@@ -336,39 +332,51 @@ class Session:
         with contextlib.suppress(OSError):
             self.path = self.path.rename(aside)
 
-    def _unlock(self) -> None:
-        with _held:
-            if self._lock >= 0:
-                _HELD.discard(self.path)
-                os.close(self._lock)
-                self._lock = -1
 
-    def _acquire(self) -> bool:
-        self._lock = _lock_file(self.path, self.path / "lock")
-        return self._lock >= 0
+@dataclass(frozen=True)
+class Waiting:
+    """What a spool holds that its server does not have yet.
 
-    def _move(self, path: Path) -> None:
-        self.path.rename(path)
-        with _held:
-            _HELD.discard(self.path)
-            _HELD.add(path)
-            self.path = path
+    Attributes:
+        root: the spool.
+        runs: how many runs it belongs to.
+        points, files: how many points of metrics and how many files; the end of a run is neither.
+        servers: the addresses that they wait for, as the commands that logged them had them.
+    """
 
-    def _replace(self, name: str, content: Mapping[str, Any]) -> None:
-        _write_json(self.path / name, content)
+    root: Path
+    runs: int
+    points: int
+    files: int
+    servers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = [counted(count, word) for count, word in ((self.points, "point"), (self.files, "file")) if count]
+        runs = counted(self.runs, "run")
+        return f"{runs} ({', '.join(counts)})" if counts else f"the end of {runs}"
+
+
+def count_waiting(root: Path) -> Waiting | None:
+    """Count what waits in sessions that are over; None when nothing does."""
+    sessions = [session for session in Session.stored(root) if session.over]
+    points = files = 0
+    for session in sessions:
+        points += sum(len(record.get("m") or ()) for record, _ in session.read(session.state.offset))
+        waiting = session.read(session.state.files_offset)
+        files += sum(bool(record.keys() & {"file", "model"}) for record, _ in waiting)
+    runs = {session.head.get("token") or session.head.get("run_id") for session in sessions}
+    servers = {str(session.head.get("tracking_uri")) for session in sessions}
+    return Waiting(root, len(runs), points, files, tuple(sorted(servers))) if sessions else None
 
 
 @contextlib.contextmanager
 def sole_delivery(root: Path) -> Iterator[bool]:
     """Hold the right to deliver a spool inside the block; yields False while another thread or process has it."""
-    lock = _lock_file(root / "delivery", root / "delivery") if root.is_dir() else -1
+    lock = _lock_file(root / "delivery") if root.is_dir() else -1
     try:
         yield lock >= 0
     finally:
-        if lock >= 0:
-            with _held:
-                _HELD.discard(root / "delivery")
-                os.close(lock)
+        _unlock_file(root / "delivery", lock)
 
 
 def known_run(root: Path, token: str) -> dict[str, str]:
@@ -396,26 +404,23 @@ def _read_state(path: Path) -> State:
     try:
         stored = read_json(path / "state.json", dict)
         return State(**{name: value for name, value in stored.items() if name in names})
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        # None yet, or a power failure has emptied it: what was sent is found out from the server.
         return State()
-    except (ValueError, TypeError, AttributeError):
-        # A power failure has emptied it: what was sent is found out from the server.
-        return State(is_uncertain=True)
 
 
-def _remove_old(path: Path) -> None:
-    """Remove a session that was never finished making, and after a month one that was set aside."""
+def _remove_old(path: Path, after_s: float) -> None:
+    """Remove a session that was never finished making, or was set aside, some seconds after it was begun."""
     with contextlib.suppress(OSError, ValueError):
-        age_s = time.time() - int(path.name.partition("-")[0]) / 1e9
-        if age_s > (_SETTLE_S if path.suffix == ".new" else _KEPT_S):
+        if time.time() - int(path.name.partition("-")[0]) / 1e9 > after_s:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _lock_file(key: Path, path: Path) -> int:
+def _lock_file(path: Path) -> int:
     """Lock a file for this thread; -1 while another thread or process holds it, or its folder is gone."""
     with _held:
         # Opening it again would be enough to lose the lock: fcntl drops a process's locks with any close of the file.
-        if key in _HELD:
+        if path in _HELD:
             return -1
         handle = -1
         try:
@@ -425,8 +430,15 @@ def _lock_file(key: Path, path: Path) -> int:
             if handle >= 0:
                 os.close(handle)
             return -1
-        _HELD.add(key)
+        _HELD.add(path)
         return handle
+
+
+def _unlock_file(path: Path, handle: int) -> None:
+    if handle >= 0:
+        with _held:
+            _HELD.discard(path)
+            os.close(handle)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

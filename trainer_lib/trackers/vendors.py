@@ -1,9 +1,11 @@
 """One callback per name that `report_to` takes, under the class name the reference has for it.
 
-Our own trackers serve jsonl, mlflow, tensorboard and wandb. Every other name is a row of the table of vendors: the
-callback that transformers ships serves it, when its package and transformers are installed. A guard logs the first
-exception of such a callback and then stops calling it. A name whose package is missing is refused when the Trainer is
-built.
+Our own trackers serve jsonl, mlflow, tensorboard and wandb. The callback that transformers ships serves every other
+name, when its package and transformers are installed; a guard logs the first exception of such a callback and then
+stops calling it. A name whose package is missing is refused when the Trainer is built.
+
+`validation.REPORTERS` is the table of all names. A new vendor is a row there; a tracker of our own is a file with the
+tracker, a row, and a callback here that makes it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,36 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from trainer_lib.arguments.validation import REPORTERS, Reporter
 from trainer_lib.callbacks.base import EVENTS, TrainerCallback
-from trainer_lib.errors import MissingExtraError, first_line
-from trainer_lib.trackers import base as trackers
-from trainer_lib.trackers.callback import TrackingCallback
+from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.trackers.callback import Tracker, TrackingCallback
 
 _log = logging.getLogger(__name__)
+
+
+def _missing(row: Reporter) -> list[str]:
+    """The packages that a name needs and this process lacks. None is imported."""
+    needed = ([] if row.is_ours else ["transformers"]) + ([row.package] if row.package else [])
+    return [name for name in needed if importlib.util.find_spec(name) is None]
+
+
+def _is_served(row: Reporter) -> bool:
+    return not _missing(row) and (row.variable is None or row.variable in os.environ)
+
+
+def _require(name: str) -> None:
+    """Raise MissingExtraError when a package that a name needs, or its launcher, is not there."""
+    row = REPORTERS[name]
+    elsewhere = "report to jsonl, mlflow or tensorboard."
+    if missing := _missing(row):
+        what = f"This tracker needs {' and '.join(missing)}, not installed here."
+        remedy = f"Install it (pip install {' '.join(missing)}), or {elsewhere}"
+        raise MissingExtraError(what, field="report_to", value=name, remedy=remedy)
+    if not _is_served(row):
+        what = f"This tracker needs {row.title}, whose controller sets {row.variable}."
+        remedy = f"Start the training there, or {elsewhere}"
+        raise MissingExtraError(what, field="report_to", value=name, remedy=remedy)
 
 
 class ReporterCallback(TrackingCallback):
@@ -32,9 +58,13 @@ class ReporterCallback(TrackingCallback):
     reporter: ClassVar[str]
 
     def __init__(self) -> None:
-        trackers.require_package(self.reporter)
+        _require(self.reporter)
         super().__init__([])
         self._made_here = False  # from the arguments, not by the user
+
+    def create(self, args: Any) -> Tracker:
+        """Make the tracker; imports its module, and with it the vendor's package, only then."""
+        raise NotImplementedError
 
     @override
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -42,16 +72,19 @@ class ReporterCallback(TrackingCallback):
         if state.is_world_process_zero:
             self._prepare(args)
 
-    @override
     def _prepare(self, args: Any) -> None:
         if not self.trackers:
-            where: dict[str, Any] = {"logging_dir": args.logging_dir, "project": args.project}
-            self.trackers = trackers.create_trackers(self.reporter, args.output_dir, **where)
+            self.trackers = [self.create(args)]
             self._made_here = True
+
+    @override
+    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
+        self._prepare(args)
+        super()._start(args, state, resume_step=resume_step, model=model)
 
     @contextlib.contextmanager
     def another_run(self) -> Iterator[None]:
-        """Give a run inside this one, such as a trial of a search, trackers of its own, made from its arguments."""
+        """Give a run inside this one, such as a trial of a search, separate trackers, made from its arguments."""
         kept = self.trackers, self._started
         if self._made_here:
             self.trackers, self._started = [], False
@@ -66,11 +99,26 @@ class JsonlCallback(ReporterCallback):
 
     reporter = "jsonl"
 
+    @override
+    def create(self, args: Any) -> Tracker:
+        from trainer_lib.trackers.jsonl import JsonlTracker
+
+        if not args.output_dir:
+            what = 'The "jsonl" tracker writes into output_dir, which is not set.'
+            raise ConfigError(what, field="output_dir", remedy="Set output_dir.")
+        return JsonlTracker(args.output_dir)
+
 
 class MLflowCallback(ReporterCallback):
     """Logs to MLflow through `trackers.mlflow`."""
 
     reporter = "mlflow"
+
+    @override
+    def create(self, args: Any) -> Tracker:
+        from trainer_lib.trackers.mlflow import MLflowTracker
+
+        return MLflowTracker(args.output_dir)
 
 
 class TensorBoardCallback(ReporterCallback):
@@ -89,6 +137,12 @@ class TensorBoardCallback(ReporterCallback):
     def tb_writer(self) -> Any:
         """The `SummaryWriter` in use, for subclasses that write images or texts; None when there is none."""
         return getattr(next(iter(self.trackers), None), "writer", None)
+
+    @override
+    def create(self, args: Any) -> Tracker:
+        from trainer_lib.trackers.tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(args.logging_dir or f"{(args.output_dir or '.').rstrip('/')}/runs")
 
 
 class WandbCallback(ReporterCallback):
@@ -109,6 +163,12 @@ class WandbCallback(ReporterCallback):
     def _initialized(self, value: bool) -> None:
         """Do nothing: an override of `setup` says so, and the run that it has opened is joined all the same."""
 
+    @override
+    def create(self, args: Any) -> Tracker:
+        from trainer_lib.trackers.wandb import WandbTracker
+
+        return WandbTracker(args.project, args.logging_dir)
+
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
         """Open a run of wandb, or join the one that is open. An override may open another one."""
         super()._start(args, state, resume_step=self._resume_step, model=model)
@@ -128,22 +188,12 @@ class WandbCallback(ReporterCallback):
 
 
 class VendorCallback(TrainerCallback):
-    """Calls the callback that transformers has for a tracker, guarded.
+    """Calls the callback that transformers has for a tracker, guarded."""
 
-    Attributes:
-        title: the product's name.
-        reporter: the name in `report_to`.
-        package: the package that must be installed besides transformers.
-        environment: a variable that the tracker's own launcher sets; None when there is none.
-    """
-
-    title: ClassVar[str]
     reporter: ClassVar[str]
-    package: ClassVar[str]
-    environment: ClassVar[str | None] = None
 
     def __init__(self) -> None:
-        self.require_package()
+        _require(self.reporter)
         # Loaded here: the package behind it may take seconds to import. From the module that defines it, because
         # `trainer_lib.install` puts ours in place of the name that others import.
         theirs = getattr(importlib.import_module("transformers.integrations.integration_utils"), type(self).__name__)
@@ -160,38 +210,6 @@ class VendorCallback(TrainerCallback):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(theirs, name)
 
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Return whether this process can use the tracker. Neither its package nor transformers is imported."""
-        return not cls._missing() and cls._is_launched()
-
-    @classmethod
-    def _missing(cls) -> list[str]:
-        return [name for name in ("transformers", cls.package) if importlib.util.find_spec(name) is None]
-
-    @classmethod
-    def _is_launched(cls) -> bool:
-        return cls.environment is None or cls.environment in os.environ
-
-    @classmethod
-    def require_package(cls) -> None:
-        """Raise MissingExtraError when a package that it needs, or the launcher that it needs, is not there."""
-        elsewhere = "report to jsonl, mlflow or tensorboard."
-        if missing := cls._missing():
-            raise MissingExtraError(
-                f"This tracker needs {' and '.join(missing)}, not installed here.",
-                field="report_to",
-                value=cls.reporter,
-                remedy=f"Install it (pip install {' '.join(missing)}), or {elsewhere}",
-            )
-        if not cls._is_launched():
-            raise MissingExtraError(
-                f"This tracker needs {cls.title}, whose controller sets {cls.environment}.",
-                field="report_to",
-                value=cls.reporter,
-                remedy=f"Start the training there, or {elsewhere}",
-            )
-
     def _guarded(self, event: str) -> Callable[..., None]:
         def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self._theirs is None:
@@ -206,37 +224,25 @@ class VendorCallback(TrainerCallback):
         return call
 
 
-def _vendor(name: str, title: str, reporter: str, package: str, environment: str | None = None) -> type[VendorCallback]:
-    """The callback class `name`, which transformers has under the same name."""
-    facts = {"title": title, "reporter": reporter, "package": package, "environment": environment}
-    return type(name, (VendorCallback,), {**facts, "__doc__": f"Logs to {title}.", "__module__": __name__})
-
-
-# The table of vendors: a new one is a row here, a name in `validation.REPORTERS` and one in `trainer_lib`.
-AzureMLCallback = _vendor("AzureMLCallback", "Azure Machine Learning", "azure_ml", "azureml")
-ClearMLCallback = _vendor("ClearMLCallback", "ClearML", "clearml", "clearml")
-CodeCarbonCallback = _vendor("CodeCarbonCallback", "CodeCarbon", "codecarbon", "codecarbon")
-CometCallback = _vendor("CometCallback", "Comet", "comet_ml", "comet_ml")
-DVCLiveCallback = _vendor("DVCLiveCallback", "DVCLive", "dvclive", "dvclive")
-DagsHubCallback = _vendor("DagsHubCallback", "DagsHub", "dagshub", "dagshub")
-FlyteCallback = _vendor("FlyteCallback", "Flyte", "flyte", "flytekit")
-KubeflowCallback = _vendor(
-    "KubeflowCallback", "Kubeflow Trainer", "kubeflow", "transformers", environment="KUBEFLOW_TRAINER_SERVER_URL"
-)
-NeptuneCallback = _vendor("NeptuneCallback", "Neptune", "neptune", "neptune")
-SwanLabCallback = _vendor("SwanLabCallback", "SwanLab", "swanlab", "swanlab")
-TrackioCallback = _vendor("TrackioCallback", "Trackio", "trackio", "trackio")
-
 OURS: dict[str, type[ReporterCallback]] = {
     cls.reporter: cls for cls in (JsonlCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
 }
 VENDORS: dict[str, type[VendorCallback]] = {
-    cls.reporter: cls
-    for cls in (
-        *(AzureMLCallback, ClearMLCallback, CodeCarbonCallback, CometCallback, DVCLiveCallback, DagsHubCallback),
-        *(FlyteCallback, KubeflowCallback, NeptuneCallback, SwanLabCallback, TrackioCallback),
+    name: type(
+        row.callback,
+        (VendorCallback,),
+        {"reporter": name, "__doc__": f"Logs to {row.title}.", "__module__": __name__},
     )
+    for name, row in REPORTERS.items()
+    if not row.is_ours
 }
+
+
+def __getattr__(name: str) -> type[VendorCallback]:
+    for cls in VENDORS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCallback]]:
@@ -245,16 +251,13 @@ def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCa
     Raises:
         MissingExtraError: the package of a name is not installed. "all" leaves such names out instead.
     """
-    found: list[type[ReporterCallback | VendorCallback]] = []
+    # Ours first: transformers has callbacks of these names as well.
+    classes: dict[str, type[ReporterCallback | VendorCallback]] = {**OURS, **VENDORS}
+    chosen: list[type[ReporterCallback | VendorCallback]] = []
     for name in report_to:
         if name == "all":
-            found += [OURS[one] for one in OURS if trackers.is_installed(one)]
-            found += [cls for cls in VENDORS.values() if cls.is_installed()]
-        # Ours first: transformers has callbacks of these names as well.
-        elif name in OURS:
-            trackers.require_package(name)
-            found.append(OURS[name])
+            chosen += [cls for served, cls in classes.items() if _is_served(REPORTERS[served])]
         else:
-            VENDORS[name].require_package()
-            found.append(VENDORS[name])
-    return list(dict.fromkeys(found))
+            _require(name)
+            chosen.append(classes[name])
+    return list(dict.fromkeys(chosen))

@@ -27,16 +27,14 @@ from trainer_lib.data.row_parts import SUMS, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
-from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
-from trainer_lib.evaluation.metric_sums import RangeMetrics, RangeSums
-from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.evaluation.metric_sums import Mergeable
+from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
     MAX_INTERVALS,
     SLICES,
     NamedMetrics,
     find_slices,
     measure_slices,
-    require_named,
 )
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
@@ -70,7 +68,7 @@ from trainer_lib.worker.train import HISTORY
 _LIMIT = 256 << 20
 
 
-def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[RangeMetrics | None, str]:
+def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Mergeable | None, str]:
     """The metrics that this worker measures range by range; None, and why as a clause, where it needs all rows."""
     recipe, request = work.recipe, work.request
     for name in ("resamples", "confidence", "metrics", "slices"):
@@ -81,7 +79,7 @@ def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Ran
     if work.world_size > 1:
         return None, "several processes evaluate as one group"
     if (merged := recipe.merged_metrics_with(data)) is not None:
-        return RangeSums(merged), ""
+        return merged, ""
     metric = recipe.compute_metrics
     if not is_metric_object(metric):
         return None, "compute_metrics needs all rows"
@@ -92,7 +90,7 @@ def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Ran
 class RangeEvaluation:
     """The ranges of one request, and the Trainer that measures them."""
 
-    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: RangeMetrics) -> None:
+    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: Mergeable) -> None:
         self._request = work.request
         self._store = store
         self._trainer = trainer
@@ -123,10 +121,10 @@ class RangeEvaluation:
         for part in self._parts(name, rows).collect():
             found = self._read(part.entry.path)
             loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
-            sums = sums if found["sums"] is None else self._merged.add(sums, found["sums"])
+            sums = sums if found["sums"] is None else self._merged.merge(sums, found["sums"])
         if samples != rows:
             raise DamagedError(f"The ranges of the split '{name}' have {samples:,} of {rows:,} rows.", field=SUMS)
-        metrics = {} if sums is None else parse_metrics(self._merged.finish(sums))
+        metrics = {} if sums is None else parse_metrics(self._merged.compute(sums))
         metrics = {key.removeprefix("eval_"): float(value) for key, value in metrics.items()}
         return {"loss": loss / items, **metrics} if items else metrics
 
@@ -139,7 +137,7 @@ class RangeEvaluation:
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
         trainer, before = self._trainer, self._trainer.compute_metrics
         batch_by_batch, trainer.args.batch_eval_metrics = trainer.args.batch_eval_metrics, False
-        trainer.compute_metrics = self._merged
+        trainer.compute_metrics = self._merged.of_range
         try:
             evaluator = trainer._trainflow.evaluator
             trainer.evaluation_loop(evaluator.range_dataloader(split, start, stop), "Evaluation")
@@ -243,7 +241,7 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
         except Exception as error:  # by the model or the recipe, which the training will show, or only at its beginning
             trial.failure = error
         if trial.given and work.request.metrics:
-            require_named(work.request.metrics, trial.given[-1])
+            NamedMetrics(None, work.request.metrics).require(trial.given[-1])
         if trial.failure is None:
             _require_names(work, trial.names)
             return
@@ -383,7 +381,7 @@ def _of_all_rows(
         work.events.emit("progress", message=f"evaluating {name}: {counted(len(split), 'row')}")
         # A batch at a time leaves nothing to remember.
         by_batch = trainer.args.batch_eval_metrics or is_metric_object(function)
-        remembered = None if function is None or by_batch else Remembered(function)
+        remembered = None if function is None or by_batch else Remembered(function, _digest_rows(request, name))
         trainer.compute_metrics = remembered or function
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
         trainer.compute_metrics = recipes_own
@@ -392,7 +390,7 @@ def _of_all_rows(
             if request.resamples:
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
-                metrics[name] |= remembered.intervals(resampled, _digest_rows(request, name), request.confidence)
+                metrics[name] |= remembered.intervals(resampled, request.confidence)
             metrics[name] |= _sliced(work, name, split, remembered)
     return metrics, measured
 
@@ -402,12 +400,11 @@ def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembere
     request = work.request
     if remembered.given is None or not request.slices:
         return {}
-    rows = _digest_rows(request, name)
 
     def bounds(part: EvalPrediction) -> dict[str, float]:
-        few = Remembered(remembered.compute)
+        few = Remembered(remembered.compute, remembered.seed)
         few.given = part
-        return few.intervals(few.resampled(rows, request.resamples), rows, request.confidence)
+        return few.intervals(few.resampled(request.resamples), request.confidence)
 
     columns = {column: split.column_values(column) for column in request.slices}
     found = measure_slices(
@@ -448,18 +445,17 @@ def _resample(
     work: Work[EvaluateRequest], store: Store, split: str, remembered: Remembered
 ) -> tuple[dict[str, list[float]], FileEntry]:
     """The metrics on resampled rows of a split, and the file with them; it names the rows by their digest."""
-    rows = _digest_rows(work.request, split)
     work.events.emit("progress", message=f"{work.request.resamples:,} resamples of {split}")
-    found = remembered.resampled(rows, work.request.resamples)
+    found = remembered.resampled(work.request.resamples)
     # Two models are compared resample by resample, so each has to have a value.
     whole = {name: values for name, values in found.items() if len(values) == work.request.resamples}
-    record = {"rows": rows, "metrics": whole}
+    record = {"rows": remembered.seed, "metrics": whole}
     return found, store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
 
 
 def _digest_rows(request: EvaluateRequest, split: str) -> str:
     """SHA-256 of a split's rows, which decides how they are drawn."""
-    shards = request.data.splits[split].shards
+    shards = frozenset(request.data.splits[split].shards)
     return content_digest(entry for entry in request.data.files if entry.path in shards)
 
 

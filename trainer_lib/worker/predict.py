@@ -14,8 +14,8 @@ from trainer_lib.data.by_length import Reordered, in_order, longest_first, requi
 from trainer_lib.data.shards import ArrowSplit, PredictionWriter
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
-from trainer_lib.evaluation.stream import stream_predictions
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.requests import PredictRequest, PredictResult
 from trainer_lib.recipes import DataInfo

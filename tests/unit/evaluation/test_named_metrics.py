@@ -15,7 +15,7 @@ from sklearn import metrics
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, MetricCall, read_metrics
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.evaluation.named_metrics import NamedMetrics, measure, measure_slices, require_named
+from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.verb_results import PreparedSplit
 from trainer_lib.recipes.held_out_metrics import measure_classes, measure_numbers, measure_tokens
@@ -66,6 +66,14 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(*entries: Any, outputs: Any = SCORES, labels: Any = LABELS) -> dict[str, float]:
     given: Any = EvalPrediction(outputs, labels)
     return NamedMetrics(None, read_metrics(list(entries)))(given)
+
+
+def measure(names: Any, outputs: Any, labels: Any) -> dict[str, float]:
+    return measured(*names, outputs=outputs, labels=labels)
+
+
+def require_named(calls: Any, given: Any) -> None:
+    NamedMetrics(None, calls).require(given)
 
 
 def test_functions_of_scikit_learn_get_the_best_class_or_the_probabilities() -> None:
@@ -140,7 +148,7 @@ def test_each_call_begins_anew_and_parts_that_cannot_be_measured_are_left_out(mo
     assert {name.partition("/")[0] for name in sliced} == {"f1", "rows"}, "an area needs more than one class"
     remembered = Remembered(compute)
     remembered(given)
-    assert len(remembered.resampled("0" * 16, 20)["auc"]) == 20
+    assert len(remembered.resampled(20)["auc"]) == 20
     monkeypatch.setattr(sys.modules["somewhere"], "mse", torchmetrics.MeanSquaredError(), False)
     first, again = (measured("somewhere:mse", outputs=PREDICTED, labels=TRUTH) for _ in range(2))
     assert first == again, "an object's state is not shared"
@@ -256,10 +264,10 @@ def test_areas_are_those_of_scikit_learn_and_left_out_where_all_rows_are_of_one_
     rare: Any = EvalPrediction(two[:20], (np.arange(20) == 3).astype(int))
     remembered = Remembered(compute)
     remembered(rare)
-    resampled = remembered.resampled("0" * 16, 200)
+    resampled = remembered.resampled(200)
     # A resample lacks the only row of its class in 36 % of the cases.
     assert 100 < len(resampled["roc_auc"]) < 160 < len(resampled["accuracy"]) == 200
-    assert {"roc_auc_low", "accuracy_low"} <= set(remembered.intervals(resampled, SEED, 0.95))
+    assert {"roc_auc_low", "accuracy_low"} <= set(remembered.intervals(resampled, 0.95))
     assert all(np.isfinite(each) for each in resampled["roc_auc"])
 
 
@@ -360,11 +368,11 @@ def test_a_better_model_is_better_on_each_resample_of_the_rows() -> None:
     bad[:5] = bad[:5, ::-1]
     values = []
     for predictions in (good, bad):
-        remembered = Remembered(_accuracy)
-        assert remembered.resampled(SEED, 20) == {}
+        remembered = Remembered(_accuracy, SEED)
+        assert remembered.resampled(20) == {}
         remembered(EvalPrediction(predictions, labels))
-        values.append(remembered.resampled(SEED, 20)["accuracy"])
-        assert remembered.resampled(SEED, 20)["accuracy"] == values[-1]
+        values.append(remembered.resampled(20)["accuracy"])
+        assert remembered.resampled(20)["accuracy"] == values[-1]
     assert values[0] == [1.0] * 20
     assert np.mean(values[1]) == pytest.approx(0.9, abs=0.03)
     assert len(set(values[1])) > 3
@@ -374,16 +382,16 @@ def test_an_interval_holds_the_share_of_the_resamples_that_is_asked_for() -> Non
     draw = np.random.default_rng(1)
     labels = draw.integers(0, 2, 400)
     scores = np.eye(2)[np.where(draw.random(400) < 0.8, labels, 1 - labels)]
-    remembered = Remembered(_accuracy)
+    remembered = Remembered(_accuracy, SEED)
     measured = remembered(EvalPrediction(scores, labels))["accuracy"]
-    resampled = remembered.resampled(SEED, 500)
-    found = remembered.intervals(resampled, SEED, 0.95)
+    resampled = remembered.resampled(500)
+    found = remembered.intervals(resampled, 0.95)
     # The standard error of a share of 0.8 of 400 rows is 0.02.
     assert found["accuracy_low"] == pytest.approx(measured - 0.04, abs=0.01)
     assert found["accuracy_high"] == pytest.approx(measured + 0.04, abs=0.01)
-    narrow = remembered.intervals(resampled, SEED, 0.5)
+    narrow = remembered.intervals(resampled, 0.5)
     assert found["accuracy_low"] < narrow["accuracy_low"] < narrow["accuracy_high"] < found["accuracy_high"]
-    assert remembered.intervals(resampled, SEED, None) == {}
+    assert remembered.intervals(resampled, None) == {}
 
 
 def _classes(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -417,10 +425,9 @@ MEASURES: dict[str, Any] = {
 def _with_intervals(name: str, seed: int, rows: int, resamples: int) -> tuple[dict[str, float], dict[str, float]]:
     make, compute = MEASURES[name]
     predictions, labels, known = make(np.random.default_rng(seed), rows)
-    remembered = Remembered(compute)
+    remembered = Remembered(compute, f"{seed + 1_000_000:016x}")
     values = remembered(EvalPrediction(predictions, (labels, known)))
-    digits = f"{seed + 1_000_000:016x}"
-    return values, remembered.intervals(remembered.resampled(digits, resamples), digits, 0.95)
+    return values, remembered.intervals(remembered.resampled(resamples), 0.95)
 
 
 @pytest.mark.parametrize("name", MEASURES)

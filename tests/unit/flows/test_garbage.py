@@ -16,8 +16,8 @@ from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, write_commit
-from trainer_lib.trackers import mlflow_client, model_versions
-from trainer_lib.trackers.model_versions import ModelVersion
+from trainer_lib.trackers import mlflow_client, mlflow_registry
+from trainer_lib.trackers.mlflow_registry import ModelVersion
 from trainflow.flows.cli import cleaning
 from trainflow.flows.cli import main as cli
 from trainflow.flows.records.past_runs import find_run, list_runs, tag_run
@@ -145,7 +145,7 @@ def test_a_registered_version_keeps_its_run_and_the_folder_that_it_names(
         made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
         made.execute("INSERT INTO model_versions VALUES ('digits', '1')")
     monkeypatch.setattr(mlflow_client, "connect", lambda uri: uri)
-    monkeypatch.setattr(model_versions, "list_model_versions", lambda client: versions)
+    monkeypatch.setattr(mlflow_registry, "list_model_versions", lambda client: versions)
     found, _ = collect(storage, keep=1)
     assert [found.kept[each] for each in ids[:3]] == [f"registered as digits version {n}" for n in (1, 2, 3)]
     assert committed(storage) == folders(storage, *ids[:3], ids[4])

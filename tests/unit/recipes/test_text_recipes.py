@@ -318,7 +318,7 @@ def test_a_model_that_begins_at_random_beats_the_tokens_in_common_and_embeds_new
     ranks = find_ranks(vectors[0] @ vectors[1].T, right)
     assert measured["eval_mrr"] == pytest.approx((1 / ranks).mean(), rel=1e-3)
     # Resamples of rows keep the candidates: their mean is that of all rows.
-    resampled = remembered.resampled("0" * 16, 200)
+    resampled = remembered.resampled(200)
     assert np.mean(resampled["mrr"]) == pytest.approx(measured["eval_mrr"], abs=0.02)
     assert set(resampled["candidates"]) == {measured["eval_candidates"]}
 

@@ -21,8 +21,7 @@ from tests.support.repository import ROOT
 from trainer_lib.storage import Store
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.line_file import LineFile
-from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
-from trainer_lib.trackers.waiting import count_waiting
+from trainer_lib.trackers.spool import Session, count_waiting, known_run, note_run, sole_delivery
 
 FULL = r"No space left|File too large"
 HEAD = {"tracking_uri": "http://127.0.0.1:9", "token": "t"}
@@ -100,7 +99,7 @@ def test_a_line_that_does_not_fit_leaves_no_half_line_in_a_file_of_lines(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["some.txt"]
 
 
-def test_a_torn_line_is_skipped_and_a_lost_state_makes_what_was_sent_uncertain(tmp_path: Path) -> None:
+def test_a_torn_line_is_skipped_and_a_lost_state_begins_again(tmp_path: Path) -> None:
     session = Session.create(tmp_path, HEAD)
     session.append({"loss": 1.0}, 1)
     with (session.path / "points.jsonl").open("ab") as file:
@@ -109,7 +108,6 @@ def test_a_torn_line_is_skipped_and_a_lost_state_makes_what_was_sent_uncertain(t
     session.close()
     [stored] = Session.stored(tmp_path)
     assert [record.get("s") for record, _ in stored.read(0)] == [1, None, 2]
-    assert stored.state.is_uncertain
     assert stored.over
 
 

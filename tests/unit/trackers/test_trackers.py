@@ -17,43 +17,22 @@ import torch
 
 from tests.support.mlflow_store import fresh_store, points, runs
 from tests.support.repository import ROOT
-from trainer_lib.arguments.validation import REPORTERS
+from trainer_lib import JsonlCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.base import TRACKERS, create_trackers, numbers_only, tracker_names
-from trainer_lib.trackers.callback import TrackingCallback
+from trainer_lib.trackers.callback import TrackingCallback, numbers_only
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.jsonl import JsonlTracker
 from trainer_lib.trackers.line_file import LineFile
 from trainer_lib.trackers.names import group_log, group_results, with_intervals
 from trainer_lib.trackers.params import flatten_params
 from trainer_lib.trackers.spool import Session
-from trainer_lib.trackers.vendors import OURS, VENDORS
 
 
 # -- names and values -------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        (None, []),
-        ("none", []),
-        ([], []),
-        ("all", ["jsonl", "mlflow", "tensorboard"]),
-        (["mlflow", "jsonl", "mlflow"], ["mlflow", "jsonl"]),
-        ("jsonl", ["jsonl"]),
-    ],
-)
-def test_report_to_names_trackers(given: Any, names: list[str]) -> None:
-    assert tracker_names(given) == names
-
-
-def test_names_of_trackers_are_in_every_list_and_wrong_ones_are_refused() -> None:
-    assert set(TRACKERS) == set(OURS)
-    assert set(REPORTERS) == {*OURS, *VENDORS}
-    with pytest.raises(ConfigError, match=r"report_to = mlfow: .*'mlflow'"):
-        create_trackers(["mlfow"], "out")
+def test_jsonl_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match="output_dir"):
-        create_trackers(["jsonl"], None)
+        JsonlCallback().create(SimpleNamespace(output_dir=None))
 
 
 def test_only_numbers_are_tracked_and_nan_is_one() -> None:

@@ -20,8 +20,8 @@ from tests.support.training import Note, trained, trainer
 from trainer_lib import Trainer
 from trainer_lib.data.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.evaluation.metric_states import MetricStates, why_not_merged
-from trainer_lib.evaluation.stream import stream_predictions
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
+from trainer_lib.evaluation.metrics import MetricStates, why_not_merged
 
 ROWS = classification_rows(11)
 LABELS = [row["labels"] for row in ROWS]
@@ -449,15 +449,15 @@ def _merged(name: str, batches: list[Any], ranges: int) -> list[float]:
     for part in range(ranges):
         states = MetricStates(_metrics(name))
         for batch in batches[part::ranges]:
-            _update(states, name, batch)
-        states.compute()
-        states.reset()
+            _update(states.of_range, name, batch)
+        states.of_range.compute()
+        states.of_range.reset()
         taken = states.take()
         assert taken is not None
-        total = MetricStates(_metrics(name)).add(total, json.loads(json.dumps(taken)))
+        total = MetricStates(_metrics(name)).merge(total, json.loads(json.dumps(taken)))
     assert total is not None
     # As in a process that has measured nothing.
-    return _numbers(dict(MetricStates(_metrics(name)).finish(total)))
+    return _numbers(dict(MetricStates(_metrics(name)).compute(total)))
 
 
 NAMES = ("accuracy", "f1", "confusion", "kappa", "binned", "squared", "absolute", "r2", "largest", "collection")
@@ -481,13 +481,13 @@ def test_a_metric_that_has_measured_goes_on_with_other_states() -> None:
     batches = _batches("collection")
     states = MetricStates(_metrics("collection"))
     for batch in batches:
-        states.update(*batch)
-    states.compute()
-    states.reset()
+        states.of_range.update(*batch)
+    states.of_range.compute()
+    states.of_range.reset()
     taken = states.take()
     assert taken is not None
-    doubled = states.add(taken, taken)
-    assert _numbers(dict(states.finish(doubled))) == pytest.approx(_numbers(dict(states.finish(taken))))
+    doubled = states.merge(taken, taken)
+    assert _numbers(dict(states.compute(doubled))) == pytest.approx(_numbers(dict(states.compute(taken))))
     assert states.take() is None
 
 
@@ -513,8 +513,8 @@ def test_what_does_not_merge_is_named() -> None:
 
 def test_numbers_that_are_not_finite_cross_processes() -> None:
     states = MetricStates(_metrics("squared"))
-    states.update(torch.tensor([math.inf]), torch.tensor([0.0]))
-    states.compute()
+    states.of_range.update(torch.tensor([math.inf]), torch.tensor([0.0]))
+    states.of_range.compute()
     taken = states.take()
     assert taken is not None
-    assert next(iter(states.finish(json.loads(json.dumps(taken))).values())) == math.inf
+    assert next(iter(states.compute(json.loads(json.dumps(taken))).values())) == math.inf
