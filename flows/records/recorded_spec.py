@@ -65,7 +65,9 @@ def read_kept_spec(storage: str, run: PastRun, say: Callable[[str], object]) -> 
         ConfigError, StorageError: as `read_recorded_spec`; the spec is not checked.
     """
     spec = parse_spec(read_spec_record(storage, run))
-    if not _is_unchanged(spec, run):
+    # A recipe by name is the installed one: what recipes share is not part of a copy.
+    is_named = all(Path(path).parent == FOLDER for path in _recipes(spec))
+    if not is_named and not _is_unchanged(spec, run):
         spec = _with_kept_recipe(storage, run, spec)
         say(f"The recipe is the one that the run kept: {spec.recipe}")
     return spec.with_resolver(Resolver())
@@ -125,7 +127,7 @@ def _with_kept_recipe(storage: str, run: PastRun, spec: PipelineSpec) -> Pipelin
     def here(path: str) -> str:
         # As `trainflow.tasks.code.closure` names the files of a recipe.
         if Path(path).parent == FOLDER:
-            return str(folder / "(trainflow)" / Path(path).name)
+            return path
         return str(folder / (Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path(path).name))
 
     changed: dict[str, Any] = {"recipe": here(spec.recipe), "root": str(folder)}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.recipe_names import FOLDER
+from trainer_lib.protocol.recipe_names import FOLDER, KEPT
 from trainflow.tasks.code.project_files import (
     OURS,
     contents_tree,
@@ -203,7 +203,7 @@ class _Walk:
     def _name(self, path: Path) -> str:
         """The file's name in keys: from the root, else from the place that it is imported from."""
         if path.parent == FOLDER:  # wherever trainflow is installed
-            return f"(trainflow)/{path.name}"
+            return f"{KEPT}/{path.name}"
         if path.is_relative_to(self.root):
             return path.relative_to(self.root).as_posix()
         if path.parent == self.recipe.parent:

@@ -30,8 +30,9 @@ from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
+from trainer_lib.protocol.recipe_names import KEPT, installed_recipe
 from trainer_lib.protocol.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
-from trainer_lib.recipes.table_form import TableForm
+from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
 from trainer_lib.worker.predict import single_output
@@ -150,11 +151,10 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     folder = _fetch_code(found)
     for entry in description.weights if found.checkpoint is None else ():
         _require_same(found.weights, entry)
-    recipe_file = RecipeFile(
-        str(folder / description.recipe),
-        str(folder),
-        None if description.fallback is None else str(folder / description.fallback),
+    recipe, fallback = (
+        path and (installed_recipe(path) or str(folder / path)) for path in (description.recipe, description.fallback)
     )
+    recipe_file = RecipeFile(str(recipe), str(folder), fallback)
     splits = {name: PreparedSplit(count) for name, count in description.rows.items()}
     request = PredictRequest(
         output=tempfile.gettempdir(),  # nothing is written there
@@ -167,8 +167,8 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
         split="",
     )
     with _naming_packages(description):
-        recipe = _load_recipe(recipe_file, description)
-        loaded = LoadedModel(Work(request, recipe, 0, 1, _no_events()), found)
+        work = Work(request, _load_recipe(recipe_file, description), 0, 1, Events(Path(), 0, lambda event: None))
+        loaded = LoadedModel(work, found)
     if found.checkpoint is None:
         load_weights(loaded.model, found.weights.url)
     else:
@@ -176,10 +176,6 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
         load_tensors(loaded.model, tensors, f"{found.checkpoints.url}/{found.checkpoint}")
     loaded.model.eval()
     return loaded
-
-
-def _no_events() -> Events:
-    return Events(Path(), 0, lambda event: None)
 
 
 _FETCHED: dict[str, Path] = {}
@@ -264,7 +260,7 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
                 value=name,
                 remedy="Load the model in a process of its own.",
             )
-    for path in description.paths:
+    for path in _import_folders(description):
         place = str(root / path)
         if place not in sys.path:
             sys.path.append(place)  # the root's own files are found first: recipes append it as well
@@ -281,12 +277,17 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
     return recipe
 
 
+def _import_folders(description: ModelDescription) -> list[str]:
+    """Folders of the code that imports start from; copies of trainflow's own recipes are never imported."""
+    return [path for path in description.paths if path != KEPT]
+
+
 def _modules(description: ModelDescription) -> list[str]:
     """Names under which the files of the code may be imported."""
     files = [entry.path for entry in description.code if entry.path not in (description.recipe, description.fallback)]
     names = []
     for path in files:
-        for place in description.paths:
+        for place in _import_folders(description):
             inside = path if place == "." else path.removeprefix(f"{place}/")
             if place == "." or inside != path:
                 names.append(inside.removesuffix(".py").removesuffix("/__init__").replace("/", "."))

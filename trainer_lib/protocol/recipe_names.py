@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+KEPT = "(trainflow)"
+"""Folder of trainflow's recipes among the files of a run or of a model."""
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
 ABOUT = {
@@ -36,6 +38,16 @@ def recipe_file(name: str) -> str:
     if name not in ABOUT:
         raise KeyError(name)
     return str(FOLDER / f"{name.replace('-', '_')}.py")
+
+
+def installed_recipe(path: str) -> str | None:
+    """The installed file of a recipe by name, given its path among the files of a model; None for a user's file.
+
+    It is used in place of a copy: what recipes share is imported from the installed ones.
+    """
+    folder, _, name = path.partition("/")
+    known = name.removesuffix(".py").replace("_", "-")
+    return recipe_file(known) if folder == KEPT and known in ABOUT else None
 
 
 def recipe_name(path: str) -> str:

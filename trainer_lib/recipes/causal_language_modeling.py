@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,33 +32,37 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.causal_models import (
+from trainer_lib.recipes.held_out_metrics import measure_tokens
+from trainer_lib.recipes.model_places import (
     DTYPES,
     ENDS,
+    MODEL,
+    add_adapters,
     load_causal_model,
     new_causal_model,
+    one_of,
     require_positions,
 )
-from trainer_lib.recipes.held_out_metrics import measure_tokens
-from trainer_lib.recipes.lora_adapters import add_adapters
-from trainer_lib.recipes.model_places import PlacedModel, one_of
-from trainer_lib.recipes.option_names import choose, require_choice
+from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.packed_batches import (
+    NEW_TOKENS,
     NO_TARGET,
     WAYS,
     collate_documents,
     collate_flat,
     collate_packed,
+    collate_texts,
+    continue_prompts,
     require_isolation,
+    row_likelihoods,
 )
 from trainer_lib.recipes.packing import new_counts, pack_documents
-from trainer_lib.recipes.raw_texts import NEW_TOKENS, collate_texts, continue_prompts, row_likelihoods
-from trainer_lib.recipes.table_form import note_form
+from trainer_lib.recipes.table_files import note_form
 from trainer_lib.recipes.text_documents import FIELD, DocumentSplits
 from trainer_lib.recipes.tokenizing import (
-    keep_tokenizer,
     kept_tokenizer,
     learn_byte_tokenizer,
+    note_tokenizer,
     open_tokenizer,
     tokenize_documents,
 )
@@ -69,68 +72,23 @@ if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
 DEFAULTS: dict[str, Any] = {
-    "text": "text",
-    "rename": {},
-    "separator": None,
-    "files": {},
-    "split": {},
-    "pretrained": None,
-    "folder": None,
-    "vocabulary": 4096,
-    "length": 512,
-    "overlong": None,
-    "pack": ["train"],
-    "isolate": "positions",
+    "text": "text",  # column of a table that has the texts
+    "rename": {},  # name of a column in the files -> its name here
+    "separator": None,  # between two documents of a text file; None: a file is one
+    "files": {},  # split -> its file
+    "split": {},  # by random, group, time or column (`trainer_lib.recipes.splitting`)
+    "pretrained": None,  # name of the model on the Hub whose tokenizer is used
+    "folder": None,  # or its folder
+    "vocabulary": 4096,  # tokens of a vocabulary that is learned
+    "length": 512,  # the most tokens of a row
+    "overlong": None,  # longer documents: split, drop or refuse
+    "pack": ["train"],  # splits whose documents share rows
+    "isolate": "positions",  # keeps documents of a row apart; or mask
 }
 """Every option of `prepare`, with its default."""
-MODEL: dict[str, Any] = {
-    "pretrained": None,
-    "folder": None,
-    "config": {},
-    "lora": {},
-    "dtype": "float32",
-    "flatten": False,
-}
-"""The settings of `build_model` (`train.model`), with their defaults."""
 
 
-class Options(TypedDict):
-    """The options of `prepare`; `split` cuts by random, group, time or column."""
-
-    text: NotRequired[str]
-    """Column of a table that has the texts."""
-    rename: NotRequired[dict[str, str]]
-    separator: NotRequired[str]
-    """What stands between two documents of a text file; unset: a file is one."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file."""
-    split: NotRequired[dict[str, Any]]
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose tokenizer is used."""
-    folder: NotRequired[Path]
-    """Folder of the model whose tokenizer is used."""
-    vocabulary: NotRequired[int]
-    """Tokens of a vocabulary that is learned."""
-    length: NotRequired[int]
-    """The most tokens of a row."""
-    overlong: NotRequired[str]
-    """What becomes of longer documents: split, drop or refuse."""
-    pack: NotRequired[list[str]]
-    """Splits whose documents share rows."""
-    isolate: NotRequired[str]
-    """How documents of a row are kept apart: positions or mask."""
-
-
-class ModelOptions(PlacedModel):
-    """The settings of `build_model`."""
-
-    dtype: NotRequired[str]
-    """Type of a loaded model's weights."""
-    flatten: NotRequired[bool]
-    """Whether the documents of a training batch stand end to end in one row, without padding."""
-
-
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the texts, find a tokenizer for them, and make rows of tokens.
 
     Returns:
@@ -152,18 +110,14 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         tokenizer = learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
     else:
         tokenizer = open_tokenizer(place, field=FIELD)
+    note_tokenizer(tokenizer, out)
     counts = {name: new_counts() for name in texts.names}
     out.info.update(
-        length=chosen["length"],
-        overlong=chosen["overlong"],
-        text=chosen["text"],
+        {name: chosen[name] for name in ("length", "overlong", "text", "isolate")},
         new_columns={chosen["text"]: "string", NEW_TOKENS: "int64"},
         packed=chosen["pack"],
-        isolate=chosen["isolate"],
         packing=counts,  # complete when all rows were read
-        vocabulary=len(tokenizer),
         ends={name: getattr(tokenizer, name) for name in ENDS},
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({}, chosen, optional=[chosen["text"], NEW_TOKENS, "input_ids", "lengths"]),
     )
     return {
@@ -178,42 +132,39 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     }
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
     Raises:
         ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row; or
             batches of packed rows were to be flattened.
     """
-    chosen, is_packed = choose(options, MODEL, field="train.model"), bool(data.info["packed"])
+    defaults = {
+        **MODEL,
+        "dtype": "float32",  # type of a loaded model's weights
+        "flatten": False,  # put the documents of a training batch end to end in one row, without padding
+    }
+    chosen, info = choose(options, defaults, field="train.model"), data.info
     require_choice(chosen["dtype"], DTYPES, field="train.model.dtype")
-    if chosen["flatten"] and "train" in data.info["packed"]:
+    if chosen["flatten"] and "train" in info["packed"]:
         what = "Packed rows have next to no padding, so there is nothing to flatten."
         remedy = "Remove it, or set prepare.options.pack=[]."
         raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     place = one_of(chosen, field="train.model")
     if place is None:
-        facts = {name: data.info[name] for name in ("length", "vocabulary", "ends")}
+        facts = {name: info[name] for name in ("length", "vocabulary", "ends")}
         model = new_causal_model(chosen["config"], **facts)
     else:
-        model = _load_model(place, chosen, data)
+        vocabulary = info["vocabulary"]
+        model = load_causal_model(place, dtype=chosen["dtype"], vocabulary=vocabulary, field="train.model")
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
-    if chosen["lora"]:
-        if place is None:
-            what = "Adapters are for a model that has been trained."
-            raise ConfigError(what, field="train.model.lora", remedy="Give train.model.pretrained or folder as well.")
-        model = add_adapters(model, chosen["lora"])
-    if is_packed or chosen["flatten"]:
-        rows = {name: data.info[name] for name in ("vocabulary", "length", "isolate")}
-        require_isolation(model, flattened=not is_packed, **rows)
-    model.flattened = data.info["isolate"] if chosen["flatten"] else None  # the Trainer makes its batches by it
+    model = add_adapters(model, chosen["lora"], place=place)
+    if info["packed"] or chosen["flatten"]:
+        rows = {name: info[name] for name in ("vocabulary", "length", "isolate")}
+        require_isolation(model, flattened=not info["packed"], **rows)
+    model.flattened = info["isolate"] if chosen["flatten"] else None  # the Trainer makes its batches by it
     built: nn.Module = model
     return built
-
-
-def _load_model(place: str, chosen: Mapping[str, Any], data: DataInfo) -> Any:
-    vocabulary = data.info["vocabulary"]
-    return load_causal_model(place, dtype=chosen["dtype"], vocabulary=vocabulary, field="train.model")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,19 +33,11 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.paired_texts import PairedTexts
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import COMMON, FIELD
-from trainer_lib.recipes.tokenizing import (
-    count_cut_texts,
-    keep_tokenizer,
-    kept_tokenizer,
-    learn_tokenizer,
-    load_tokenizer,
-)
+from trainer_lib.recipes.model_places import MODEL, build_with_head
+from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.table_files import note_form
+from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
@@ -161,49 +153,22 @@ def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray
     }
 
 
-POOLINGS = ("mean", "first")
-
-
-class Options(TokenizerOptions):
-    """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
-
-    query: NotRequired[str]
-    """Column with the queries."""
-    positive: NotRequired[str]
-    """Column with the texts that belong to them."""
-    query_prefix: NotRequired[str]
-    """What stands before a query, for models that expect it."""
-    positive_prefix: NotRequired[str]
-    """What stands before a text that belongs to one."""
-    max_length: NotRequired[int]
-    """Tokens of a text; longer ones are cut."""
-
-
-class ModelOptions(PlacedModel):
-    """The settings of `build_model`."""
-
-    pooling: NotRequired[str]
-    """What of the tokens' vectors is the text's: their mean, or the first one."""
-    temperature: NotRequired[float]
-    """What cosines are divided by in the loss; smaller looks at harder texts more."""
-
-
-class TextsToFind(PairedTexts):
+class TextsToFind(TextRows):
     """The pairs of a table by split."""
 
-    text_option = "query"
+    text_options = ("query", "positive")
     label_option = "positive"
     reserved = ("labels", "row_id", "place")
     defaults: Mapping[str, Any] = {
-        **COMMON,
-        "query": "query",
-        "positive": "positive",
-        "query_prefix": "",
-        "positive_prefix": "",
+        **TEXTS,
+        "query": "query",  # column with the queries
+        "positive": "positive",  # column with the texts that belong to them
+        "query_prefix": "",  # is put before a query, for models that expect it
+        "positive_prefix": "",  # is put before a text that belongs to one
     }
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the pairs and find a tokenizer for them.
 
     Returns:
@@ -215,13 +180,9 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     """
     table = TextsToFind(options, out, classes=False)
     chosen = table.options
-    queries, positives = table.pairs()
-    place = one_of(chosen, field=FIELD)
-    if place is None:
-        texts = [text for row in table.splits["train"].tolist() for text in (queries[row], positives[row])]
-        tokenizer = learn_tokenizer(texts, vocabulary=chosen["vocabulary"], max_length=chosen["max_length"])
-    else:
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    queries, positives = table.texts_of("query"), table.texts_of("positive")
+    learned = (text for row in table.splits["train"].tolist() for text in (queries[row], positives[row]))
+    tokenizer = find_tokenizer(chosen, learned, out)
     labels, places = np.zeros(len(queries), np.int64), np.zeros(len(queries), np.int64)
     for split, rows in table.splits.items():
         numbers: dict[str, int] = {}
@@ -232,9 +193,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
             raise ConfigError(what, field=f"{FIELD}.positive", value=table.label, remedy="Give rows with other texts.")
     out.info.update(
         {name: chosen[name] for name in ("query", "positive", "query_prefix", "positive_prefix", "max_length")},
-        vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({chosen["query"]: "text"}, chosen),
     )
     texts = [chosen["query_prefix"] + text for text in queries]
@@ -246,16 +205,19 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     )
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
     Raises:
         ConfigError: transformers cannot load it, or a setting is not one of its choices.
     """
-    own = {"pooling": "mean", "temperature": 0.05}
-    defaults = {**{name: MODEL[name] for name in ("pretrained", "folder", "config", "lora")}, **own}
+    defaults = {
+        **MODEL,
+        "pooling": "mean",  # the vector of a text is the mean of its tokens' vectors, or the first one
+        "temperature": 0.05,  # divides cosines in the loss; a smaller one looks at harder texts more
+    }
     chosen = choose(options, defaults, field="train.model")
-    require_choice(chosen["pooling"], POOLINGS, field="train.model.pooling")
+    require_choice(chosen["pooling"], ("mean", "first"), field="train.model.pooling")
     if chosen["temperature"] <= 0:
         remedy = "Give a number above 0, such as 0.05."
         what = "Cosines cannot be divided by this."

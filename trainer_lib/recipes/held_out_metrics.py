@@ -7,10 +7,14 @@ all of them, by which the constant is chosen.
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+Key = TypeVar("Key")
+Value = TypeVar("Value", int, str)
 _MOST_NATS = 700.0  # whose exponential is still a number
 
 
@@ -101,3 +105,28 @@ def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str
         "nats_below_unigram": float(unigram - each),
         "tokens": float(targets),
     }
+
+
+def name_classes(predictions: np.ndarray, classes: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """The name of the best class, its probability, and that of each class, for logits ``[rows, classes]``."""
+    scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return {
+        "prediction": [classes[index] for index in scores.argmax(axis=-1)],
+        "confidence": scores.max(axis=-1).astype(np.float32).tolist(),
+        "scores": list(scores.astype(np.float32)),
+    }
+
+
+def find_usual(pairs: Iterable[tuple[Key, Value]]) -> tuple[dict[Key, Value], Value]:
+    """Key -> its most frequent value, and the most frequent one of all; of equally frequent ones the first in order."""
+    by_key: dict[Key, Counter[Value]] = {}
+    every: Counter[Value] = Counter()
+    for key, value in pairs:
+        by_key.setdefault(key, Counter())[value] += 1
+        every[value] += 1
+
+    def most_frequent(counts: Counter[Value]) -> Value:
+        return min(counts, key=lambda value: (-counts[value], value))
+
+    return {key: most_frequent(counts) for key, counts in by_key.items()}, most_frequent(every)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.held_out_metrics import measure_classes
+from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.image_files import (
     ADDRESS,
     FITS,
@@ -46,13 +46,18 @@ from trainer_lib.recipes.image_files import (
     mean_and_spread,
     read_image_table,
 )
-from trainer_lib.recipes.model_places import one_of
-from trainer_lib.recipes.named_classes import name_classes
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.table_files import Table, id_of
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import DEFAULTS, FIELD, TabularRows
-from trainer_lib.recipes.tokenizing import import_transformers, new_config, no_model
+from trainer_lib.recipes.model_places import (
+    from_place,
+    import_transformers,
+    label_names,
+    new_config,
+    no_model,
+    one_of,
+    require_head,
+)
+from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.table_files import Table, id_of, note_form
+from trainer_lib.recipes.tabular_rows import FIELD, TabularRows
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -154,7 +159,7 @@ def new_image_model(
         remedy = "Name one: train.model.config.model_type=vit."
         raise ConfigError("A configuration needs the type of the model.", field="train.model.config", remedy=remedy)
     image = size[0] if size[0] == size[1] else list(size)
-    given = {"image_size": image, "num_channels": channels, **config, **_names(classes)}
+    given = {"image_size": image, "num_channels": channels, **config, **label_names(classes)}
     if config["model_type"] == TIMM:
         import_timm(str(config.get("architecture", TIMM)), field="train.model.config")
         given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
@@ -174,35 +179,17 @@ def load_image_model(place: str, classes: Sequence[str], *, new_head: bool) -> n
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    library = import_transformers()
     of_timm = _is_of_timm(_read_config(place))
     if of_timm:
         import_timm(place, field="train.model")
-    try:
-        config = library.AutoConfig.from_pretrained(place)
-        has_head = any("ForImageClassification" in name for name in config.architectures or ()) or of_timm
-        if has_head and config.num_labels != len(classes) and not new_head:
-            raise ConfigError(
-                f"The model's head knows {config.num_labels} classes, and the data has {len(classes)}.",
-                field="train.model.new_head",
-                value=False,
-                remedy="Set train.model.new_head=true: the head then begins at random.",
-            )
-        automatic = library.AutoModelForImageClassification
-        # timm's configuration has a number of classes of its own, which outweighs their names.
-        names = {**_names(classes), **({"num_labels": len(classes)} if of_timm else {})}
-        model: nn.Module = automatic.from_pretrained(place, ignore_mismatched_sizes=new_head, **names)
-        if of_timm:
-            model.config.label_names = list(classes)  # type: ignore[union-attr]  # saved in place of id2label
-        return model
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise no_model(place, error, field="train.model") from error
-
-
-def _names(classes: Sequence[str]) -> dict[str, Any]:
-    return {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
+    require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
+    # timm's configuration has a number of classes of its own, which outweighs their names.
+    names = {**label_names(classes), **({"num_labels": len(classes)} if of_timm else {})}
+    kind = "AutoModelForImageClassification"
+    model: nn.Module = from_place(kind, place, field="train.model", ignore_mismatched_sizes=new_head, **names)
+    if of_timm:
+        model.config.label_names = list(classes)  # type: ignore[union-attr]  # saved in place of id2label
+    return model
 
 
 AUGMENT: dict[str, Any] = {"flip": False, "shift": 0.0, "rotate": 0.0, "zoom": 0.0}
@@ -301,68 +288,38 @@ class _Augment:
         return nn.functional.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
 
 
-SIZE = 64
-"""Height and width where neither an option nor a model says another."""
+# -- the recipe -------------------------------------------------------------------------------------------------------
 MODEL: dict[str, Any] = {
-    "pretrained": None,
-    "folder": None,
-    "config": {},
-    "new_head": False,
-    "channels": [32, 64, 128],
+    "pretrained": None,  # name of a model of transformers on the Hub
+    "folder": None,  # or its folder
+    "config": {},  # or the configuration of one with weights at random
+    "new_head": False,  # replace a head that was trained for other classes
+    "channels": [32, 64, 128],  # of each block of the recipe's own network
     "dropout": 0.1,
-    "augment": {},
+    "augment": {},  # random changes of training images: flip, shift, rotate, zoom
 }
 """The settings of `build_model` (`train.model`), with their defaults."""
+SIZE = 64
+"""Height and width where neither an option nor a model says another."""
 _USUAL_SPLITS = {"train", "training", "validation", "valid", "val", "test"}
-
-
-class Options(TypedDict):
-    """The options of `prepare`; `rename`, `id`, `split` and `absent_classes` are as of a table."""
-
-    image: NotRequired[str]
-    """Column of a table that has the paths; unset: the sources are folders of images."""
-    label: NotRequired[str]
-    """Column of a table that has the classes."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its folder, or its table."""
-    pretrained: NotRequired[str]
-    """Name of the model on the Hub whose size, mean and spread are used."""
-    folder: NotRequired[Path]
-    """Folder of that model."""
-    size: NotRequired[int | list[int]]
-    """Pixels of a side, or height and width."""
-    fit: NotRequired[str]
-    """How an image of another shape is fitted: stretch, crop or pad."""
-    colours: NotRequired[str]
-    """rgb or grey."""
-
-
-class ModelOptions(TypedDict):
-    """The settings of `build_model`."""
-
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    config: NotRequired[dict[str, Any]]
-    new_head: NotRequired[bool]
-    channels: NotRequired[list[int]]
-    """Channels of each block of the recipe's own network."""
-    dropout: NotRequired[float]
-    augment: NotRequired[dict[str, Any]]
-    """Random changes of training images: flip, shift, rotate, zoom."""
 
 
 class ImageRows(TabularRows):
     """The images by split: their paths and labels, as a table."""
 
     defaults: Mapping[str, Any] = {
-        **{name: DEFAULTS[name] for name in ("rename", "id", "files", "split", "absent_classes")},
-        "image": None,
-        "label": LABEL,
-        "pretrained": None,
-        "folder": None,
-        "size": None,
-        "fit": "stretch",
-        "colours": "rgb",
+        "rename": {},  # these five are as of a table
+        "id": None,
+        "files": {},
+        "split": {},
+        "absent_classes": False,
+        "image": None,  # column of a table that has the paths; None: the sources are folders of images
+        "label": LABEL,  # column of a table that has the classes
+        "pretrained": None,  # name of the model on the Hub whose size, mean and spread are used
+        "folder": None,  # or its folder
+        "size": None,  # pixels of a side, or height and width
+        "fit": "stretch",  # of an image of another shape; or crop, or pad
+        "colours": "rgb",  # or grey
     }
 
     @override
@@ -406,7 +363,7 @@ class ImageRows(TabularRows):
         return {split: read(split, chosen.tolist()) for split, chosen in self.splits.items()}
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Find the images, and read those of each split.
 
     Returns:
@@ -440,7 +397,7 @@ def _size(given: Any, of_model: list[int] | None) -> list[int]:
     return sides
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the small network, or a model of transformers by name, from a folder, or at random from `config`.
 
     Raises:

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainer_lib.base.path_options import absolute_path, is_path
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
-from trainer_lib.errors import ConfigError, DataError, StorageError, TrainflowError, first_line
-from trainer_lib.recipes.table_files import SOURCES, Reader, Table, Values, read_table
+from trainer_lib.errors import ConfigError, DataError, StorageError, first_line
+from trainer_lib.recipes.table_files import SOURCES, Reader, Table, Values, naming_sources, read_table
 from trainer_lib.storage import Store
 
 ENDINGS = {
@@ -216,11 +216,8 @@ def _from(folder: str, path: str) -> str:
 
 
 def _find(addresses: Sequence[str], endings: Mapping[str, str], field: str) -> list[RowFile]:
-    try:
+    with naming_sources(field):
         return find_row_files(addresses, endings)
-    except TrainflowError as error:
-        error.field = field if error.field == "NEW_DATA" else error.field
-        raise
 
 
 def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
+
+
+class PathOptions(TypedDict):
+    """The options of recipes that are paths; relative ones start from the folder of the spec."""
+
+    folder: NotRequired[Path]
+    files: NotRequired[dict[str, Path]]
 
 
 def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: str) -> dict[str, Any]:

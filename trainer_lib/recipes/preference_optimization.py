@@ -25,8 +25,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,47 +34,27 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.answered_questions import read_context
-from trainer_lib.recipes.causal_models import DTYPES, ENDS, load_causal_model, new_causal_model, require_positions
-from trainer_lib.recipes.lora_adapters import add_adapters
-from trainer_lib.recipes.model_places import TokenizerOptions, one_of
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.paired_texts import PairedTexts
-from trainer_lib.recipes.preference_scores import (
-    LOSSES,
-    log_probabilities,
-    measure_preferences,
-    preference_losses,
-    with_lengths,
+from trainer_lib.recipes.model_places import (
+    DTYPES,
+    ENDS,
+    add_adapters,
+    load_causal_model,
+    new_causal_model,
+    one_of,
+    require_positions,
 )
-from trainer_lib.recipes.raw_texts import batch_prompts, continue_prompts
-from trainer_lib.recipes.table_files import SOURCES, Reader
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import COMMON, FIELD
-from trainer_lib.recipes.tokenizing import (
-    keep_tokenizer,
-    kept_tokenizer,
-    learn_byte_tokenizer,
-    load_tokenizer,
-)
+from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.packed_batches import batch_prompts, continue_prompts
+from trainer_lib.recipes.table_files import SOURCES, Reader, note_form, read_exact_text
+from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-DEFAULTS: dict[str, Any] = {
-    **COMMON,
-    "prompt": "prompt",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "max_length": 512,
-    "config": {},
-    "seed": 0,
-    "dtype": "float32",
-}
-"""Every option of `prepare`, with its default."""
-OWN = ("labels", "row_id", "reference_chosen", "reference_rejected")
-"""The columns that the recipe adds."""
+NAMES = ["chosen", "rejected"]
+_TEXTS = ("prompt", "chosen", "rejected")
 
 
 class Answer(NamedTuple):
@@ -85,22 +64,27 @@ class Answer(NamedTuple):
     start: int
 
 
-class PreferredPairs(PairedTexts):
+class PreferredPairs(TextRows):
     """The rows of a table by split: a prompt, the answer that is preferred, and the other one."""
 
-    text_option = "prompt"
+    text_options = _TEXTS
     label_option = "chosen"
-    reserved = OWN
-    defaults: Mapping[str, Any] = DEFAULTS
+    reserved = ("labels", "row_id", "reference_chosen", "reference_rejected")
+    defaults: Mapping[str, Any] = {
+        **TEXTS,
+        "prompt": "prompt",  # column with the prompts
+        "chosen": "chosen",  # column with the answers that are preferred; they follow the prompt at once
+        "rejected": "rejected",  # column with the other answers
+        "max_length": 512,  # tokens of a prompt with an answer; longer answers are cut
+        "config": {},  # configuration of a model that begins at random
+        "seed": 0,  # by which its weights are drawn
+        "dtype": "float32",  # type of a loaded model's weights
+    }
 
     @override
     def _readers(self) -> Mapping[str, Reader]:
         # As they are: spaces at their ends are tokens, too.
-        return {self.options[name]: read_context for name in ("prompt", "chosen", "rejected")}
-
-    @override
-    def _text_options(self) -> tuple[str, ...]:
-        return ("prompt", "chosen", "rejected")
+        return {self.options[name]: read_exact_text for name in _TEXTS}
 
     def answers(self, tokenizer: Any) -> tuple[list[Answer], list[Answer], int]:
         """The chosen and the rejected answer of each row, and how many of them are cut.
@@ -108,7 +92,7 @@ class PreferredPairs(PairedTexts):
         Raises:
             DataError: the answers of a row are alike, or its prompt leaves no room for them.
         """
-        names = [self.options[name] for name in self._text_options()]
+        names = [self.options[name] for name in _TEXTS]
         prompts, chosen, rejected = (self.table.columns[name] for name in names)
         longest = self.options["max_length"]
         for place, one, other in zip(self.table.places, chosen, rejected, strict=True):
@@ -236,57 +220,90 @@ class FirstModel:
         return self._built
 
 
-MODEL: dict[str, Any] = {
-    "pretrained": None,
-    "folder": None,
-    "config": None,
-    "lora": {},
-    "beta": 0.1,
-    "loss": "sigmoid",
-    "label_smoothing": 0.0,
-    "new_tokens": 64,
-}
-"""The settings of `build_model` (`train.model`), with their defaults."""
-NAMES = ["chosen", "rejected"]
+# -- losses and metrics -----------------------------------------------------------------------------------------------
+# With ``r = log p(y|x) - log p_ref(y|x)``, the logarithm of an answer's probability given its prompt over that of the
+# reference, beta r is the answer's implicit reward (Rafailov et al., Direct Preference Optimization, 2023, equation 5
+# up to a term of the prompt, which cancels), and the loss is ``-log sigmoid(beta (r_chosen - r_rejected))`` (7).
+LOSSES = ("sigmoid", "ipo")
 
 
-class Options(TokenizerOptions):
-    """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
+def log_probabilities(logits: Tensor, tokens: Tensor, is_answer: Tensor) -> Tensor:
+    """The logarithm of each answer's probability ``[texts]``: the sum over its tokens, given all before them.
 
-    prompt: NotRequired[str]
-    """Column with the prompts."""
-    chosen: NotRequired[str]
-    """Column with the answers that are preferred; they follow the prompt at once."""
-    rejected: NotRequired[str]
-    """Column with the other answers."""
-    config: NotRequired[dict[str, Any]]
-    """Configuration of a model that begins at random."""
-    seed: NotRequired[int]
-    """What the weights at random are drawn by."""
-    dtype: NotRequired[str]
-    """Type of a loaded model's weights."""
-    max_length: NotRequired[int]
-    """Tokens of a prompt with an answer; longer answers are cut."""
+    Args:
+        logits: ``[texts, tokens, vocabulary]``.
+        tokens: ``[texts, tokens]``.
+        is_answer: ``[texts, tokens]``, true where a token is of the answer; never at the first place.
+    """
+    scores = logits[:, :-1].transpose(1, 2).float()
+    nats = nn.functional.cross_entropy(scores, tokens[:, 1:], reduction="none")
+    return -(nats * is_answer[:, 1:]).sum(dim=1)
 
 
-class ModelOptions(TypedDict):
-    """The settings of `build_model`."""
+def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> Tensor:
+    """The loss of each pair ``[pairs]``.
 
-    pretrained: NotRequired[str]
-    folder: NotRequired[Path]
-    lora: NotRequired[dict[str, Any]]
-    """Train adapters of this form in place of all weights."""
-    beta: NotRequired[float]
-    """How much a distance from the reference counts."""
-    loss: NotRequired[str]
-    """sigmoid (DPO) or ipo."""
-    label_smoothing: NotRequired[float]
-    """Share of pairs that are thought to be the wrong way round."""
-    new_tokens: NotRequired[int]
-    """Tokens of an answer that is generated for a new prompt, at most."""
+    Args:
+        ratios: ``[pairs, 2]``, of the chosen and of the rejected answer: the logarithm of its probability less that
+            by the reference.
+        beta: how much a distance from the reference counts.
+        loss: `sigmoid` (Rafailov et al., 2023, equation 7), or `ipo`, the square of the distance to 1 / (2 beta) (Azar
+            et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023, equation 17).
+        label_smoothing: the share of pairs that are thought to be the wrong way round (`sigmoid` alone).
+    """
+    margins = ratios[:, 0] - ratios[:, 1]
+    if loss == "ipo":
+        return (margins - 1 / (2 * beta)) ** 2
+    log_sigmoid = nn.functional.logsigmoid
+    right, wrong = log_sigmoid(beta * margins), log_sigmoid(-beta * margins)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def with_lengths(reference: Tensor, is_answer: Tensor) -> Tensor:
+    """What is known of each pair without the model ``[pairs, 4]``: log-probabilities by the reference, and lengths.
+
+    Args:
+        reference: ``[pairs, 2]``.
+        is_answer: ``[2 pairs, tokens]``, the chosen answers first.
+    """
+    return torch.cat((reference.double(), torch.stack(is_answer.sum(dim=1).chunk(2), dim=1).double()), dim=1)
+
+
+def measure_preferences(rewards: np.ndarray, known: np.ndarray, whole: np.ndarray | None = None) -> dict[str, float]:
+    """How often the chosen answer has the higher reward, beside two ways to tell them apart without training.
+
+    These are the reference, which prefers what it thinks is more probable, and the lengths of answers: always the
+    longer one, or always the shorter one, whichever is right more often for these very rows. A tie is half right.
+
+    Args:
+        rewards: ``[rows, 2]``, of the chosen and of the rejected answer.
+        known: ``[rows, 4]``, as `with_lengths` makes it.
+        whole: where these rows are a resample, what is known of all rows: it says whether the longer one counts.
+    """
+    margins, others = rewards[:, 0] - rewards[:, 1], np.asarray(known, np.float64)
+    every = others if whole is None else np.asarray(whole, np.float64)
+    accuracy, reference, longer = (
+        _share_right(each) for each in (margins, others[:, 0] - others[:, 1], others[:, 2] - others[:, 3])
+    )
+    length = longer if _share_right(every[:, 2] - every[:, 3]) >= 0.5 else 1 - longer
+    return {
+        "accuracy": accuracy,
+        "reward_margin": float(margins.mean()),
+        "chosen_reward": float(rewards[:, 0].mean()),
+        "rejected_reward": float(rewards[:, 1].mean()),
+        "reference_accuracy": reference,
+        "length_accuracy": length,
+        "accuracy_over_reference": accuracy - reference,
+        "accuracy_over_length": accuracy - length,
+    }
+
+
+def _share_right(margins: Any) -> float:
+    return float(((margins > 0) + 0.5 * (margins == 0)).mean())
+
+
+# -- the recipe -------------------------------------------------------------------------------------------------------
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the pairs, find a tokenizer for them, and ask the reference for the probabilities of their answers.
 
     Returns:
@@ -298,13 +315,11 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     chosen = table.options
     require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
     place = one_of(chosen, field=FIELD)
-    texts = {name: table.table.texts(chosen[name]) for name in ("prompt", "chosen", "rejected")}
-    if place is None:
-        train = (texts[name][row] for row in table.splits["train"].tolist() for name in texts)
-        tokenizer = learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
-    else:
+    texts = {name: table.texts_of(name) for name in _TEXTS}
+    if place is not None:
         require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    train = (texts[name][row] for row in table.splits["train"].tolist() for name in texts)
+    tokenizer = find_tokenizer(chosen, train, out, of_bytes=True)
     preferred, others, num_cut = table.answers(tokenizer)
     out.info.update(
         {name: chosen[name] for name in ("prompt", "chosen", "rejected", "max_length", "config", "seed", "dtype")},
@@ -313,9 +328,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
         has_place=place is not None,
         classes=NAMES,
         cut_answers=num_cut,
-        vocabulary=len(tokenizer),
         ends={name: getattr(tokenizer, name) for name in ENDS},
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({chosen["prompt"]: "exact"}, chosen, optional=[chosen["chosen"], chosen["rejected"]]),
     )
     model = FirstModel(out.info, place).build(field=FIELD)
@@ -335,30 +348,40 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     )
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model that the reference is, with adapters if `lora` is given.
 
     Raises:
         ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
-    chosen = choose(options, MODEL, field="train.model")
+    defaults: dict[str, Any] = {
+        "pretrained": None,
+        "folder": None,
+        "config": None,  # belongs to prepare
+        "lora": {},  # train adapters of this form in place of all weights
+        "beta": 0.1,  # how much a distance from the reference counts
+        "loss": "sigmoid",  # of DPO, or ipo
+        "label_smoothing": 0.0,  # share of pairs that are thought to be the wrong way round
+        "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
+    }
+    chosen = choose(options, defaults, field="train.model")
     require_choice(chosen["loss"], LOSSES, field="train.model.loss")
     _require_between("beta", chosen["beta"], most=float("inf"), is_open=True)
     _require_between("label_smoothing", chosen["label_smoothing"], most=0.5, is_open=False)
     place = one_of(chosen, field="train.model")
-    _require_first(chosen, place, data)
+    _require_reference(chosen, place, data)
     first = FirstModel(data.info, place)
     model = first.build(field="train.model")
     model.config.use_cache = False  # training has no use for it
-    if chosen["lora"]:
-        model = add_adapters(model, chosen["lora"])
+    remedy = "Give pretrained or folder in prepare.options and in train.model."
+    model = add_adapters(model, chosen["lora"], place=place, remedy=remedy)
     model.preference = {name: chosen[name] for name in ("beta", "loss", "label_smoothing")}
     model.first, model.new_tokens = first, chosen["new_tokens"]
     built: nn.Module = model
     return built
 
 
-def _require_first(chosen: Mapping[str, Any], place: str | None, data: DataInfo) -> None:
+def _require_reference(chosen: Mapping[str, Any], place: str | None, data: DataInfo) -> None:
     if chosen["config"] is not None:
         what = "Training begins with the reference, so its configuration belongs to prepare."
         remedy = "Move it to prepare.options.config."
@@ -368,10 +391,6 @@ def _require_first(chosen: Mapping[str, Any], place: str | None, data: DataInfo)
         what = f"Training begins with the reference, and in prepare that is {reference}."
         remedy = "Name one model in train.model and in prepare.options."
         raise ConfigError(what, field="train.model", value=place, remedy=remedy)
-    if chosen["lora"] and place is None:
-        what = "Adapters are for a model that has been trained."
-        remedy = "Give pretrained or folder in prepare.options and in train.model."
-        raise ConfigError(what, field="train.model.lora", remedy=remedy)
 
 
 def _require_between(name: str, value: float, *, most: float, is_open: bool) -> None:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,21 +33,13 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.answered_questions import QuestionRows
-from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
-from trainer_lib.recipes.option_names import choose
-from trainer_lib.recipes.row_trainer import RowTrainer
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import FIELD
-from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
-from trainer_lib.recipes.tokenizing import (
-    keep_tokenizer,
-    kept_tokenizer,
-    learn_tokenizer,
-    load_tokenizer,
-    require_fast,
-)
+from trainer_lib.recipes.held_out_metrics import find_usual
+from trainer_lib.recipes.model_places import MODEL, build_with_head
+from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.row_trainer import RowTrainer, decode_texts, encode_texts
+from trainer_lib.recipes.table_files import SOURCES, Reader, note_form, read_exact_text
+from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer, load_fast_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -84,20 +76,6 @@ def _f1(own: Sequence[str], true: Sequence[str]) -> float:
     return 2 * same / (len(own) + len(true))
 
 
-def find_usual_answers(rows: Iterable[tuple[str, str]]) -> tuple[dict[str, str], str]:
-    """Question -> its most frequent answer in training, and the most frequent one of all; of equal ones the first."""
-    each: dict[str, Counter[str]] = {}
-    every: Counter[str] = Counter()
-    for question, answer in rows:
-        each.setdefault(question, Counter())[answer] += 1
-        every[answer] += 1
-    return {question: _most_frequent(counts) for question, counts in each.items()}, _most_frequent(every)
-
-
-def _most_frequent(counts: Counter[str]) -> str:
-    return min(counts, key=lambda answer: (-counts[answer], answer))
-
-
 def find_nearest_sentence(question: str, context: str) -> str:
     """The first sentence, or line, of the context that has most words of the question."""
     asked = set(_words(question))
@@ -132,24 +110,105 @@ def measure_answers(scores: np.ndarray) -> dict[str, float]:
     }
 
 
-class Options(TokenizerOptions):
-    """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
-
-    question: NotRequired[str]
-    """Column with the questions."""
-    context: NotRequired[str]
-    """Column with the texts that have the answers."""
-    answers: NotRequired[str]
-    """Column with the answers."""
-    max_length: NotRequired[int]
-    """Tokens of a window, with its question."""
-    stride: NotRequired[int]
-    """Tokens of a context that two windows share."""
-    max_answer: NotRequired[int]
-    """The most tokens of an answer."""
+# -- questions, contexts and answers of files -------------------------------------------------------------------------
+_FORMS = 'a text, a list of texts, or {"text": [...], "answer_start": [...]}'
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+class Answer(NamedTuple):
+    """A text and the number of its first character in the context; None: the first place that has it."""
+
+    text: str
+    start: int | None
+
+
+class QuestionRows(TextRows):
+    """The questions, contexts and answers of a table by split.
+
+    Answers are a text, a list of texts, SQuAD's ``{"text": […], "answer_start": […]}`` or a list of ``{"text": …,
+    "answer_start": …}``. Without a start the first place counts; without any answer the question has none.
+    """
+
+    text_options = ("question", "context")
+    label_option = "answers"
+    reserved = ("labels", "row_id", "answer_span", "trivial")
+    unclassed = "Answers are not classes to cut by."
+    defaults: Mapping[str, Any] = {
+        **TEXTS,
+        "question": "question",  # column with the questions
+        "context": "context",  # column with the texts that have the answers
+        "answers": "answers",  # column with the answers
+        "max_length": 384,  # tokens of a window, with its question
+        "stride": 128,  # tokens of a context that two windows share
+        "max_answer": 30,  # the most tokens of an answer
+    }
+
+    @override
+    def _readers(self) -> Mapping[str, Reader]:
+        return {self.options["context"]: read_exact_text, self.options["answers"]: _read_answers}
+
+    def answers(self) -> list[list[Answer]]:
+        """The answers of each row, with their starts; an empty list for a question without any.
+
+        Raises:
+            DataError: an answer is not in its context, or not where the row says; or no training row has an answer.
+        """
+        contexts = self.table.columns[self.options["context"]]
+        found = [
+            [_placed(answer, context, place) for answer in answers]
+            for place, context, answers in zip(self.table.places, contexts, self.table.columns[self.label], strict=True)
+        ]
+        if not any(found[row] for row in self.splits["train"].tolist()):
+            what = "No training row has an answer, so there is nothing to learn."
+            raise DataError(what, field=f"{FIELD}.answers", value=self.label, remedy="Give rows with answers.")
+        return found
+
+
+def _read_answers(value: Any, where: str) -> list[Answer]:
+    """The answers of a row. Raises DataError for a value of another form, and for an empty answer."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, Mapping):
+        texts, starts = _listed(value.get("text")), _listed(value.get("answer_start"))
+        if "text" not in value or (starts and len(starts) != len(texts)):
+            what = f"there are {len(texts)} texts and {len(starts)} starts" if "text" in value else "there is no 'text'"
+            raise DataError(f"{where}: {what}. Answers are {_FORMS}.", field="rows")
+        return [_answer(text, start, where) for text, start in zip(texts, starts or [None] * len(texts), strict=True)]
+    if isinstance(value, list | tuple):
+        pairs = [
+            (each.get("text"), each.get("answer_start")) if isinstance(each, Mapping) else (each, None)
+            for each in value
+        ]
+        return [_answer(text, start, where) for text, start in pairs]
+    return [_answer(value, None, where)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _answer(text: Any, start: Any, where: str) -> Answer:
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        raise DataError(f"{where}: a {type(text).__name__} is not an answer. Answers are {_FORMS}.", field="rows")
+    if not str(text).strip():
+        raise DataError(f"{where}: an answer is empty. A question without an answer has an empty list.", field="rows")
+    if start is not None and (isinstance(start, bool) or not isinstance(start, int) or start < 0):
+        raise DataError(f"{where}: the start {start!r} is not the number of a character.", field="rows")
+    return Answer(str(text), start)
+
+
+def _placed(answer: Answer, context: str, place: str) -> Answer:
+    start = context.find(answer.text) if answer.start is None else answer.start
+    if start >= 0 and context.startswith(answer.text, start):
+        return Answer(answer.text, start)
+    where, remedy = "in the context", "Correct it, or leave the row out: an answer is a part of its context."
+    if answer.start is not None:
+        where = f"at character {answer.start} of the context"
+        remedy = "Correct the start, or leave it out: the first place then counts."
+    raise DataError(f"{place}: the answer '{answer.text[:60]}' is not {where}.", field=SOURCES, remedy=remedy)
+
+
+# -- the recipe -------------------------------------------------------------------------------------------------------
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read questions, contexts and answers, and find a tokenizer for them.
 
     Returns:
@@ -159,30 +218,22 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     """
     table = QuestionRows(options, out, classes=False)
     answers, chosen = table.answers(), table.options
-    questions = table.table.texts(chosen["question"])
+    questions = table.texts_of("question")
     contexts = [str(each) for each in table.table.columns[chosen["context"]]]
     train = table.splits["train"].tolist()
-    place = one_of(chosen, field=FIELD)
-    if place is None:
-        texts = [text for row in train for text in (questions[row], contexts[row])]
-        tokenizer = learn_tokenizer(texts, vocabulary=chosen["vocabulary"], max_length=chosen["max_length"])
-    else:
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
-        require_fast(tokenizer, place, field=FIELD)
+    texts = (text for row in train for text in (questions[row], contexts[row]))
+    tokenizer = find_tokenizer(chosen, texts, out, load=load_fast_tokenizer)
     out.info.update(
         {name: chosen[name] for name in ("question", "context", "max_length", "stride", "max_answer")},
         label=table.label,
         has_unanswerable=not all(answers[row] for row in train),
-        vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({chosen["question"]: "text", chosen["context"]: "exact"}, chosen),
     )
     _require_room(questions, tokenizer, chosen, table.table.places)
     texts_of = [[answer.text for answer in each] or [""] for each in answers]
-    usual, most = find_usual_answers((questions[row], texts_of[row][0]) for row in train)
-    firsts = [each[0] if each else None for each in answers]
-    spans = [(-1, -1) if first is None else (first.start, first.start + len(first.text) - 1) for first in firsts]
+    usual, most = find_usual((questions[row], texts_of[row][0]) for row in train)
+    spans = [_span(each[0]) if each else (-1, -1) for each in answers]
     trivial = [
         score_trivial(question, context, texts, usual.get(question, most))
         for question, context, texts in zip(questions, contexts, texts_of, strict=True)
@@ -196,6 +247,12 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
             "trivial": list(np.array(trivial, np.float32)),
         },
     )
+
+
+def _span(answer: Answer) -> tuple[int, int]:
+    """The first and the last character of an answer that has its start."""
+    start = answer.start or 0
+    return start, start + len(answer.text) - 1
 
 
 def _require_room(questions: Sequence[str], tokenizer: Any, info: Mapping[str, Any], places: Sequence[str]) -> None:
@@ -214,15 +271,15 @@ def _require_room(questions: Sequence[str], tokenizer: Any, info: Mapping[str, A
             )
 
 
-def build_model(options: PlacedModel, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
 
     Raises:
         ConfigError: transformers cannot load it.
     """
-    defaults = {name: MODEL[name] for name in ("pretrained", "folder", "config", "lora")}
-    chosen = choose(options, defaults, field="train.model")
-    return build_with_head(chosen, data, head="ForQuestionAnswering", task="QUESTION_ANS")
+    chosen = choose(options, MODEL, field="train.model")
+    model: nn.Module = build_with_head(chosen, data, head="ForQuestionAnswering", task="QUESTION_ANS")
+    return model
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

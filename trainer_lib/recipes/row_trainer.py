@@ -1,25 +1,27 @@
-"""`RowTrainer`: for recipes whose batches have more than the model takes, and whose predictions belong to rows.
+"""Recipes whose batches have more than the model takes, and whose predictions belong to rows.
 
 A long row may become several sequences of a batch, and a model may give a score to each token; what is measured and
-written is one prediction for each row.
+written is one prediction for each row. Texts that belong to a row travel with its batch as tensors of code points.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.recipes.packed_batches import NO_TARGET
 from trainer_lib.trainer import Trainer
 
 
 class RowTrainer(Trainer):
     """A Trainer that keeps some tensors of a batch from the model, and makes predictions of rows with them.
 
-    Such a tensor ``[rows, …]`` stands first in the batch: by it the rows are counted.
+    Such a tensor ``[rows, …]`` is first in the batch: by it the rows are counted.
     """
 
     kept: tuple[str, ...] = ()
@@ -58,3 +60,23 @@ class RowTrainer(Trainer):
         kept = {name: inputs[name].to(first.device) for name in self.kept if name in inputs}
         with torch.no_grad():
             return (loss, *self.predict_rows(outputs, labels, kept))
+
+
+def encode_texts(texts: Sequence[str]) -> Tensor:
+    """The code points of texts, int32 ``[rows, characters]``, filled up with -100; at least one character wide."""
+    points = [np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32) for text in texts]
+    return pad_rows(points, NO_TARGET, torch.int32)
+
+
+def decode_texts(points: np.ndarray | Tensor) -> list[str]:
+    """The texts of code points ``[rows, characters]``; negative ones are left out."""
+    rows = points.cpu().numpy() if isinstance(points, Tensor) else points
+    return [row[row >= 0].astype("<i4").tobytes().decode("utf-32-le", "surrogatepass") for row in rows]
+
+
+def pad_rows(rows: Sequence[Any], fill: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Lists or arrays of numbers as a tensor ``[rows, longest]``, at least one wide."""
+    tensor = torch.full((len(rows), max(1, *map(len, rows))), fill, dtype=dtype)
+    for row, values in enumerate(rows):
+        tensor[row, : len(values)] = torch.as_tensor(np.array(values))
+    return tensor

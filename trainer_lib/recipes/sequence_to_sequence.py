@@ -22,7 +22,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,22 +30,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.classifier_models import MODEL, build_with_head
-from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
-from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.model_places import MODEL, build_with_head, one_of
+from trainer_lib.recipes.option_names import PathOptions, choose
 from trainer_lib.recipes.packed_batches import NO_TARGET
-from trainer_lib.recipes.paired_texts import PairedTexts
-from trainer_lib.recipes.row_trainer import RowTrainer
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import COMMON, FIELD
-from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
-from trainer_lib.recipes.tokenizing import (
-    count_cut_texts,
-    keep_tokenizer,
-    kept_tokenizer,
-    learn_byte_tokenizer,
-    load_tokenizer,
-)
+from trainer_lib.recipes.row_trainer import RowTrainer, decode_texts, encode_texts, pad_rows
+from trainer_lib.recipes.table_files import note_form
+from trainer_lib.recipes.tabular_rows import TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -90,39 +81,21 @@ def measure_texts(scores: np.ndarray) -> dict[str, float]:
     }
 
 
-SMALL: dict[str, Any] = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
-"""The model that is built at random where `config` says nothing else."""
-
-
-class Options(TokenizerOptions):
-    """The options of `prepare`; `rename`, `id`, `files` and `split` are as of a table."""
-
-    text: str
-    """Column with the texts to read."""
-    target: str
-    """Column with the texts to write."""
-    prefix: NotRequired[str]
-    """What stands before each text to read, for models that need the name of their task."""
-    max_length: NotRequired[int]
-    """Tokens of a text to read; longer ones are cut."""
-    target_length: NotRequired[int]
-    """Tokens of a text to write; longer ones are cut."""
-
-
-class ModelOptions(PlacedModel):
-    """The settings of `build_model`."""
-
-    beams: NotRequired[int]
-    """Texts that are followed at a time when a text is generated."""
-
-
-class TextsToWrite(PairedTexts):
+class TextsToWrite(TextRows):
     """The pairs of a table by split."""
 
-    defaults: Mapping[str, Any] = {**COMMON, "text": None, "target": None, "prefix": "", "target_length": 64}
+    text_options = ("text", "target")
+    label_option = "target"
+    defaults: Mapping[str, Any] = {
+        **TEXTS,
+        "text": None,  # column with the texts to read
+        "target": None,  # column with the texts to write
+        "prefix": "",  # is put before each text to read, for models that need the name of their task
+        "target_length": 64,  # tokens of a text to write; longer ones are cut
+    }
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the pairs and find a tokenizer for them.
 
     Returns:
@@ -130,24 +103,18 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     """
     table = TextsToWrite(options, out, classes=False)
     chosen = table.options
-    texts, targets = table.pairs()
+    texts, targets = table.texts_of("text"), table.texts_of("target")
     train = table.splits["train"].tolist()
-    place = one_of(chosen, field=FIELD)
-    if place is None:
-        learned = (text for row in train for text in (chosen["prefix"] + texts[row], targets[row]))
-        tokenizer = learn_byte_tokenizer(learned, vocabulary=chosen["vocabulary"])
-    else:
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    learned = (text for row in train for text in (chosen["prefix"] + texts[row], targets[row]))
+    tokenizer = find_tokenizer(chosen, learned, out, of_bytes=True)
     lengths = [len(tokens) for tokens in _tokens_of(targets, tokenizer, longest=None)]
     out.info.update(
         {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
         label=table.label,
         lead_words=int(np.median([len(targets[row].split()) for row in train])),
         cut_targets=sum(length > chosen["target_length"] for length in lengths),
-        vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({chosen["text"]: "text"}, chosen),
     )
     read = [chosen["prefix"] + text for text in texts]
@@ -169,20 +136,21 @@ def _tokens_of(targets: Sequence[str], tokenizer: Any, *, longest: int | None) -
     ]
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+
+    Args:
+        options: the settings of `model_places.MODEL`, and `beams`: texts that are followed at a time in generation.
 
     Raises:
         ConfigError: transformers cannot load it.
     """
-    defaults = {**{name: MODEL[name] for name in ("pretrained", "folder", "config", "lora")}, "beams": 1}
-    chosen = choose(options, defaults, field="train.model")
-    pad, end = data.info["pad_token_id"], data.info["eos_token_id"]
-    ends = {"eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": None, "forced_eos_token_id": None}
-    begins_at_random = one_of(chosen, field="train.model") is None
-    built: Any = build_with_head(
-        chosen, data, head="ForSeq2SeqLM", task="SEQ_2_SEQ_LM", small=SMALL, **(ends if begins_at_random else {})
-    )
+    chosen, ends = choose(options, {**MODEL, "beams": 1}, field="train.model"), {}
+    if one_of(chosen, field="train.model") is None:
+        pad, end = data.info["pad_token_id"], data.info["eos_token_id"]
+        ends = {"eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": None, "forced_eos_token_id": None}
+    small = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+    built = build_with_head(chosen, data, head="ForSeq2SeqLM", task="SEQ_2_SEQ_LM", small=small, **ends)
     generation = built.generation_config
     generation.max_length = None  # one limit
     generation.max_new_tokens = data.info["target_length"]
@@ -205,13 +173,10 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     if "labels" not in rows[0]:
         return batch
     tokens = _tokens_of([row["labels"] for row in rows], tokenizer, longest=info["target_length"])
-    labels = torch.full((len(rows), max(map(len, tokens))), NO_TARGET)
-    for row, each in enumerate(tokens):
-        labels[row, : len(each)] = torch.tensor(each)
     lead = [" ".join(text.split()[: info["lead_words"]]) for text in texts]
     return {
         **batch,
-        "labels": labels,
+        "labels": pad_rows(tokens, NO_TARGET),
         "wanted": encode_texts([row["labels"] for row in rows]),
         "lead": encode_texts(lead),
     }

@@ -1,6 +1,7 @@
 """Tables of CSV, JSON lines, Parquet and Arrow files, read as a whole: every problem names the file and the row.
 
-Where columns hold lists, sentences in CoNLL's columns (`conll_files`) are rows as well.
+Where columns hold lists, sentences in CoNLL's columns are rows as well. New rows for a model that was trained on a
+table are read as `prepare` read the table (`TableForm`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, datetime
 from decimal import Decimal
 from itertools import islice, repeat
@@ -23,12 +25,28 @@ import numpy as np
 from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import nearest, suggestion
+from trainer_lib.data.column import Column
+from trainer_lib.data.given_rows import refuse_row
 from trainer_lib.data.row_files import read_id, read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError, TrainflowError, first_line
 from trainer_lib.storage import Store
 
+SOURCES = "prepare.sources"
+_DECLARED_ONLY = ("package:", "stdlib:")
+_INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
+_NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
+_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,]+)\s*([$€£¥%]?)")
+_POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
+_COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
+_EITHER = re.compile(r"\d{1,3},\d{3}")
+SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
+"""Ending of a file's name -> "sentences"."""
+_AT_ONCE = 10_000  # values that become numbers together
+_FEW = 50
+"""A text column with more different values than this, and than half of its rows, is not a category."""
 SPOOL_BYTES = 32 << 20
 """The most that a table keeps in memory, values that are not yet in the file and the file itself."""
 _VALUE_BYTES = 60
@@ -142,18 +160,40 @@ class SpooledValues(Sequence[Any]):
         return self._loaded[1][index - (self._ends[number - 1] if number else 0)]
 
 
-# Sentences in CoNLL's columns: a word in each line, its tag in the last column, an empty line after each sentence.
-#
-# EU      NNP  B-ORG rejects VBZ  O
+# -- files ------------------------------------------------------------------------------------------------------------
+@contextmanager
+def naming_sources(field: str) -> Iterator[None]:
+    """Give errors about a file or a row the setting that names the files."""
+    try:
+        yield
+    except TrainflowError as error:
+        if error.field in ("NEW_DATA", "rows"):
+            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
+        raise
 
 
-SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
-"""Ending of a file's name -> "sentences"."""
-_DOCUMENT = "-DOCSTART-"
+def read_utf8(file: RowFile) -> str:
+    """The text of a file. Raises DataError for one that is not UTF-8."""
+    content = Store.open(file.url, field=SOURCES).read_bytes(file.path)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
+        raise DataError(what, field="NEW_DATA", remedy="Write it as UTF-8.") from error
+
+
+def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
+    """The columns of a row by their names here. Raises DataError for what is not a mapping."""
+    if not isinstance(values, Mapping):
+        what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
+        raise DataError(what, field="rows")
+    return {rename.get(name, name): value for name, value in values.items()}
 
 
 def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sentences of a file behind their places, each as two lists of texts: words and tags.
+    """The sentences of a file in CoNLL's columns behind their places, each as two lists: words and tags.
+
+    A line has a word and, in its last column, the tag; an empty line ends a sentence.
 
     Args:
         names: of the columns of words and of tags.
@@ -161,18 +201,12 @@ def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, d
     Raises:
         DataError: the file is not UTF-8, or a line has no tag.
     """
-    content = Store.open(file.url, field="prepare.sources").read_bytes(file.path)
-    try:
-        lines = content.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
-        raise DataError(what, field="NEW_DATA", remedy="Write it as UTF-8.") from error
     words: list[str] = []
     tags: list[str] = []
     number = 0
-    for line, text in enumerate([*lines, ""], 1):
+    for line, text in enumerate([*read_utf8(file).splitlines(), ""], 1):
         parts = text.split("\t") if "\t" in text else text.split()
-        if not text.strip() or parts[0] == _DOCUMENT:
+        if not text.strip() or parts[0] == "-DOCSTART-":
             if words:
                 place = f"{file.address}, sentence {number} (line {line - len(words)})"
                 yield place, dict(zip(names, (words, tags), strict=True))
@@ -184,20 +218,10 @@ def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, d
         tags.append(parts[-1].strip())
 
 
+# -- tables -----------------------------------------------------------------------------------------------------------
 Values = list[Any] | SpooledValues
 Reader = Callable[[Any, str], Any]
-
-SOURCES = "prepare.sources"
-_DECLARED_ONLY = ("package:", "stdlib:")
-_INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
-_NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
-_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,]+)\s*([$€£¥%]?)")
-_POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
-_COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
-_EITHER = re.compile(r"\d{1,3},\d{3}")
-_AT_ONCE = 10_000  # values that become numbers together
-_FEW = 50
-"""A text column with more different values than this, and than half of its rows, is not a category."""
+"""Makes the value of a column, of a value in a file and the place for errors."""
 
 
 class Table:
@@ -397,9 +421,9 @@ def read_table(
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
     table = Table([], {})
     own = dict.fromkeys(lists, read_texts) | dict(readers or {})
-    try:
+    with naming_sources(field):
         for place, values in _read_files(addresses, lists, table.notes):
-            row = _renamed(values, rename, place)
+            row = renamed_row(values, rename, place)
             if not table.places:
                 spool = Spool()
                 table.columns = {name: SpooledValues(spool, len(row)) for name in row}
@@ -408,13 +432,12 @@ def read_table(
             table.places.append(place)
             for name, value in row.items():
                 table.columns[name].append(_value(value, name, place, own, table.unread))
-    except TrainflowError as error:
-        if error.field in ("NEW_DATA", "rows"):
-            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
-        raise
     if not table.places:
         raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
-    _require_renamed(table, rename)
+    for old, name in rename.items():
+        if name not in table.columns:
+            remedy = suggestion(old, table.columns)
+            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
     for name in table.unread:
         del table.columns[name]
     return table
@@ -427,20 +450,6 @@ def _read_files(addresses: Sequence[str], lists: Sequence[str], notes: list[str]
         return
     for file in find_row_files(addresses, {**FORMATS, **SENTENCES}):
         yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes)
-
-
-def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
-    for old, name in rename.items():
-        if name not in table.columns:
-            remedy = suggestion(old, table.columns)
-            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
-
-
-def _renamed(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
-        raise DataError(what, field="rows")
-    return {rename.get(name, name): value for name, value in values.items()}
 
 
 def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:
@@ -473,6 +482,13 @@ def plain_value(value: Any, name: str, place: str) -> Any:
     if isinstance(value, date | datetime):
         return value.isoformat()
     raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
+
+
+def read_exact_text(value: Any, where: str) -> str | None:
+    """A text with the spaces at its ends. Raises DataError for another value."""
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    raise DataError(f"{where}: a {type(value).__name__} is not a text.", field="rows")
 
 
 def read_texts(value: Any, where: str) -> list[str] | None:
@@ -518,3 +534,107 @@ def _read_amount(text: str) -> float:
     except ValueError:
         return math.nan
     return number / 100 if match[3] == "%" else number
+
+
+# -- new rows ---------------------------------------------------------------------------------------------------------
+NOTE = "new_rows"
+
+
+def note_form(
+    columns: Mapping[str, str],
+    options: Mapping[str, Any],
+    *,
+    optional: Sequence[str] = (),
+    dropped: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """The form of new rows, for ``out.info``.
+
+    Args:
+        columns: column of the model -> how it is read: number, text, exact (a text with its spaces) or words (a list of
+            texts); with "?" a value may be missing.
+        options: those of `prepare`, which may rename columns and name one with ids.
+        optional: columns that a row may have as well, as they are.
+        dropped: columns that were left out; None: all others.
+    """
+    rename = dict(options.get("rename") or {})
+    left_out = None if dropped is None else list(dropped)
+    row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
+    note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
+    return {NOTE: note}
+
+
+class TableForm:
+    """How new rows are read.
+
+    Attributes:
+        columns: column that a row needs -> how it is read.
+        id_column: the column of the training files with their ids, if there was one.
+    """
+
+    def __init__(self, note: Mapping[str, Any]) -> None:
+        self.columns: dict[str, str] = dict(note["columns"])
+        self.id_column: str | None = note.get("id")
+        self._optional = frozenset(note["optional"])
+        self._rename: dict[str, str] = dict(note["rename"])
+        self._dropped = None if note["dropped"] is None else frozenset(note["dropped"])
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> Self | None:
+        """The form that `prepare` noted; None: its rows do not come from a table."""
+        return cls(info[NOTE]) if NOTE in info else None
+
+    def drops(self, name: str) -> bool:
+        """Whether training left a column out."""
+        name = self._rename.get(name, name)
+        if name in self.columns or name in self._optional:
+            return False
+        return self._dropped is None or name in self._dropped or is_index(name)
+
+    def read(self, values: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """A row of the model's columns.
+
+        Args:
+            values: the row as its file has it.
+            place: where the row is from, for errors.
+
+        Raises:
+            DataError: a column or a value is missing, or a value has another type.
+        """
+        row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
+        for name, kind in self.columns.items():
+            if name not in row:
+                near = nearest(name, values)
+                hint = f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
+                raise refuse_row(place, name, f"the model needs the column, which the row does not have; {hint}")
+            row[name] = _read(row[name], kind, name, place)
+        return row
+
+
+def _read(value: Any, kind: str, name: str, place: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    value = None if value != value else value
+    kind, may_lack = kind.removesuffix("?"), kind.endswith("?")
+    if kind == "words":
+        # A CSV has lists as JSON.
+        listed = parse_text(place, name, value, Column("list", "string")) if isinstance(value, str) else value
+        words, where = listed.tolist() if isinstance(listed, np.ndarray) else listed, f"{place}, column '{name}'"
+        found: Any = read_texts(words, where) or None
+    elif kind == "exact":
+        if not isinstance(value, str | None):
+            raise refuse_row(place, name, f"a {type(value).__name__} is not a text")
+        found = value if value and value.strip() else None
+    else:
+        if isinstance(value, list | tuple | dict | bytes):
+            raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
+        found = plain_value(value, name, place)
+    if found is None:
+        if not may_lack:
+            raise refuse_row(place, name, "there is no value, and the model was trained without gaps")
+        return math.nan if kind == "number" else ""
+    if kind == "number":
+        number = number_of(found)
+        if number is None:
+            raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
+        return number
+    return text_of(found) if kind == "text" else found

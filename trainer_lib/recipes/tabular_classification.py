@@ -24,21 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.held_out_metrics import measure_classes
-from trainer_lib.recipes.named_classes import name_classes
-from trainer_lib.recipes.option_names import choose
-from trainer_lib.recipes.tabular_net import Classifier, collate_table
-from trainer_lib.recipes.tabular_rows import Options, TabularRows
+from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
+from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.tabular_rows import NET, Classifier, TabularRows, collate_table
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-MODEL: dict[str, Any] = {"hidden": [128, 128], "dropout": 0.1}
-"""The settings of `build_model` (`train.model`), with their defaults."""
 
-
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table, and label the rows of each split with the number of their class.
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the table (options: `tabular_rows.DEFAULTS`), and label the rows with the number of their class.
 
     Returns:
         For every split its rows: the features by name, `labels` (0 on) and `row_id`.
@@ -51,7 +46,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     """Build the untrained network; `options` are the spec's `train.model`."""
-    chosen = choose(options, MODEL, field="train.model")
+    chosen = choose(options, NET, field="train.model")
     return Classifier(data.info["numbers"], data.info["texts"], len(data.info["classes"]), **chosen)
 
 
@@ -61,7 +56,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure logits ``[rows, classes]``, beside the most frequent class of the same rows."""
+    """Measure logits ``[rows, classes]``, next to the most frequent class of the same rows."""
     return measure_classes(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 

@@ -25,19 +25,15 @@ from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.recipes.held_out_metrics import measure_numbers
-from trainer_lib.recipes.option_names import choose
-from trainer_lib.recipes.tabular_net import Regressor, collate_table
-from trainer_lib.recipes.tabular_rows import Options, TabularRows
+from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.tabular_rows import NET, Regressor, TabularRows, collate_table
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-MODEL: dict[str, Any] = {"hidden": [128, 128], "dropout": 0.1}
-"""The settings of `build_model` (`train.model`), with their defaults."""
 
-
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table, and label the rows of each split with their number.
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the table (options: `tabular_rows.DEFAULTS`), and label the rows of each split with their number.
 
     Returns:
         For every split its rows: the features by name, `labels` (a number) and `row_id`.
@@ -49,7 +45,7 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     """Build the untrained network; `options` are the spec's `train.model`."""
-    chosen = choose(options, MODEL, field="train.model")
+    chosen = choose(options, NET, field="train.model")
     numbers, texts = data.info["numbers"], data.info["texts"]
     return Regressor(data.info["label_scale"], numbers=numbers, texts=texts, **chosen)
 
@@ -60,7 +56,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure predictions ``[rows]``, beside the mean of the same rows."""
+    """Measure predictions ``[rows]``, next to the mean of the same rows."""
     return measure_numbers(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 

@@ -1,18 +1,23 @@
-"""From the files of a table to rows of a recipe: which columns are features, and which rows are in which split."""
+"""From the files of a table to rows of a recipe: the features or texts, the splits, and a network for the rows.
+
+Numbers are standardized for the network, texts embedded, and a few layers follow.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
-from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.data_info import PrepareOutput
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
 from trainer_lib.recipes.table_files import (
@@ -23,60 +28,48 @@ from trainer_lib.recipes.table_files import (
     count_different,
     id_of,
     is_index,
+    note_form,
     read_table,
 )
-from trainer_lib.recipes.table_form import note_form
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import PrepareOutput
 
 FIELD = "prepare.options"
 DEFAULTS: dict[str, Any] = {
-    "label": None,
-    "features": None,
-    "ignore": [],
-    "categorical": [],
+    "label": None,  # column to predict
+    "features": None,  # columns to predict from; None: all that have no other use
+    "ignore": [],  # columns that are left out
+    "categorical": [],  # columns whose numbers are names (a postcode), not amounts
+    "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
+    "id": None,  # column by which predictions name the rows; None: rows are counted over all files
+    "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
+    "split": {},  # how rows are cut (`trainer_lib.recipes.splitting`)
+    "missing": "refuse",  # numbers that are missing; or mean, which needs prepare.allow_nan=true
+    "absent_classes": False,  # accept a split without rows of some class
+}
+"""The options of the tabular recipes (`prepare.options`), with their defaults."""
+TEXTS: dict[str, Any] = {
     "rename": {},
     "id": None,
     "files": {},
     "split": {},
-    "missing": "refuse",
-    "absent_classes": False,
+    "pretrained": None,  # name of the model on the Hub whose tokenizer is used
+    "folder": None,  # or its folder
+    "pad_token": None,  # fills up short texts, for a tokenizer that has no token for it
+    "vocabulary": 4000,  # tokens of a vocabulary that is learned
+    "max_length": 128,  # tokens of a text; longer ones are cut
 }
-COMMON = {name: DEFAULTS[name] for name in ("rename", "id", "files", "split")} | {
-    "pretrained": None,
-    "folder": None,
-    "pad_token": None,
-    "vocabulary": 4000,
-    "max_length": 128,
+"""The options of recipes for texts, with their defaults; the first four are as of a table."""
+NET: dict[str, Any] = {
+    "hidden": [128, 128],  # sizes of the layers
+    "dropout": 0.1,  # probability, after each of them
 }
-"""Options of recipes for texts, with their defaults."""
+"""The settings of the network (`train.model`), with their defaults."""
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
-
-
-class Options(TypedDict):
-    """The options of the tabular recipes, in the spec `prepare.options`."""
-
-    label: str
-    """Column to predict."""
-    features: NotRequired[list[str]]
-    """Columns to predict from; unset: all that have no other use."""
-    ignore: NotRequired[list[str]]
-    """Columns that are left out."""
-    categorical: NotRequired[list[str]]
-    """Columns whose numbers are names (a postcode), not amounts."""
-    rename: NotRequired[dict[str, str]]
-    """Name of a column in the files -> name that the recipe, and new rows, have."""
-    id: NotRequired[str]
-    """Column of integers or texts by which predictions name the rows; unset: rows are counted over all files."""
-    files: NotRequired[dict[str, Path]]
-    """Split -> its file, in place of cutting the rows of prepare.sources, which names them as well."""
-    split: NotRequired[dict[str, Any]]
-    """How rows are cut: validation, test (shares), by, column, time_format, seed (`trainer_lib.recipes.splitting`)."""
-    missing: NotRequired[str]
-    """Numbers that are missing: refuse, or mean (which needs prepare.allow_nan=true)."""
-    absent_classes: NotRequired[bool]
-    """Accept a split without rows of some class."""
 
 
 class TabularRows:
@@ -92,7 +85,6 @@ class TabularRows:
     """
 
     defaults: Mapping[str, Any] = DEFAULTS
-    """Every option, with its default."""
     label_option: str = "label"
     """The option that names the column to predict."""
 
@@ -349,9 +341,158 @@ class TabularRows:
         return {"label": self.label, "numbers": self.numbers, "texts": self.texts, **form}
 
 
+class TextRows(TabularRows):
+    """The texts of a table by split; no other column is read."""
+
+    text_options: Sequence[str] = ("text",)
+    """The options that name the columns with texts."""
+    reserved: Sequence[str] = _RESERVED
+    """Names of columns that the recipe has itself."""
+    unclassed: str | None = "Pairs of texts have no class to cut by."
+    """Why rows cannot be cut by class; None: they can."""
+
+    @override
+    def _features(self) -> list[str]:
+        if self.unclassed is not None and self.options["split"].get("by") == "stratified":
+            remedy = "Set prepare.options.split.by to random, group, time or column."
+            raise ConfigError(self.unclassed, field=f"{FIELD}.split.by", remedy=remedy)
+        for option in self.text_options:
+            name, field = self.options[option], f"{FIELD}.{option}"
+            if name is None:
+                what, remedy = "The recipe needs to know where the texts are.", f"Name the column: {field}=NAME."
+                raise ConfigError(what, field=field, remedy=remedy)
+            self.table.require(name, field=field)
+            if name in self.reserved:
+                remedy = f"Give it another name: prepare.options.rename.{name}=NAME."
+                raise DataError(f"The recipe uses the name '{name}' itself.", field=field, remedy=remedy)
+            self.table.refuse_gaps(name, "Remove the row, or give it a text.")
+        return []
+
+    def texts_of(self, option: str) -> list[str]:
+        """The texts in the column that an option names ``[rows]``."""
+        return self.table.texts(self.options[option])
+
+
 def _in_order(name: str) -> tuple[float, str]:
     """Sorts 2 before 10, and numbers before texts."""
     try:
         return float(name), name
     except ValueError:
         return float("inf"), name
+
+
+# -- a network for the rows -------------------------------------------------------------------------------------------
+def text_code(text: str) -> int:
+    """A number for a text, the same in every process: tensors hold no texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def collate_table(rows: Sequence[Mapping[str, Any]], *, label_dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch of a table's rows.
+
+    Args:
+        rows: columns by name, and perhaps `labels` and `row_id`.
+
+    Returns:
+        `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
+        their names, and `labels` ``[batch]`` where the rows have them.
+    """
+    names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
+    texts = [name for name in names if isinstance(rows[0][name], str)]
+    numbers = [name for name in names if name not in texts]
+    batch = {
+        "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
+        "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
+    }
+    if "labels" in rows[0]:
+        batch["labels"] = torch.tensor([row["labels"] for row in rows], dtype=label_dtype)
+    return batch
+
+
+class TabularNet(nn.Module):
+    """Layers over standardized numbers and embedded texts. What it standardizes by is saved with the weights.
+
+    Args:
+        numbers: column of numbers -> mean and spread in the training rows.
+        texts: column of texts -> the texts in the training rows; any other text counts as unknown.
+        outputs: size of the output.
+        hidden: sizes of the layers.
+        dropout: probability, after each layer.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(
+        self,
+        numbers: Mapping[str, Sequence[float]],
+        texts: Mapping[str, Sequence[str]],
+        outputs: int,
+        hidden: Sequence[int],
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        columns = [numbers[name] for name in sorted(numbers)]
+        self.register_buffer("mean", torch.tensor([mean for mean, _ in columns], dtype=torch.float32))
+        self.register_buffer("spread", torch.tensor([spread for _, spread in columns], dtype=torch.float32))
+        self.embeddings = nn.ModuleList()
+        for index, name in enumerate(sorted(texts)):
+            codes = sorted(text_code(text) for text in texts[name])
+            self.register_buffer(f"codes_{index}", torch.tensor(codes, dtype=torch.int64))
+            self.embeddings.append(nn.Embedding(len(codes) + 1, min(32, 2 + len(codes) // 2)))
+        # A missing number is the mean, and a second input says that it was missing.
+        size = 2 * len(columns) + sum(each.embedding_dim for each in self.embeddings if isinstance(each, nn.Embedding))
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers += [nn.Linear(size, width), nn.GELU(), nn.Dropout(dropout)]
+            size = width
+        self.layers = nn.Sequential(*layers, nn.Linear(size, outputs))
+
+    def outputs(self, numbers: Tensor, texts: Tensor) -> Tensor:
+        """The output ``[batch, outputs]`` for numbers ``[batch, columns]`` and codes of texts ``[batch, columns]``."""
+        missing = torch.isnan(numbers)
+        parts = [torch.where(missing, 0.0, (numbers - self.mean) / self.spread), missing.to(numbers.dtype)]
+        for index, embedding in enumerate(self.embeddings):
+            codes = self.get_buffer(f"codes_{index}")
+            given = texts[:, index].contiguous()
+            place = torch.searchsorted(codes, given).clamp(max=len(codes) - 1)
+            parts.append(embedding(torch.where(codes[place] == given, place + 1, 0)))
+        result: Tensor = self.layers(torch.cat(parts, dim=1))
+        return result
+
+
+class Classifier(TabularNet):
+    """A `TabularNet` with an output for each class."""
+
+    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits ``[batch, classes]``; with labels ``[batch]`` the cross-entropy as well."""
+        logits = self.outputs(numbers, texts)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Regressor(TabularNet):
+    """A `TabularNet` with one output, in the unit of the label.
+
+    Args:
+        label: mean and spread of the label in the training rows.
+        more: as of `TabularNet`, without `outputs`.
+    """
+
+    label_mean: Tensor
+    label_spread: Tensor
+
+    def __init__(self, label: Sequence[float], **more: Any) -> None:
+        super().__init__(outputs=1, **more)
+        self.register_buffer("label_mean", torch.tensor(label[0], dtype=torch.float32))
+        self.register_buffer("label_spread", torch.tensor(label[1], dtype=torch.float32))
+
+    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Predictions ``[batch]`` in `logits`; with labels ``[batch]`` the squared error in units of their spread."""
+        standard = self.outputs(numbers, texts).squeeze(-1)
+        found = {"logits": standard * self.label_spread + self.label_mean}
+        if labels is None:
+            return found
+        wanted = (labels - self.label_mean) / self.label_spread
+        return {"loss": nn.functional.mse_loss(standard, wanted), **found}

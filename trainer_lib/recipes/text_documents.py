@@ -20,21 +20,17 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.installed_files import find_installed_files
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
-from trainer_lib.errors import ConfigError, DataError, TrainflowError, first_line
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import text_of
-from trainer_lib.storage import Store
+from trainer_lib.recipes.table_files import SOURCES, naming_sources, read_utf8, renamed_row, text_of
 
 FIELD = "prepare.options"
-SOURCES = "prepare.sources"
 TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": "text"}
 """Ending of a text file's name -> "text"."""
-FILE = "file"
-"""The one column that a document of a text file has besides its text: the file's address."""
 
 
 class TextDocument(NamedTuple):
-    """A document: where it is from, its text, and the other columns of its row."""
+    """A document: where it is from, its text, and the other columns of its row (the address of a text file)."""
 
     place: str
     text: str
@@ -123,17 +119,13 @@ def read_documents(
     if not sources:
         remedy = "Name files or folders, as in prepare.sources=[texts/]."
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
-    try:
+    with naming_sources(field):
         for file in _find(sources, field):
             if format_of(file.path, TEXTS):
                 yield from _of_text_file(file, separator)
             else:
                 for place, values in read_rows([file]):
-                    yield _of_row(place, values, text, rename)
-    except TrainflowError as error:
-        if error.field in ("NEW_DATA", "rows"):
-            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
-        raise
+                    yield _of_row(place, renamed_row(values, rename, place), text)
 
 
 def _find(sources: Sequence[str], field: str) -> Iterator[RowFile]:
@@ -150,41 +142,28 @@ def _find(sources: Sequence[str], field: str) -> Iterator[RowFile]:
 
 
 def _of_text_file(file: RowFile, separator: str | None) -> Iterator[TextDocument]:
-    content = Store.open(file.url, field=SOURCES).read_bytes(file.path)
-    try:
-        whole = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        remedy = "Write it as UTF-8."
-        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
-        raise DataError(what, field="NEW_DATA", remedy=remedy) from error
+    whole = read_utf8(file)
     # A line may end in \r\n, in the file as in the separator.
     form = None if separator is None else re.escape(separator.replace("\r\n", "\n")).replace("\\\n", "\r?\n")
     parts = [whole] if form is None else re.split(form, whole)
     for number, part in enumerate(parts):
         if part.strip():
             place = file.address if separator is None else f"{file.address}, document {number}"
-            yield TextDocument(place, part, {FILE: file.address})
+            yield TextDocument(place, part, {"file": file.address})
 
 
-def _of_row(place: str, values: Any, text: str, rename: Mapping[str, str]) -> TextDocument:
-    if not isinstance(values, Mapping):
-        what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
-        raise DataError(what, field="rows")
-    row = {rename.get(name, name): value for name, value in values.items()}
+def _of_row(place: str, row: dict[str, Any], text: str) -> TextDocument:
     if text not in row:
         remedy = suggestion(text, row)
         raise DataError(f"{place}: the row has no such column.", field=f"{FIELD}.text", value=text, remedy=remedy)
     value = row.pop(text)
     if not isinstance(value, str):
-        what = "there is no text" if value is None else f"{_kind(value)} is not a text"
+        kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+        what = "there is no text" if value is None else f"{kind} is not a text"
         raise DataError(f"{place}, column '{text}': {what}.", field="rows")
     if not value.strip():
         raise DataError(f"{place}, column '{text}': the text is empty.", field="rows")
     return TextDocument(place, str(value), row)
-
-
-def _kind(value: Any) -> str:
-    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def _key(document: TextDocument, column: str) -> str:

@@ -17,9 +17,8 @@ import pandas as pd
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.splitting import require_shares
+from trainer_lib.recipes.splitting import are_dates_of_digits, read_times, require_shares
 from trainer_lib.recipes.table_files import SOURCES, Table
-from trainer_lib.recipes.times import are_dates_of_digits, read_times
 
 FIELD = "prepare.options"
 MISSING = ("refuse", "previous")

@@ -17,7 +17,7 @@ To replace a function, import the others into a file of your own, and define you
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -93,61 +93,32 @@ class ForecastNet(nn.Module):
 
 
 DEFAULTS: dict[str, Any] = {
-    "time": None,
-    "target": None,
-    "series": None,
-    "known": [],
-    "rename": {},
-    "context": 24,
-    "horizon": 1,
-    "season": 1,
-    "step": None,
-    "time_format": None,
-    "missing": "refuse",
-    "stride": 1,
-    "held_out_stride": None,
-    "split": {},
+    "time": None,  # column with the times: dates, or numbers
+    "target": None,  # column or columns to forecast
+    "series": None,  # column with the name of the series; None: the table has one
+    "known": [],  # columns whose values are known for the steps to come as well (a holiday, a price)
+    "rename": {},  # name of a column in the files -> its name here
+    "context": 24,  # steps that a forecast knows
+    "horizon": 1,  # steps to forecast
+    "season": 1,  # steps after which the series is alike: 12 for months
+    "step": None,  # of the times (h, D, W-MON, MS, or a number); None: found from the data
+    "time_format": None,  # form of the times, as for strptime; None: numbers, or the one form that fits all of them
+    "missing": "refuse",  # steps and values that are missing; or previous (the value before)
+    "stride": 1,  # steps from one training window to the next
+    "held_out_stride": None,  # from one held-out window to the next; None: the horizon: each value is forecast once
+    "split": {},  # shares of the times: validation and test
 }
 """Every option of `prepare`, with its default."""
-MODEL: dict[str, Any] = {"hidden": [], "dropout": 0.0}
+NET: dict[str, Any] = {
+    "hidden": [],  # sizes of the layers between
+    "dropout": 0.0,  # probability, after each of them
+}
 """The settings of `build_model` (`train.model`), with their defaults."""
 _NOTED = ("time", "series", "step", "time_format", "missing", "rename")
 _RESERVED = ("row_id", "series", "time", "scale", "labels")
 
 
-class Options(TypedDict):
-    """The options of `prepare`."""
-
-    time: str
-    """Column with the times: dates, or numbers."""
-    target: str | list[str]
-    """Column or columns to forecast."""
-    series: NotRequired[str]
-    """Column with the name of the series; unset: the table has one."""
-    known: NotRequired[list[str]]
-    """Columns whose values are known for the steps to come as well (a holiday, a price)."""
-    rename: NotRequired[dict[str, str]]
-    context: NotRequired[int]
-    """Steps that a forecast knows."""
-    horizon: NotRequired[int]
-    """Steps to forecast."""
-    season: NotRequired[int]
-    """Steps after which the series is alike: 12 for months."""
-    step: NotRequired[str | float]
-    """Step of the times (h, D, W-MON, MS, or a number); unset: found from the data."""
-    time_format: NotRequired[str]
-    """How times are written, as for strptime; unset: as numbers, or in the one form that fits all of them."""
-    missing: NotRequired[str]
-    """Steps and values that are missing: refuse, or previous (the value before)."""
-    stride: NotRequired[int]
-    """Steps from one training window to the next."""
-    held_out_stride: NotRequired[int]
-    """Steps from one held-out window to the next; unset: the horizon, so that each value is forecast once."""
-    split: NotRequired[dict[str, Any]]
-    """Shares of the times: validation and test."""
-
-
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the series, and cut them into windows.
 
     Returns:
@@ -228,7 +199,7 @@ def _columns(chosen: Mapping[str, Any]) -> tuple[list[str], list[str]]:
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     """Build the untrained network; `options` are the spec's `train.model`."""
-    chosen = choose(options, MODEL, field="train.model")
+    chosen = choose(options, NET, field="train.model")
     return ForecastNet(data.info["context"], data.info["horizon"], list(data.info["known"].values()), **chosen)
 
 

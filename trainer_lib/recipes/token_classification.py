@@ -21,10 +21,9 @@ To replace a function, import the others into a file of your own, and define you
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,15 +31,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.classifier_models import MODEL, build_classifier
-from trainer_lib.recipes.model_places import PlacedModel, TokenizerOptions, one_of
-from trainer_lib.recipes.option_names import choose
+from trainer_lib.errors import DataError
+from trainer_lib.recipes.held_out_metrics import find_usual
+from trainer_lib.recipes.model_places import build_classifier
+from trainer_lib.recipes.option_names import PathOptions
 from trainer_lib.recipes.packed_batches import NO_TARGET
-from trainer_lib.recipes.row_trainer import RowTrainer
-from trainer_lib.recipes.table_form import note_form
-from trainer_lib.recipes.tabular_rows import COMMON, FIELD, TabularRows
-from trainer_lib.recipes.tokenizing import keep_tokenizer, kept_tokenizer, learn_tokenizer, load_word_tokenizer
+from trainer_lib.recipes.row_trainer import RowTrainer, pad_rows
+from trainer_lib.recipes.table_files import SOURCES, note_form
+from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer, load_word_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -51,27 +50,12 @@ if TYPE_CHECKING:
 # and O: an entity counts where its name and both of its ends are right (Tjong Kim Sang and De Meulder, CoNLL-2003).
 
 
-_OUTSIDE = "O"
+_OUTSIDE, _USUAL = "O", "usual_tags"
 
 
 def has_entities(classes: Sequence[str]) -> bool:
     """Whether the tags are O, B-NAME and I-NAME."""
     return _OUTSIDE in classes and all(name == _OUTSIDE or name[:2] in ("B-", "I-") for name in classes)
-
-
-def find_usual_tags(rows: Iterable[tuple[Sequence[str], Sequence[int]]]) -> tuple[dict[str, int], int]:
-    """Word -> its most frequent tag, and the most frequent tag of all; of equally frequent ones the first by number."""
-    words: dict[str, Counter[int]] = {}
-    every: Counter[int] = Counter()
-    for texts, tags in rows:
-        for word, tag in zip(texts, tags, strict=True):
-            words.setdefault(word, Counter())[tag] += 1
-            every[tag] += 1
-    return {word: _most_frequent(counts) for word, counts in words.items()}, _most_frequent(every)
-
-
-def _most_frequent(counts: Counter[int]) -> int:
-    return min(counts, key=lambda tag: (-counts[tag], tag))
 
 
 def measure_tags(
@@ -144,31 +128,16 @@ def _entities(tags: Sequence[int], classes: Sequence[str]) -> set[tuple[int, int
     return found
 
 
-_USUAL = "usual_tags"
-
-
-class Options(TokenizerOptions):
-    """The options of `prepare`; `label`, `rename`, `id`, `files` and `split` are as of a table."""
-
-    words: NotRequired[str]
-    """Column with the lists of words."""
-    label: NotRequired[str]
-    """Column with the lists of tags."""
-    max_length: NotRequired[int]
-    """Tokens of a sequence; a longer row becomes several."""
-
-
-class ModelOptions(PlacedModel):
-    """The settings of `build_model`."""
-
-    new_head: NotRequired[bool]
-    """Replace a head that was trained for other tags."""
-
-
-class TaggedRows(TabularRows):
+class TaggedRows(TextRows):
     """The words and tags of a table by split; no other column is read."""
 
-    defaults: Mapping[str, Any] = {**COMMON, "words": "words", "label": "tags"}
+    text_options = ()
+    unclassed = "Rows of many tags have no class to cut by."
+    defaults: Mapping[str, Any] = {
+        **TEXTS,  # a row of more tokens than max_length becomes several sequences
+        "words": "words",  # column with the lists of words
+        "label": "tags",  # column with the lists of tags
+    }
 
     @override
     def _lists(self) -> Sequence[str]:
@@ -176,19 +145,17 @@ class TaggedRows(TabularRows):
 
     @override
     def _features(self) -> list[str]:
-        if self.options["split"].get("by") == "stratified":
-            remedy = "Set prepare.options.split.by to random, group, time or column."
-            raise ConfigError("Rows of many tags have no class to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
+        super()._features()
         words = self.table.require(self.options["words"], field=f"{FIELD}.words")
         for name, remedy in ((words, "Remove the row."), (self.label, "Give every word a tag, or remove the row.")):
             self.table.refuse_gaps(name, remedy)
         for place, texts, tags in zip(self.table.places, *self.columns(), strict=True):
             if not texts:
                 what = f"{place}, column '{words}': the list of words is empty."
-                raise DataError(what, field="prepare.sources", remedy="Remove the row.")
+                raise DataError(what, field=SOURCES, remedy="Remove the row.")
             if len(texts) != len(tags):
                 what = f"{place}: there are {len(texts)} words and {len(tags)} tags."
-                raise DataError(what, field="prepare.sources", remedy="Give each word one tag.")
+                raise DataError(what, field=SOURCES, remedy="Give each word one tag.")
         return []
 
     def columns(self) -> tuple[list[list[str]], list[list[str]]]:
@@ -215,7 +182,7 @@ class TaggedRows(TabularRows):
         return known
 
 
-def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read words and tags, and find a tokenizer for them.
 
     Returns:
@@ -228,35 +195,30 @@ def prepare(options: Options, out: PrepareOutput) -> Mapping[str, Iterator[dict[
     number = {name: index for index, name in enumerate(classes)}
     labels = [[number[tag] for tag in each] for each in tags]
     train = table.splits["train"].tolist()
-    place = one_of(chosen, field=FIELD)
-    if place is None:
-        texts = [" ".join(words[row]) for row in train]
-        tokenizer = learn_tokenizer(texts, vocabulary=chosen["vocabulary"], max_length=chosen["max_length"])
-    else:
-        tokenizer = load_word_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    tokenizer = find_tokenizer(chosen, (" ".join(words[row]) for row in train), out, load=load_word_tokenizer)
     out.info.update(
         label=table.label,
         classes=classes,
         words=chosen["words"],
         max_length=chosen["max_length"],
-        vocabulary=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
-        tokenizer=keep_tokenizer(tokenizer, out),
         **note_form({chosen["words"]: "words"}, chosen),
     )
-    usual, most = find_usual_tags((words[row], labels[row]) for row in train)
+    usual, most = find_usual(pair for row in train for pair in zip(words[row], labels[row], strict=True))
     expected = [[usual.get(word, most) for word in each] for each in words]
     return table.rows(labels, {chosen["words"]: words, _USUAL: expected})
 
 
-def build_model(options: ModelOptions, data: DataInfo) -> nn.Module:
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+
+    Args:
+        options: the settings of `model_places.MODEL`, and `new_head`: replace a head that was trained for other tags.
 
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of tags.
     """
-    chosen = choose(options, MODEL, field="train.model")
-    return build_classifier(chosen, data, head="ForTokenClassification", task="TOKEN_CLS")
+    return build_classifier(options, data, head="ForTokenClassification", task="TOKEN_CLS")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -271,10 +233,10 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
         for row, word in unwritten:  # nothing is left of it by the tokenizer's normalization
             words[row][word] = kept_tokenizer(data).unk_token or "?"
         encoded, places = _encode(words, data)
-    batch = {"places": _padded(places, -1), **encoded}
+    batch = {"places": pad_rows(places, -1), **encoded}
     if "labels" in rows[0]:
-        batch[_USUAL] = _padded([row[_USUAL] for row in rows], NO_TARGET)
-        tags = _padded([row["labels"] for row in rows], NO_TARGET)
+        batch[_USUAL] = pad_rows([row[_USUAL] for row in rows], NO_TARGET)
+        tags = pad_rows([row["labels"] for row in rows], NO_TARGET)
         labels = torch.full_like(encoded["input_ids"], NO_TARGET)
         present = batch["places"] >= 0
         labels.view(-1)[batch["places"][present]] = tags[present]
@@ -300,13 +262,6 @@ def _encode(words: Sequence[Sequence[str]], data: DataInfo) -> tuple[dict[str, T
             if word is not None and places[row][word] < 0:
                 places[row][word] = sequence * length + token
     return {name: value for name, value in encoded.items() if name != "overflow_to_sample_mapping"}, places
-
-
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    tensor = torch.full((len(rows), max(map(len, rows))), fill)
-    for row, values in enumerate(rows):
-        tensor[row, : len(values)] = torch.as_tensor(values)
-    return tensor
 
 
 class Trainer(RowTrainer):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer_lib.base.suggestions import suggestion
-from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipes.model_places import from_place, import_transformers, one_of
 from trainer_lib.recipes.packing import Document
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
     from trainer_lib.recipes.text_documents import TextDocument
 
+FIELD = "prepare.options"
 _UNKNOWN = "[UNK]"
 _SPECIAL = ["[PAD]", _UNKNOWN, "[CLS]", "[SEP]"]
 _END = "<|endoftext|>"
@@ -26,12 +27,47 @@ _MUCH = 0.01  # of the texts: more that are cut are a warning
 _TOGETHER = 64  # documents that the tokenizer is given at a time
 
 
+def find_tokenizer(
+    chosen: Mapping[str, Any],
+    texts: Iterable[str],
+    out: PrepareOutput,
+    *,
+    of_bytes: bool = False,
+    load: Callable[..., Any] | None = None,
+) -> Any:
+    """The tokenizer of the model that the options name, else one that is learned; kept beside the data and noted.
+
+    Args:
+        chosen: the options of `prepare`.
+        texts: those of training.
+        of_bytes: learn a vocabulary that can write any text.
+        load: loads that of a model; None: `load_tokenizer`.
+
+    Raises:
+        ConfigError: as `load_tokenizer`.
+    """
+    place, vocabulary = one_of(chosen, field=FIELD), chosen["vocabulary"]
+    if place is not None:
+        tokenizer = (load or load_tokenizer)(place, pad_token=chosen["pad_token"], field=FIELD)
+    elif of_bytes:
+        tokenizer = learn_byte_tokenizer(texts, vocabulary=vocabulary)
+    else:
+        tokenizer = learn_tokenizer(list(texts), vocabulary=vocabulary, max_length=chosen["max_length"])
+    note_tokenizer(tokenizer, out)
+    return tokenizer
+
+
+def note_tokenizer(tokenizer: Any, out: PrepareOutput) -> None:
+    """Keep a tokenizer beside the data, and note its files and the number of its tokens."""
+    out.info.update(vocabulary=len(tokenizer), tokenizer=keep_tokenizer(tokenizer, out))
+
+
 def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings: Any) -> Any:
-    """The tokenizer of a model on the Hub or in a folder.
+    """The tokenizer of a model on the Hub or in a folder, which can fill up short texts.
 
     Args:
         place: the model's name, or its folder.
-        pad_token: the token that fills up short texts, for a tokenizer that has none.
+        pad_token: the token that fills up, for a tokenizer that has none.
         field: the option that names the model, for errors.
         settings: of the tokenizer, in place of those that it was saved with.
 
@@ -78,32 +114,26 @@ def count_cut_texts(
 
 
 def load_word_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
-    """As `load_tokenizer`, for texts that are split into words: one that tells the word of each token.
-
-    Raises:
-        ConfigError: as `load_tokenizer`, or the tokenizer is a slow one.
-    """
-    tokenizer = load_tokenizer(place, pad_token=pad_token, field=field)
+    """As `load_fast_tokenizer`, for texts that are split into words."""
+    tokenizer = load_fast_tokenizer(place, pad_token=pad_token, field=field)
     if getattr(tokenizer, "add_prefix_space", None) is False:  # it would take no words
         tokenizer = load_tokenizer(place, pad_token=pad_token, field=field, add_prefix_space=True)
-    require_fast(tokenizer, place, field=field)
     return tokenizer
 
 
-def require_fast(tokenizer: Any, place: str, *, field: str) -> None:
-    """Raise ConfigError for a tokenizer that does not tell where its tokens are from."""
+def load_fast_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
+    """As `load_tokenizer`. Raises ConfigError as well for one that does not tell where its tokens are from."""
+    tokenizer = load_tokenizer(place, pad_token=pad_token, field=field)
     if not tokenizer.is_fast:
         what = "The model has a slow tokenizer, which does not tell where its tokens are from."
         remedy = "Name a model with a fast one (tokenizer.json)."
         raise ConfigError(what, field=field, value=place, remedy=remedy)
+    return tokenizer
 
 
 def open_tokenizer(place: str, *, field: str, **settings: Any) -> Any:
     """The tokenizer of a model on the Hub or in a folder, as it is. Raises ConfigError where there is none."""
-    try:
-        return import_transformers().AutoTokenizer.from_pretrained(place, **settings)
-    except (OSError, ValueError) as error:
-        raise no_model(place, error, field=field) from error
+    return from_place("AutoTokenizer", place, field=field, **settings)
 
 
 def learn_tokenizer(texts: Sequence[str], *, vocabulary: int, max_length: int) -> Any:
@@ -192,43 +222,3 @@ def _read_tokenizer(data: DataInfo) -> Any:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data.read_file(name))
         return import_transformers().AutoTokenizer.from_pretrained(Path(folder, "tokenizer"))
-
-
-def no_model(place: str, error: Exception, *, field: str) -> ConfigError:
-    """The error for a model that transformers cannot load."""
-    return ConfigError(
-        f"transformers cannot load this model: {str(error).splitlines()[0]}",
-        field=field,
-        value=place,
-        remedy="Check the name; without a network, give the folder of a model (folder: PATH), or none, for a new one.",
-    )
-
-
-def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: str) -> Any:
-    """A configuration of transformers for a model at random, which keeps any name without a word.
-
-    Args:
-        settings: all of them, with the `model_type`.
-        own: those that the user gave.
-        field: the setting that holds these.
-
-    Raises:
-        ConfigError: there is no such type of model, or no such setting.
-    """
-    from trainer_lib.trainer.models import refuse_names
-
-    library, kind = import_transformers(), str(settings["model_type"])
-    if kind not in library.CONFIG_MAPPING:
-        remedy = suggestion(kind, library.CONFIG_MAPPING, listing=False)
-        raise ConfigError("transformers has no such model.", field=f"{field}.model_type", value=kind, remedy=remedy)
-    refuse_names(own, library.AutoConfig.for_model(kind), field=field)
-    return library.AutoConfig.for_model(**settings)
-
-
-def import_transformers() -> Any:
-    """The package transformers. Raises MissingExtraError where it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("This recipe needs transformers.", extra="transformers") from error
-    return transformers

@@ -31,7 +31,7 @@ from trainer_lib.model_folder.lineage import (
 )
 from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.model_folder.provenance import make_statement, render_statement
-from trainer_lib.recipes.table_form import TableForm
+from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers import mlflow_models
@@ -237,6 +237,24 @@ def test_a_list_of_texts_is_as_many_rows(tmp_path: Path) -> None:
     texts = {"text": ["good", "bad"]}
     for given in (texts, pd.DataFrame(texts), [{"text": "good"}, {"text": "bad"}]):
         assert len(model.predict(given)) == 2
+
+
+def test_a_copy_of_a_recipe_by_name_gives_way_to_the_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(CSV)
+    options = {"label": "answer", "missing": "mean", "categorical": ["colour"]}
+    publish_recipe(tmp_path / "m", "tabular-classification", tmp_path / "train.csv", options, {"hidden": [4]})
+    copy, content = "(trainflow)/tabular_classification.py", b"from trainer_lib.recipes.of_another_version import *\n"
+    (tmp_path / "m" / "code" / copy).parent.mkdir()
+    (tmp_path / "m" / "code" / copy).write_bytes(content)
+    description = read_description((tmp_path / "m" / FILE).read_bytes(), FILE)
+    entry = FileEntry(copy, len(content), hashlib.sha256(content).hexdigest())
+    changed = replace(description, recipe=copy, code=(entry,), paths=(".", "(trainflow)"))
+    (tmp_path / "m" / FILE).write_bytes(changed.to_json())
+    rows = [{"size": 3, "colour": "red"}]
+    assert load_model(str(tmp_path / "m"), trust_code=changed.code_digest).predict(rows)["prediction"][0] in (
+        "yes",
+        "no",
+    )
 
 
 MISSING = "import no_such_package_at_all"

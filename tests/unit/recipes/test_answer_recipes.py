@@ -16,14 +16,14 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, 
 from trainer_lib import Trainer
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.recipes.held_out_metrics import find_usual
 from trainer_lib.recipes.question_answering import (
     find_nearest_sentence,
-    find_usual_answers,
     measure_answers,
     score_answer,
 )
+from trainer_lib.recipes.row_trainer import decode_texts, encode_texts
 from trainer_lib.recipes.sequence_to_sequence import score_text
-from trainer_lib.recipes.text_tensors import decode_texts, encode_texts
 from trainflow.flows.new_project.starting import character_names, code_questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -193,7 +193,7 @@ def test_a_model_that_begins_at_random_beats_the_usual_answers_and_takes_new_row
     trainer = trained(questions, tmp_path, {"config": TINY}, 60, **settings)
     measured = trainer.evaluate(eval_dataset=splits["test"])
     # The usual answers, by hand.
-    usual, most = find_usual_answers((row["question"], row["labels"][0]) for row in splits["train"])
+    usual, most = find_usual((row["question"], row["labels"][0]) for row in splits["train"])
     exact = [score_answer(usual.get(row["question"], most), row["labels"])[0] for row in splits["test"]]
     assert measured["eval_usual_exact_match"] == pytest.approx(np.mean(exact))
     assert measured["eval_f1_over_usual"] == pytest.approx(measured["eval_f1"] - measured["eval_usual_f1"])
@@ -243,7 +243,7 @@ def test_answers_are_compared_as_squad_compares_them() -> None:
     assert score_answer("()", ["()"]) == (1, 1)
     assert score_answer("()", ["[]"]) == (0, 0)
     assert find_nearest_sentence("Who read it?", CONTEXT) == "Bob read it in 1843, twice."
-    assert find_usual_answers(zip("aaabb", "xyyxx", strict=True)) == ({"a": "y", "b": "x"}, "x")
+    assert find_usual(zip("aaabb", "xyyxx", strict=True)) == ({"a": "y", "b": "x"}, "x")
     scores = np.array([[1, 1, 0, 0.5, 0.25, 1], [0, 0, 1, 1, 0, 0]])
     measured = measure_answers(scores)
     assert (measured["f1"], measured["answerable_f1"], measured["unanswerable_f1"]) == (0.5, 1, 0)

@@ -22,7 +22,7 @@ from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.recipes import DataInfo
-from trainer_lib.recipes.preference_scores import measure_preferences, preference_losses
+from trainer_lib.recipes.preference_optimization import measure_preferences, preference_losses
 from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.worker.assembly import load_weights
 from trainflow.flows.new_project.starting import word_orders

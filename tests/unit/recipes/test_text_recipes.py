@@ -22,8 +22,10 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
-from trainer_lib.recipes.token_classification import find_usual_tags, measure_tags
-from trainer_lib.recipes.tokenizing import learn_tokenizer, new_config
+from trainer_lib.recipes.held_out_metrics import find_usual
+from trainer_lib.recipes.model_places import new_config
+from trainer_lib.recipes.token_classification import measure_tags
+from trainer_lib.recipes.tokenizing import learn_tokenizer
 from trainflow.flows.new_project.starting import code_lines, entity_names, modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -292,7 +294,7 @@ def test_entities_count_where_name_and_ends_are_right() -> None:
     assert measured["accuracy"] == pytest.approx(6 / 9)
     assert measured["usual_accuracy"] == pytest.approx(3 / 9)
     assert "entity_f1" not in measure_tags(predicted, truth, usual, ["a", "b", "c", "d", "e"])
-    assert find_usual_tags([(["a", "a", "b"], [1, 0, 1])]) == ({"a": 0, "b": 1}, 1)
+    assert find_usual(zip("aab", (1, 0, 1), strict=True)) == ({"a": 0, "b": 1}, 1)
 
 
 # -- embeddings of pairs ----------------------------------------------------------------------------------------------
