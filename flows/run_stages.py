@@ -14,7 +14,7 @@ from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.results import StageOutcome, Status
 from trainflow.flows.reports.run_record import RunRecord
-from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.stages import stage_names
 from trainflow.tasks.stage import progress
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     )
     from trainer_lib.keras_models.tf_trainer import TFTrainer
     from trainer_lib.model_folder.loaded import LoadedModel, load_model
-    from trainer_lib.search.backends import default_hp_space_ray
     from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
+    from trainer_lib.search.trials import default_hp_space_ray
     from trainer_lib.state import ExportableState, TrainerControl, TrainerState
     from trainer_lib.trackers.vendors import (
         AzureMLCallback,
@@ -100,7 +100,7 @@ _MODULES = {
     "trainer_lib.keras_models.tf_trainer": "TFTrainer",
     "trainer_lib.model_folder.loaded": "LoadedModel load_model",
     "trainer_lib.base.outputs": "BestRun EvalLoopOutput EvalPrediction ModelOutput PredictionOutput TrainOutput",
-    "trainer_lib.search.backends": "default_hp_space_ray",
+    "trainer_lib.search.trials": "default_hp_space_ray",
     "trainer_lib.search.base": "default_compute_objective default_hp_space_optuna",
     "trainer_lib.trainer.seq2seq": "Seq2SeqTrainer",
     "trainer_lib.state": "ExportableState TrainerControl TrainerState",

@@ -90,7 +90,7 @@ class Sweep:
 
     @override
     def __repr__(self) -> str:
-        from trainflow.flows.sweeps.sweep_report import count_words
+        from trainflow.flows.sweeps.sweep_result import count_words
 
         return f"Sweep({self.result.name!r}, {count_words(self.result)}, best={self.best})"
 

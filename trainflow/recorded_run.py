@@ -17,8 +17,7 @@ from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
 from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.runs.run_details import RunDetails, read_details
 from trainflow.flows.runs.run_status import read_status
-from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.flows.spec.spec_here import storage_here
+from trainflow.flows.spec.spec import PipelineSpec, storage_here
 from trainflow.flows.stages import require_stage
 from trainflow.in_this_process import run_here
 

@@ -14,9 +14,8 @@ from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folde
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.claim import read_claim
-from trainer_lib.locks.keeping import is_kept
 from trainer_lib.locks.lease import find_holder
-from trainer_lib.locks.readers import list_readers, withdraw_if_unread
+from trainer_lib.locks.readers import is_kept, list_readers, withdraw_if_unread
 from trainer_lib.model_folder.locate import open_link
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, verify_files

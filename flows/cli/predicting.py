@@ -19,7 +19,7 @@ from trainflow.flows.cli.presentation import same_command, shown
 from trainflow.flows.cli.run_choice import use_registry_here
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.server.api import quiet_environment
-from trainflow.flows.spec.spec_here import storage_here
+from trainflow.flows.spec.spec import storage_here
 
 if TYPE_CHECKING:
     from trainflow.tasks.new_rows import NewRows, NewRowsFacts

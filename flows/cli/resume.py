@@ -13,7 +13,7 @@ from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.execution import execute
 from trainflow.flows.cli.options import Debug, Json, Quiet
 from trainflow.flows.server.api import quiet_environment
-from trainflow.flows.spec.spec_here import storage_here
+from trainflow.flows.spec.spec import storage_here
 
 if TYPE_CHECKING:
     from trainflow.flows.records.past_runs import PastRun

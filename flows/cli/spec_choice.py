@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
-from trainflow.flows.spec.spec_here import spec_here, specs_here
+from trainflow.flows.spec.spec import spec_here, specs_here
 
 
 def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:

@@ -152,7 +152,7 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 def summary(result: SweepResult, ui: list[str]) -> list[Text]:
     """How many trials there are, the best, and what to do with it."""
-    from trainflow.flows.sweeps.sweep_report import count_words
+    from trainflow.flows.sweeps.sweep_result import count_words
 
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
     lines = [Text(), Text(f"  {count_words(result)}{saved}")]

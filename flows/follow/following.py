@@ -16,12 +16,10 @@ from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import PastRun, list_runs, read_run
 from trainflow.flows.runs.heartbeat import PAUSE_S
 from trainflow.flows.runs.run_status import RunStatus, read_status
-from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.tasks.follow.best import Standard
-from trainflow.tasks.follow.evaluations import Evaluation
-from trainflow.tasks.follow.follower import Follower, Job, Listener, check_settings
-from trainflow.tasks.follow.points import RunPoints
+from trainflow.tasks.follow.evaluations import Evaluation, Standard
+from trainflow.tasks.follow.follower import Follower, Job, Listener, RunPoints, check_settings
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store

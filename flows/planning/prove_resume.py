@@ -30,7 +30,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
 from trainer_lib.protocol.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
-from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.model.versions import find_processor, find_versions

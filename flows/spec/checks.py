@@ -17,6 +17,7 @@ from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
+from trainer_lib.protocol.verb_results import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.metric_packages import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver
@@ -416,3 +417,37 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inner, f"{key}.{index}")
     else:
         yield key, value
+
+
+def check_splits(spec: PipelineSpec, prepared: Mapping[str, PreparedSplit]) -> None:
+    """Check that every split which a later stage names was prepared, and the columns that it is measured by.
+
+    Raises:
+        ConfigError: a split or a column is missing.
+    """
+    named = [
+        (f"{stage.section}.{setting}", split)
+        for stage in all_stages()
+        if stage.is_enabled(spec)
+        for setting, splits in stage.splits(stage.config(spec)).items()
+        for split in splits
+    ]
+    for field, split in named:
+        if split in prepared:
+            continue
+        near = nearest(split, list(prepared))
+        raise ConfigError(
+            "The prepared data has no such split.",
+            field=field,
+            value=split,
+            remedy=(f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}.",
+        )
+    for column in spec.evaluate.slices if spec.evaluate.enabled else ():
+        for split in spec.evaluate.splits:
+            if column not in prepared[split].columns:
+                raise ConfigError(
+                    f"The rows of the split '{split}' have no such column.",
+                    field="evaluate.slices",
+                    value=column,
+                    remedy=suggestion(column, prepared[split].columns),
+                )

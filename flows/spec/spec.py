@@ -24,8 +24,7 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.recipe_names import is_recipe_name
 from trainflow.flows.spec import checks as _checks
 from trainflow.flows.spec.findings import spec_error
-from trainflow.flows.spec.spec_file import read_spec_file
-from trainflow.flows.spec.spec_overrides import apply_override
+from trainflow.flows.spec.spec_file import apply_override, read_spec_file
 from trainflow.flows.spec.sweep_settings import OBJECTIVE, SweepSettings
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import (
@@ -498,3 +497,43 @@ def _section_paths() -> list[str]:
 def _absolute(value: Any, base: Path) -> Any:
     # Arguments that take a file take a mapping as JSON, too.
     return absolute_path(value, base) if is_path(value) and not value.lstrip().startswith("{") else value
+
+
+_USUAL = Path("pipeline.yaml")
+_ENDINGS = (".yaml", ".yml", ".json")
+# A larger file is data: it is not read to find out.
+_LARGEST = 1_000_000
+
+
+def specs_here() -> list[Path]:
+    """The specs of the working directory that may be meant: pipeline.yaml alone if it is there, else all of them."""
+    if _USUAL.is_file():
+        return [_USUAL]
+    return [path for path in sorted(Path().iterdir()) if path.suffix in _ENDINGS and _is_spec(path)]
+
+
+def spec_here() -> Path | None:
+    """The spec of the working directory: pipeline.yaml, else the only one; None: it has none, or several."""
+    found = specs_here()
+    return found[0] if len(found) == 1 else None
+
+
+def storage_here() -> str | None:
+    """The storage of the spec in the working directory, else .trainflow there; None: it has neither.
+
+    Raises:
+        ConfigError: pipeline.yaml is not a spec.
+    """
+    if (spec := spec_here()) is not None:
+        return storage_of(spec)
+    return ".trainflow" if Path(".trainflow").is_dir() else None
+
+
+def _is_spec(path: Path) -> bool:
+    try:
+        if path.stat().st_size > _LARGEST:
+            return False
+        data, _ = read_spec_file(path)
+    except (ConfigError, OSError):
+        return False
+    return "recipe" in data and "name" in data

@@ -35,9 +35,7 @@ from trainflow.flows.records.run_message import describe_error, state_of
 from trainflow.flows.server.api import quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import SWEEP
-from trainflow.flows.sweeps.slot_process import SlotProcess, UnseenTrials, listening
-from trainflow.flows.sweeps.sweep_report import SWEEP_REPORT, count_words, render_sweep
-from trainflow.flows.sweeps.sweep_result import SweepResult, reached_text
+from trainflow.flows.sweeps.sweep_result import SWEEP_REPORT, SweepResult, count_words, reached_text, render_sweep
 from trainflow.flows.sweeps.trial_specs import (
     check_sweep,
     design_of,
@@ -47,6 +45,7 @@ from trainflow.flows.sweeps.trial_specs import (
     sweep_of,
     with_values,
 )
+from trainflow.flows.sweeps.trial_tasks import SlotProcess, UnseenTrials, listening
 from trainflow.tasks.tracking import mlflow_run as tracking
 
 _log = logging.getLogger(__name__)

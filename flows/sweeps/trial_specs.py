@@ -11,11 +11,11 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.search.study_design import Axis, Design
+from trainer_lib.search.ledger import Axis, Design
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import find_measured, names_no_split
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
-from trainflow.flows.spec.spec_overrides import set_field
+from trainflow.flows.spec.spec_file import set_field
 from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 from trainflow.tasks.code.closure import top_level_names
 from trainflow.tasks.keys.resolver import Resolver

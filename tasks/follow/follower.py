@@ -15,10 +15,12 @@ Neither prefect nor torch is imported here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, read_checkpoint_info
@@ -29,18 +31,64 @@ from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainer_lib.trackers.spool import now_ms
+from trainer_lib.trackers.names import group_log
+from trainer_lib.trackers.params import clean_key
+from trainer_lib.trackers.spool import Session, now_ms
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import LaunchSettings, TrainConfig
-from trainflow.tasks.follow.best import Standard, keep_best
-from trainflow.tasks.follow.evaluations import Evaluation, Evaluations
-from trainflow.tasks.follow.points import RunPoints
+from trainflow.tasks.follow.evaluations import Evaluation, Evaluations, Standard, keep_best
 from trainflow.tasks.keys.declared_paths import path_options
 from trainflow.tasks.keys.spec_words import in_words_of_spec
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
+from trainflow.tasks.tracking.mlflow_run import Background
+from trainflow.tasks.tracking.run_handle import RunHandle
+
+# Where the training was: its own points have that.
+_POSITION = {"epoch", "num_input_tokens_seen"}
+_log = logging.getLogger(__name__)
+
+
+class RunPoints:
+    """The MLflow run of a training, as an evaluation beside it writes it. Only `close` waits for the server."""
+
+    def __init__(self, handle: RunHandle) -> None:
+        self.handle = handle
+        self._session: Session | None = None
+        self._background: Background | None = None
+
+    def log(self, evaluation: Evaluation) -> bool:
+        """Log the metrics at the checkpoint's step; False when the spool cannot be written (logged)."""
+        measured = {name: value for name, value in evaluation.metrics.items() if name not in _POSITION}
+        named = {clean_key(name): value for name, value in group_log(measured).items()}
+        try:
+            # With the time of the measurement: logged again, these are the very same points.
+            self._open().write({"t": evaluation.measured_ms, "s": evaluation.step, "m": named, "once": "step"})
+        except OSError as error:
+            what = f"the evaluation of step {evaluation.step}"
+            _log.warning("MLflow misses %s; the spool cannot be written: %s", what, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Wait for the rest, as long as a stage does; what does not arrive stays in the spool."""
+        if self._session is not None:
+            self._session.close()
+        if self._background is not None:
+            self._background.close(stages=1)
+
+    def _open(self) -> Session:
+        # Only now: a command that logs nothing need not load MLflow's client.
+        if self._session is None:
+            handle, root = self.handle, Path(self.handle.spool_dir)
+            # No "run_name": the run belongs to the process that trains.
+            head = {"tracking_uri": handle.server, "token": handle.token, "experiment": handle.experiment}
+            self._session = Session.create(root, head)
+            self._background = Background(root, handle.tracking_uri)
+        return self._session
+
 
 CHECKPOINTS = "checkpoints"
 TRIES = 3

@@ -19,7 +19,7 @@ from tests.support.toys import Classifier, classification_rows
 from tests.support.training import final_state, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.callbacks.stragglers import StragglerCallback
-from trainer_lib.checkpoint.added_files import add_files
+from trainer_lib.checkpoint.writer import add_files
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import CodeError, ConfigError, OutOfMemoryError, StorageFullError
 from trainer_lib.hub.folder import FolderHub

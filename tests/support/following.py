@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkpoints import save_untrained
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.locks.keeping import is_kept
+from trainer_lib.locks.readers import is_kept
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedSplit
 from trainer_lib.storage import Store
 from trainflow.tasks.configs import LaunchSettings, TrainConfig

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import re
 
+from trainer_lib.errors import DamagedError
 from trainer_lib.locks.claim import is_claim
 from trainer_lib.storage.commit import COMMIT
 
@@ -87,3 +88,17 @@ def shard_file(rank: int) -> str:
 def is_own_file(path: str) -> bool:
     """Whether the format uses a path inside the folder itself, so that no further file may have it."""
     return path in _OWN_FILES or is_claim(path) or path.startswith(_OWN_FOLDERS)
+
+
+def damaged_file(where: str, reason: str) -> DamagedError:
+    """The error for a committed file that is not as it was committed.
+
+    Args:
+        where: the file's URL.
+        reason: what is wrong, a clause ("it is missing").
+    """
+    return DamagedError(
+        f"The file is damaged: {reason}.",
+        field=where,
+        remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
+    )

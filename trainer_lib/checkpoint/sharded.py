@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from trainer_lib.checkpoint.layout import SHARD_INDEX, shard_file
-from trainer_lib.checkpoint.parsing import damaged_file
+from trainer_lib.checkpoint.layout import SHARD_INDEX, damaged_file, shard_file
 from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_safetensors
 from trainer_lib.distributed.sharding import Rows, is_sharded, local_rows
 from trainer_lib.storage import FileEntry, Store

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.checkpoint.parsing import damaged_file
+from trainer_lib.checkpoint.layout import damaged_file
 from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store

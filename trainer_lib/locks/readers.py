@@ -16,6 +16,7 @@ the reader's clock: clocks that differ by less than `TTL_S` do no harm.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import uuid
@@ -23,10 +24,52 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks.keeping import KEEP
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT
+
+KEEP = "KEEP.json"
+
+
+def keep_checkpoint(store: Store, why: str) -> bool:
+    """Mark a checkpoint as one that every rotation leaves alone; False when it is not there any more.
+
+    Unlike the mark of a reader, ``KEEP.json`` outlives its process.
+
+    Args:
+        store: the checkpoint's folder.
+        why: a sentence for a person who looks into the folder.
+
+    Raises:
+        StorageError: the store cannot be read or written.
+    """
+    # First a look, so that the mark does not make the folder of a removed checkpoint again.
+    if not store.exists(COMMIT):
+        return False
+    store.create(KEEP, (json.dumps({"why": why}) + "\n").encode())
+    if store.exists(COMMIT):
+        return True
+    store.delete(KEEP)
+    return False
+
+
+def end_keeping(store: Store) -> None:
+    """Take the mark of a checkpoint away; nothing happens where there is none.
+
+    Raises:
+        StorageError: the store cannot be written.
+    """
+    store.delete(KEEP)
+
+
+def is_kept(store: Store) -> bool:
+    """Whether a checkpoint is marked as one to keep.
+
+    Raises:
+        StorageError: the store cannot be read.
+    """
+    return KEEP in store.children()
+
 
 TTL_S = 3600.0
 """Seconds that a mark of another machine counts after it was last renewed."""
@@ -56,7 +99,7 @@ def list_readers(store: Store) -> list[Holder]:
 
 
 def is_protected(store: Store, *, even_kept: bool = False) -> bool:
-    """Whether a checkpoint must not be removed now: a process is reading it, or it is kept (`locks.keeping`).
+    """Whether a checkpoint must not be removed now: a process is reading it, or it is kept (`keep_checkpoint`).
 
     Args:
         store: the checkpoint's folder.

@@ -29,7 +29,6 @@ from trainer_lib.base.restore_process import signals_kept, variables_kept
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
 from trainer_lib.search.base import SearchSettings, json_values
-from trainer_lib.search.trainer_parts import absolute_output, put_together, sent_as_reference, take_apart
 from trainer_lib.search.trial_process import (
     ENDED,
     FAILURE,
@@ -37,8 +36,12 @@ from trainer_lib.search.trial_process import (
     OBJECTIVE,
     STEP,
     TrialProcess,
+    absolute_output,
     marked,
+    put_together,
     report_failure,
+    sent_as_reference,
+    take_apart,
 )
 
 if TYPE_CHECKING:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments, compat
+from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.outputs import BestRun
+from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.errors import ConfigError
-from trainer_lib.search.backends import create_backend
-from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.search.base import SearchBackend, SearchSettings, TrialPruned, TrialRun
+from trainer_lib.search.optuna import OptunaSearch
 from trainer_lib.trackers.vendors import ReporterCallback
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
+
 # Read when the Trainer is built, or set by the search itself.
 _FIXED = (
     *("output_dir", "run_name", "report_to", "disable_tqdm", "push_to_hub", "use_cpu", "local_rank", "ddp_backend"),
@@ -207,3 +212,41 @@ class TrialRunner:
                     value=value,
                     remedy=suggestion(name, names, listing=False),
                 )
+
+
+_WHY_NOT = {
+    "sigopt": "SigOpt has been discontinued.",
+    "wandb": "A sweep of Weights & Biases needs its vendor's server, which proposes the values.",
+}
+
+
+def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> SearchBackend:
+    """The backend of that name; None = optuna. Raises ConfigError for any other name."""
+    wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
+    if wanted == "optuna":
+        return OptunaSearch(runner, settings)
+    if wanted == "ray":
+        search: SearchBackend = _ray().RaySearch(runner, settings)
+        return search
+    remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
+    raise ConfigError(
+        _WHY_NOT.get(wanted, "This backend does not exist."),
+        field="backend",
+        value=wanted,
+        remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, list(HPSearchBackend)),
+    )
+
+
+def default_hp_space_ray(trial: Any) -> dict[str, Any]:
+    """Spaces of `ray.tune`: learning rate, epochs, seed and micro-batch. Raises MissingExtraError without ray."""
+    space: dict[str, Any] = _ray().default_space(trial)
+    return space
+
+
+def _ray() -> Any:
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(
+            "A search with Ray Tune needs the package ray.", field="backend", value="ray", extra="ray"
+        )
+    with variables_kept({}, "RAY_CLIENT_MODE"):  # set by an import of Ray, and read by that alone
+        return importlib.import_module("trainer_lib.search.ray_tune")

@@ -15,8 +15,7 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.preload import PreloadedCheckpoint
-from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
+from trainer_lib.checkpoint.reader import Checkpoint, PreloadedCheckpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive

@@ -21,9 +21,15 @@ from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.locks import readers
 from trainer_lib.locks.claim import WRITING
-from trainer_lib.locks.keeping import KEEP, end_keeping, is_kept, keep_checkpoint
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
+from trainer_lib.locks.readers import (
+    KEEP,
+    end_keeping,
+    is_kept,
+    keep_checkpoint,
+    protect_from_removal,
+    withdraw_if_unread,
+)
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 

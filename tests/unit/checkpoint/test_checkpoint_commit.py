@@ -18,11 +18,10 @@ from tests.support.checkpoints import Net, save, snapshot, trained
 from tests.support.conformance import fault_each_write, faulty
 from tests.support.faulty import Faults, Kind
 from trainer_lib.checkpoint import writer
-from trainer_lib.checkpoint.added_files import add_files
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
-from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.checkpoint.writer import add_files, save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import WRITING

@@ -20,7 +20,7 @@ from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.verb_results import PreparedSplit
 from trainer_lib.recipes.held_out_metrics import measure_classes, measure_numbers, measure_tokens
 from trainer_lib.recipes.preference_optimization import measure_preferences
-from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import parse_spec
 
 DRAW = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
 from trainer_lib.protocol.verb_results import PreparedSplit
-from trainflow.flows.spec.prepared_checks import check_splits
+from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import (
     _SECTION_PATHS,
     PipelineSpec,

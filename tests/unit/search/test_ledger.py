@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
-from trainer_lib.search.ledger import DATABASE, Claim, Ledger
-from trainer_lib.search.study_design import Axis, Design
+from trainer_lib.search.ledger import DATABASE, Axis, Claim, Design, Ledger
 
 RATE = Axis("train.args.learning_rate", low=1e-4, high=1e-1, is_log=True)
 WIDTH = Axis("train.model.width", choices=(16, 32, 64))

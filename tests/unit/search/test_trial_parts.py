@@ -14,8 +14,7 @@ from tests.support.searching import fresh, search_trainer
 from trainer_lib import Trainer, TrainerCallback, default_hp_space_ray
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim.present_settings import PresentSettings
-from trainer_lib.search.trainer_parts import put_together, sent_as_reference, take_apart
-from trainer_lib.search.trial_process import find_place
+from trainer_lib.search.trial_process import find_place, put_together, sent_as_reference, take_apart
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

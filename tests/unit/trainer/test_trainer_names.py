@@ -46,7 +46,7 @@ OWNERS: dict[str, str] = {
     "_signature_columns": "DataMethods",
     "hub_model_id": "SavingMethods",
 }
-#: search/trainer_parts.py sends a Trainer to a process of Ray: while its parts are pickled it is a reference, and there
+#: search/trial_process.py sends a Trainer to a process of Ray: while its parts are pickled it is a reference, and there
 #: what a subclass had set is put back. Neither is an attribute of ours.
 SENT = {("__reduce_ex__", "a function"), ("vars()", "a function")}
 #: Attribute of the collaborators' table -> the one class that writes it after it was built.
