@@ -189,27 +189,6 @@ def test_sync_each_batch_exchanges_gradients_in_every_micro_step(tmp_path: Path)
     assert run_distributed(_exchanged, 2, str(tmp_path)) == [[[False, False, True], [True, True, True]]] * 2
 
 
-def _sizes(folder: str) -> tuple[tuple[int | None, int, int], list[int], list[int]]:
-    split: dict[str, Any] = {"accelerator_config": {"split_batches": True}, "max_steps": 2, "eval_dataset": ROWS}
-    refusal = "per_device_train_batch_size = 5: The batch cannot be divided among 2 processes"
-    with pytest.raises(ConfigError, match=refusal):
-        trainer(folder, ROWS, per_device_train_batch_size=5, **split).train()
-    training = trainer(folder, ROWS, per_device_train_batch_size=6, per_device_eval_batch_size=4, **split)
-    training.train()
-    total = training.get_total_train_batch_size(training.args)
-    loaders = training.get_train_dataloader(), training.get_eval_dataloader()
-    train, evaluated = ([len(batch["x"]) for batch in loader] for loader in loaders)
-    return (training.state.train_batch_size, total, training.state.max_steps), train, evaluated
-
-
-def test_split_batches_divides_the_batch_among_the_processes(tmp_path: Path) -> None:
-    first, second = run_distributed(_sizes, 2, str(tmp_path))
-    assert first[0] == second[0] == (3, 6, 2)
-    assert first[1] == [3, 3, 3, 3] and second[1][:3] == [3, 3, 3]
-    # Every rank takes equally many batches: the last of the second rank is one row of weight zero.
-    assert first[2] == [2] * 6 and second[2] == [2] * 5 + [1]
-
-
 def _configured(folder: str) -> int:
     def configured() -> Trainer:
         return trainer(folder, ROWS, accelerator_config={"use_configured_state": True}, max_steps=1)

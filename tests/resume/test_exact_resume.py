@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import EarlyStoppingCallback, ExportableState, Trainer, TrainerCallback
+from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage.commit import COMMIT
 from trainer_lib.storage.remote import RemoteBackend
@@ -113,35 +113,6 @@ def test_of_a_stream(stream: type[Stream], tmp_path: Path, caplog: pytest.LogCap
     assert ("reading and discarding 16 samples" in caplog.text) == (stream is Stream)
 
 
-class MovingAverage(TrainerCallback, ExportableState):
-    """An average of the weights' sum: state that only a callback has."""
-
-    def __init__(self, decay: float = 0.5) -> None:
-        self.decay = decay
-        self.value = 0.0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        total = sum(float(parameter.detach().sum()) for parameter in kwargs["model"].parameters())
-        self.value = self.decay * self.value + (1 - self.decay) * total
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"decay": self.decay}, "attributes": {"value": self.value}}
-
-
-def test_callbacks_are_replaced_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = trainer(tmp_path, ROWS, callbacks=[MovingAverage(0.9), StopAt(3)], **SHORT)
-    preempted_at(first)
-    second = trainer(
-        tmp_path, ROWS, callbacks=[MovingAverage(0.1)], restore_callback_states_from_checkpoint=True, **SHORT
-    )
-    second.train(True)
-    restored = second.pop_callback(MovingAverage)
-    assert isinstance(restored, MovingAverage) and restored.decay == 0.9
-    with caplog.at_level(logging.WARNING, logger="trainer_lib"):
-        trainer(tmp_path, ROWS, **SHORT).train(True)
-    assert "MovingAverage, which is not among the callbacks" in caplog.text
-
-
 def test_the_best_model_is_found_again(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "eval_steps": 2,
@@ -154,14 +125,6 @@ def test_the_best_model_is_found_again(tmp_path: Path) -> None:
     assert_equal(final_state(whole), final_state(cut))
     assert whole.state.best_model_checkpoint is not None
     assert Path(whole.state.best_model_checkpoint).is_dir()
-
-
-def test_position_is_found_without_reading_what_came_before(tmp_path: Path) -> None:
-    preempted_at(trainer(tmp_path, Augmented(ROWS), callbacks=[StopAt(2)], **SHORT))
-    data = Augmented(ROWS)
-    resumed = trainer(tmp_path, data, **SHORT)
-    resumed.train(True)
-    assert len(data.read) == 3 * 22 - 2 * 8
 
 
 def test_what_can_be_resumed_from(finished: tuple[Path, Trainer], tmp_path: Path) -> None:
@@ -221,28 +184,6 @@ def test_weights_alone_are_resumed_with_a_new_optimizer_where_that_is_asked_for(
     assert one.state.global_step == whole.state.global_step
     rates = [[entry.get("learning_rate") for entry in run.state.log_history] for run in (one, whole)]
     assert rates[0] == rates[1]
-
-
-def test_another_micro_batch_of_the_same_global_batch_sees_the_same_samples(tmp_path: Path) -> None:
-    def seen(per_device: int, folder: str, resume: bool) -> list[list[int]]:
-        data = Augmented(ROWS)
-        steps: list[list[int]] = []
-
-        def look(state: Any, **_: Any) -> None:
-            steps.append(sorted(data.read))
-            data.read.clear()
-
-        given: dict[str, Any] = {**SHORT, "global_batch_size": 8}
-        given |= {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": 1}
-        callbacks = [Note("on_step_end", look), *([] if resume else [StopAt(4)])]
-        one = trainer(tmp_path / folder, data, callbacks=callbacks, **given)
-        one.train("auto") if resume else preempted_at(one)
-        return steps
-
-    before = seen(8, "a", resume=False)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert seen(8, "a", resume=True) == seen(3, "b", resume=True)
-    assert len(before) == 4
 
 
 def test_changed_arguments_are_told_and_data_may_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

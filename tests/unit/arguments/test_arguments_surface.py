@@ -175,6 +175,11 @@ def test_log_levels_differ_between_main_and_other_processes(monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     assert args.get_process_log_level() == logging.ERROR
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first process of the second machine
+    args.log_on_each_node = False
+    assert args.get_process_log_level() == logging.ERROR and not args.should_log
+    args.log_on_each_node = True
+    assert args.get_process_log_level() == logging.CRITICAL and args.should_log
 
 
 def test_warmup_is_a_number_of_steps_or_a_share() -> None:

@@ -23,12 +23,6 @@ PATTERNS = Table()
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
-@PATTERNS.of()
-class LossWithAnyKeyword(Either):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-        loss = loss + 1e-2 * outputs["logits"].pow(2).mean()
-        return (loss, outputs) if return_outputs else loss
 
 
 @PATTERNS.of(class_weights=[1.0, 2.0, 5.0], **EVALUATES)
@@ -68,21 +62,6 @@ def replaced_on_the_instance(make: Make) -> Any:
 
     one = make()
     one.compute_loss = types.MethodType(loss_of, one)
-    return one
-
-
-@PATTERNS.add
-def replaced_on_the_class(make: Make) -> Any:
-    class Mine(make.lib.Trainer):  # type: ignore[name-defined,misc]
-        pass
-
-    one, original = make(Mine), Mine.training_step
-
-    def noted(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        self.seen = [*getattr(self, "seen", []), "step"]
-        return original(self, model, inputs, num_items_in_batch)
-
-    Mine.training_step = noted
     return one
 
 
@@ -141,13 +120,6 @@ class WholeStepUnderAccumulation(Either):
         loss = loss / self.args.gradient_accumulation_steps
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-
-@PATTERNS.of(gradient_accumulation_steps=2, max_steps=2)
-class MixupBeforeTheStep(Either):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        x = inputs["x"]
-        return super().training_step(model, {**inputs, "x": 0.7 * x + 0.3 * x.flip(0)}, num_items_in_batch)
 
 
 # ---------------------------------------------------------------------------------------------- optimizers, schedules

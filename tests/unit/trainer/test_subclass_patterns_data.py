@@ -39,13 +39,6 @@ class PlainLoaders(Either):
         return DataLoader(rows, batch_size=3, collate_fn=self.data_collator)
 
 
-@PATTERNS.of(max_steps=6, gradient_accumulation_steps=2)
-class PreparedLoader(Either):
-    def get_train_dataloader(self) -> Any:
-        loader = DataLoader(self.train_dataset, batch_size=2, collate_fn=self.data_collator)
-        return self.accelerator.prepare(loader)
-
-
 class Backwards(Sampler[int]):
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -72,21 +65,6 @@ def samplers_of_ones_own(make: Make) -> Any:
     one.train()
     one.seen = one.predict(ROWS[:6]).label_ids.tolist()
     return one
-
-
-class ByLabel(Sampler[list[int]]):
-    def __iter__(self) -> Iterator[list[int]]:
-        order = sorted(range(len(ROWS)), key=lambda index: int(ROWS[index]["labels"]))
-        yield from (order[at : at + 4] for at in range(0, len(order), 4))
-
-    def __len__(self) -> int:
-        return len(ROWS) // 4
-
-
-@PATTERNS.of(num_train_epochs=2, max_steps=-1)
-class BatchesOfOneKind(Either):
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, batch_sampler=ByLabel(), collate_fn=self.data_collator)
 
 
 class Alternating:
@@ -352,15 +330,6 @@ def questions_with_their_examples(make: Make) -> Any:
     return make(Questions, **given, **EVALUATES)
 
 
-@PATTERNS.of(compute_metrics=accuracy, **{**EVALUATES, "eval_dataset": {"a": ROWS[:8], "b": ROWS[8:]}})
-class QuestionsOfSeveralSets(Either):
-    def evaluate(
-        self, eval_dataset: Any = None, examples: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> Any:
-        assert examples is None
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-
 class WholeLoop(Either):
     """`evaluation_loop` written out, as overrides copy it."""
 
@@ -524,12 +493,6 @@ class LogsWithNamesOfOnesOwn(Either):
     def log(self, logs: dict[str, float], *args: Any) -> None:
         logs = {name if name.startswith("eval_") else f"train/{name}": value for name, value in logs.items()}
         super().log({**logs, "step_again": self.state.global_step}, *args)
-
-
-@PATTERNS.of()
-class LogsThatGoNowhere(Either):
-    def log(self, logs: dict[str, float], start_time: Any = None) -> None:
-        self.seen = [*self.seen, *(value for name, value in logs.items() if name == "loss")]
 
 
 class Five(Reporting):

@@ -24,7 +24,7 @@ from trainer_lib import ModelOutput, Trainer
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, TrainLoader
 from trainer_lib.distributed.communicator import DataParallel, SingleProcess
-from trainer_lib.errors import DataError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds
 from trainer_lib.trainer.weighting import CountedItems, LossScale, MicroBatches, StepWeights
 
@@ -377,6 +377,12 @@ def test_the_batch_follows_the_data_parallel_size(
     assert [loader.plan.share(0, step) for step in range(total // (2 * micro))] == [
         (first + micro, first + 2 * micro) for first in range(0, total, 2 * micro)
     ]
+
+
+def test_a_batch_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
+    refusal = "per_device_train_batch_size = 5: The batch cannot be divided among 2 processes"
+    with pytest.raises(ConfigError, match=refusal):
+        build(tmp_path, per_device_train_batch_size=5, accelerator_config={"split_batches": True}).train()
 
 
 def test_evaluation_takes_this_share_of_any_loader(tmp_path: Path) -> None:

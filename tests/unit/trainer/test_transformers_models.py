@@ -17,7 +17,7 @@ from tests.support.gradients import assert_close, gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows, tokenizer
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, assert_equal, final_state, logged, trained, trainer
-from trainer_lib import Trainer, default_data_collator
+from trainer_lib import default_data_collator
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trackers.callback import TrackingCallback
 
@@ -235,13 +235,6 @@ def test_a_plain_module_may_offer_gradient_checkpointing_without_settings(tmp_pa
         refused.train()
 
 
-@pytest.mark.parametrize(("make", "rows"), [(llama, ROWS), (TokenModel, token_rows(8))])
-def test_neftune_takes_the_embedding_of_transformers_or_the_only_one(make: Any, rows: Any, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"max_steps": 1, "train_sampling_strategy": "sequential", "model_init": make}
-    losses = [trainer(tmp_path, rows, neftune_noise_alpha=noise, **given).train() for noise in (None, 50.0)]
-    assert losses[0].training_loss != losses[1].training_loss
-
-
 def test_neftune_does_not_guess_among_embeddings(tmp_path: Path) -> None:
     model = TokenModel()
     model.positions = nn.Embedding(7, 8)
@@ -419,12 +412,6 @@ def test_a_batch_without_tokens_is_said_once_and_counts_nothing(
     assert [record.message for record in caplog.records if "No tokens are counted" in record.message] == [
         "No tokens are counted: batches have no 'input_ids' (give the model a main_input_name)."
     ]
-
-
-def test_num_tokens_enumerates_a_loader(tmp_path: Path) -> None:
-    batches = [{"input_ids": torch.zeros(4, 8)}, {"input_ids": torch.zeros(2, 8)}]
-    assert Trainer.num_tokens(batches) == 48
-    assert Trainer.num_tokens(batches, max_steps=5) == 160
 
 
 def test_operations_are_six_per_token_and_parameter_outside_the_embeddings(tmp_path: Path) -> None:
