@@ -14,7 +14,7 @@ from trainer_lib.hub.card_sections import merge_card
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
-from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
+from trainer_lib.model_folder.lineage import PROVENANCE_FILE
 from trainer_lib.protocol.verb_results import OUTCOMES
 from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.configs import PublishConfig

@@ -145,7 +145,7 @@ def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, Tr
 
 
 def _print_statement(chain: Chain) -> None:
-    from trainer_lib.model_folder.provenance import make_statement
+    from trainer_lib.model_folder.lineage import make_statement
 
     json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
     sys.stdout.write("\n")

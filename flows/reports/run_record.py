@@ -27,7 +27,7 @@ from typing import Any, Self
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
-from trainer_lib.model_folder.trusted import trust_storage
+from trainer_lib.model_folder.locate import trust_storage
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.ending import expected_ending

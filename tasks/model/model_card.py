@@ -10,8 +10,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.base import ADAPTER, Source
-from trainer_lib.hub.card import Card
-from trainer_lib.hub.card_results import HardRows, Picture
+from trainer_lib.hub.card import Card, HardRows, Picture
 from trainer_lib.hub.outcome_pictures import as_file
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry

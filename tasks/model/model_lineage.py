@@ -10,9 +10,16 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.errors import DamagedError, StorageError, TrainflowError
 from trainer_lib.hub.base import Content
-from trainer_lib.model_folder.lineage import FILE, CheckpointLink, Lineage, PublicationLink, SourceLink, StageLink
-from trainer_lib.model_folder.provenance import FILE as PROVENANCE_FILE
-from trainer_lib.model_folder.provenance import render_statement
+from trainer_lib.model_folder.lineage import (
+    FILE,
+    PROVENANCE_FILE,
+    CheckpointLink,
+    Lineage,
+    PublicationLink,
+    SourceLink,
+    StageLink,
+    render_statement,
+)
 from trainer_lib.secrets import mask, mask_value
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import read_commit

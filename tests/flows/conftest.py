@@ -12,7 +12,7 @@ from tests.support.command import cli as cli
 from tests.support.once import once_per_run
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
-from trainer_lib.model_folder.trusted import trust_storage
+from trainer_lib.model_folder.locate import trust_storage
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.stage import manifest as _manifests
 

@@ -29,7 +29,7 @@ from tests.support.s3 import S3_AWAY
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError, StorageError
 from trainer_lib.model_folder.description import FILE, read_description
-from trainer_lib.model_folder.trusted import trust_storage
+from trainer_lib.model_folder.locate import trust_storage
 from trainflow.flows.planning.plan import Plan
 from trainflow.tasks.model.portable_model import describe_model
 

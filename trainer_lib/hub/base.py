@@ -1,4 +1,4 @@
-"""The interface of a hub: the content to publish, the result, and the `Hub` protocol.
+"""The content of a publication, and the result of publishing it.
 
 A publication is a set of files under repository paths. Its content digest is defined in `trainer_lib.storage.commit`:
 SHA-256 over the sorted (path, size, sha256) lines, without times or run ids. A hub holds one history of revisions per
@@ -12,7 +12,7 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
@@ -31,11 +31,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Content:
-    """The files of one publication.
+    """The files of one publication, by their paths in the repository.
 
     Attributes:
-        files: repository path -> the file that goes there.
-        texts: repository path -> the bytes of a small file that is made for the publication (card, metrics).
+        texts: the bytes of small files that are made for the publication (card, metrics).
         lineage: origin (stage keys, run ids), recorded beside the content and not part of its digest.
         kept: path prefixes under which files of earlier publications stay, although this content lacks them.
     """
@@ -84,25 +83,3 @@ class Published:
     content_digest: str
     created: bool
     files: tuple[FileEntry, ...]
-
-
-class Hub(Protocol):
-    """A target that can be published to."""
-
-    def publish(self, content: Content, *, message: str) -> Published:
-        """Make `content` the newest revision, completely or not at all, unless the newest one holds it already.
-
-        Raises:
-            ConfigError: the target refuses the publication. StorageError: it cannot be reached; a retry can help.
-            DamagedError: a source changed since it was committed.
-        """
-
-    def read_card(self) -> str | None:
-        """The README that people may have edited since the newest publication; None where there is none.
-
-        Raises:
-            ConfigError: the target may not be read. StorageError: it cannot be reached.
-        """
-
-    def holds(self, revision: str, digest: str) -> bool:
-        """Whether an earlier revision still exists with this content digest."""

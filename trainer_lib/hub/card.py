@@ -11,18 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import ADAPTER
-from trainer_lib.hub.card_results import HardRows, Picture, render_results
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
-from trainer_lib.hub.card_tables import format_value, join_lines, render_table
-from trainer_lib.hub.metric_tables import without_bounds
+from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics, without_bounds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.model_record import example_row
-from trainer_lib.trackers.names import is_measurement
+from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainer_lib.trackers.params import flatten_params
 
 _CURVE_ROWS = 12
@@ -36,33 +35,48 @@ Metrics = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture beside the card: its path from there, a title for those who do not see it, and what to look for."""
+
+    path: str
+    title: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class HardRows:
+    """The rows of a split that the model gets most wrong."""
+
+    split: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
 class Card:
     """The content of a model card.
 
     Attributes:
-        title: name of the model.
         metrics: split -> metric -> value.
-        data_name, data_digest: name and SHA-256 of the training data.
+        data_digest: SHA-256 of the training data.
         rows: split -> number of rows.
         stage_keys, stage_digests: content key and content digest of every stage that led to the model.
         arguments: training arguments that differ from their defaults.
         facts: other numbers (parameters, optimizer steps, samples seen).
         files: what is published besides the card.
         library: the library that loads the model.
-        language: languages, as the Hub names them ("en").
-        tasks: identifiers of tasks ("text-classification").
+        language, tasks: as the Hub names them ("en", "text-classification").
         datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
             their configurations, in one order.
         code_digest: SHA-256 of the code that is published with the model; None: there is none.
         columns: name -> type ("float32[8,8]") of the columns that the model is given.
         loader: library and class that load the model from the files ("transformers", "AutoModel"); None: `load_model`.
-        base_revision: revision of the base model.
-        is_merged: the weights are those of the base model with trained adapters merged in, which lie in `ADAPTER`.
+        is_merged: the weights are those of the base model with trained adapters merged in, which are in `ADAPTER`.
         sources: name -> SHA-256 of what the data was made from.
         curve: entries of the training's log, with their `step`.
         address: where the model is published; None: in this folder, wherever that is.
         confidence: the probability with which an interval holds its metric; None: it is not known.
-        pictures: what the model gets right and wrong, beside the card.
+        pictures: what the model gets right and wrong.
         hardest: rows that the model gets most wrong, for those who want to publish them.
     """
 
@@ -111,7 +125,7 @@ def render_card(card: Card) -> str:
         f"# {to_markdown(_title(card))}",
         mark_section("description", mask(card.description.strip())),
         mark_section("use", _render_usage(card)),
-        mark_section("results", render_results(card.metrics, card.confidence, card.pictures, card.hardest)),
+        mark_section("results", _render_results(card)),
         _LIMITATIONS,
         mark_section("training", _render_training(card)),
         mark_section("provenance", _render_provenance(card)),
@@ -139,16 +153,14 @@ def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def _render_head(card: Card) -> dict[str, Any]:
     """The YAML head, after the Hub's model card specification. Values that are not finite stand in the text only."""
     head: dict[str, Any] = {"library_name": card.library, "tags": list(dict.fromkeys(["trainflow", *card.tags]))}
-    if card.language:
-        head["language"] = list(card.language)
-    if card.license:
-        head["license"] = card.license
-    if card.base_model:
-        head["base_model"] = card.base_model
-    if card.datasets:
-        head["datasets"] = list(card.datasets)
-    if card.tasks:
-        head["pipeline_tag"] = card.tasks[0]
+    fields = {
+        "language": list(card.language),
+        "license": card.license,
+        "base_model": card.base_model,
+        "datasets": list(card.datasets),
+        "pipeline_tag": next(iter(card.tasks), None),
+    }
+    head |= {name: value for name, value in fields.items() if value}
     names = sorted({name for values in card.metrics.values() for name in without_bounds(values)})
     if names:
         head["metrics"] = names
@@ -180,6 +192,49 @@ def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dic
     return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 
 
+def _render_results(card: Card) -> str:
+    """Metrics with their intervals, next to what needs no model, by slice, and as pictures; empty without metrics."""
+    texts = {split: with_intervals(whole_metrics(values)) for split, values in card.metrics.items()}
+    names = sorted({name for values in texts.values() for name in values})
+    if not names:
+        return ""
+    parts = ["## Results", *_render_margins(card.metrics)]
+    rows = [[to_markdown(name), *(values.get(name, "") for values in texts.values())] for name in names]
+    parts.append(_render_table(["metric", *map(to_markdown, texts)], rows))
+    if any(set(texts[split]) != set(whole_metrics(card.metrics[split])) for split in texts):
+        level = "" if card.confidence is None else f" of {card.confidence:.4g}"
+        parts.append(f"In brackets: the interval, by a bootstrap over the rows, with a probability{level}.")
+    parts += _render_slices(card.metrics)
+    for picture in card.pictures:
+        title = to_markdown(picture.title.replace("[", "(").replace("]", ")"))
+        parts += [f"### {to_markdown(picture.title)}", f"![{title}]({quote(picture.path)})", to_markdown(picture.note)]
+    for table in card.hardest:
+        parts.append(f"### Rows of {to_markdown(table.split)} that the model gets most wrong")
+        cells = [[_format_value(value) for value in row] for row in table.rows]
+        parts.append(_render_table([*map(to_markdown, table.columns)], cells))
+    return "\n\n".join(filter(None, parts))
+
+
+def _render_margins(metrics: Metrics) -> list[str]:
+    rows = [[split, *row] for split, values in metrics.items() for row in compare_with_baselines(values)]
+    if not rows:
+        return []
+    head = ["split", "metric", "the model", "without a model", "margin"]
+    table = _render_table(head, [list(map(to_markdown, row)) for row in rows])
+    return ["A margin above zero is in the model's favour.", table]
+
+
+def _render_slices(metrics: Metrics) -> list[str]:
+    parts = []
+    for split, values in metrics.items():
+        for column, slices in slice_tables(values).items():
+            table = slices.with_intervals()
+            rows = [[to_markdown(str(name)), *map(_format_value, cells)] for name, *cells in table.cells]
+            parts.append(f"### {to_markdown(split)} by {to_markdown(column)}")
+            parts.append(_render_table([to_markdown(column), *table.columns], rows))
+    return parts
+
+
 def _render_training(card: Card) -> str:
     parts = []
     if card.base_model:
@@ -187,17 +242,17 @@ def _render_training(card: Card) -> str:
         parts.append(f"Fine-tuned from `{to_markdown(card.base_model)}`{revision}.")
     if card.rows:
         parts.append(
-            render_table(["split", "rows"], [[to_markdown(split), f"{rows:,}"] for split, rows in card.rows.items()])
+            _render_table(["split", "rows"], [[to_markdown(split), f"{rows:,}"] for split, rows in card.rows.items()])
         )
     facts = [
-        f"- {to_markdown(str(name))}: {format_value(value)}" for name, value in card.facts.items() if value is not None
+        f"- {to_markdown(str(name))}: {_format_value(value)}" for name, value in card.facts.items() if value is not None
     ]
     if facts:
         parts.append("\n".join(facts))
     arguments = flatten_params(card.arguments)  # secrets masked, long values cut
     if arguments:
         rows = [[f"`{to_markdown(name)}`", to_markdown(value)] for name, value in sorted(arguments.items())]
-        parts.append(render_table(["argument", "value"], rows))
+        parts.append(_render_table(["argument", "value"], rows))
     if curve := _render_curve(card.curve):
         parts.append(curve)
     return "## Training\n\n" + "\n\n".join(parts) if parts else ""
@@ -216,8 +271,8 @@ def _render_curve(entries: Sequence[Mapping[str, Any]]) -> str:
     # Counted from the end, so that the last step is one of them.
     kept = sorted(set(ordered[:: -max(1, math.ceil(len(ordered) / _CURVE_ROWS))]))
     names = [name for name in ("loss", "eval_loss") if any(name in steps[step] for step in kept)]
-    rows = [[f"{step:,}", *(format_value(steps[step].get(name)) for name in names)] for step in kept]
-    return render_table(["optimizer step", *names], rows)
+    rows = [[f"{step:,}", *(_format_value(steps[step].get(name)) for name in names)] for step in kept]
+    return _render_table(["optimizer step", *names], rows)
 
 
 def _render_usage(card: Card) -> str:
@@ -286,16 +341,16 @@ def _render_provenance(card: Card) -> str:
         parts.append(f"Training data: sha256 `{card.data_digest}`.")
     if card.sources:
         rows = [[to_markdown(mask(name)), f"`{to_markdown(digest)}`"] for name, digest in card.sources.items()]
-        parts.append(render_table(["source of the data", "digest"], rows))
+        parts.append(_render_table(["source of the data", "digest"], rows))
     stages = [
         [to_markdown(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"]
         for stage, key in card.stage_keys.items()
     ]
     if stages:
-        parts.append(render_table(["stage", "content key", "content digest"], stages))
+        parts.append(_render_table(["stage", "content key", "content digest"], stages))
     if card.files:
         rows = [[f"`{to_markdown(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
-        parts.append(render_table(["file", "bytes", "sha256"], rows))
+        parts.append(_render_table(["file", "bytes", "sha256"], rows))
     if card.versions:
         parts.append(
             "Versions: " + ", ".join(to_markdown(f"{name} {version}") for name, version in card.versions.items()) + "."
@@ -303,8 +358,23 @@ def _render_provenance(card: Card) -> str:
     return "\n\n".join(parts)
 
 
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, as its cells are."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _format_value(value: Any) -> str:
+    """A value of a cell, with six digits; None is an empty one."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return to_markdown(str(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
 def _title(card: Card) -> str:
-    return join_lines(remove_marks(mask(card.title)))
+    return " ".join(remove_marks(mask(card.title)).split())
 
 
 def parse_card_head(readme: str) -> dict[str, Any]:

@@ -69,10 +69,8 @@ class FolderHub:
 
     def holds(self, revision: str, digest: str) -> bool:
         """Whether the revision exists, is intact and has this content digest."""
-        found = self._read_revision(revision) if revision in self._list_names() else None
-        if found is None or found.commit.content_digest != digest:
-            return False
-        return not verify_files(found.store, found.commit)
+        known = self._read_revision(revision) if revision in self._list_names() else None
+        return known is not None and _is_intact(known, digest)
 
     def read_card(self) -> str | None:
         """The README.md beside the revisions; None without one, and for another branch than main."""
@@ -89,7 +87,7 @@ class FolderHub:
             self._remove_leftovers()
             revisions = self.revisions()
             # Only the newest: to publish an older content again is a new revision.
-            if revisions and self._holds_content(revisions[0], content):
+            if revisions and _is_intact(revisions[0], content.digest):
                 self._point_to(revisions[0])
                 return self._describe_result(revisions[0], created=False)
             # Damaged revisions count as well: their numbers are never used again.
@@ -122,9 +120,6 @@ class FolderHub:
             if self._root.read_if_exists(name, limit=_CARD_BYTES) != text:
                 self._root.write_bytes(name, text)
 
-    def _holds_content(self, revision: Revision, content: Content) -> bool:
-        return revision.commit.content_digest == content.digest and not verify_files(revision.store, revision.commit)
-
     def _describe_result(self, revision: Revision, *, created: bool) -> Published:
         commit = revision.commit
         return Published(
@@ -149,6 +144,10 @@ class FolderHub:
             store = self._root.child(REVISIONS, name)
             if not store.exists(COMMIT):
                 withdraw_folder(store)
+
+
+def _is_intact(revision: Revision, digest: str) -> bool:
+    return revision.commit.content_digest == digest and not verify_files(revision.store, revision.commit)
 
 
 def _parse_number(name: str) -> int:

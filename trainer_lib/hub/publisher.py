@@ -16,23 +16,23 @@ The Publisher calls the Trainer's documented methods, never its own version of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments import HubStrategy
+from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, SHARD_INDEX, checkpoint_name, parse_step
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
-from trainer_lib.hub.base import Content, Hub, Source
-from trainer_lib.hub.card import parse_card_head, render_card
-from trainer_lib.hub.draft import REPOSITORY, CardDetails, CardFacts, draft_card
+from trainer_lib.hub.base import Content, Source
+from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.hub.transport import SCHEME
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.secrets import mask
@@ -62,6 +62,78 @@ _RESUMING = frozenset(
         layout.TRAINER_STATE,
     )
 )
+
+
+_REPOSITORY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+# Arguments that say where things are, not how the model was trained.
+_PLACES = ("output_dir", "logging_dir", "resume_from_checkpoint", "local_rank")
+
+
+@dataclass(frozen=True)
+class CardDetails:
+    """What a caller of `create_model_card` sets; each replaces what the Trainer knows. See `Card`."""
+
+    language: str | Sequence[str] | None = None
+    license: str | None = None
+    tags: str | Sequence[str] | None = None
+    model_name: str | None = None
+    finetuned_from: str | None = None
+    tasks: str | Sequence[str] | None = None
+    dataset_tags: str | Sequence[str] | None = None
+    dataset: str | Sequence[str] | None = None
+    dataset_args: str | Sequence[str] | None = None
+
+
+class PushQueue:
+    """A queue of pushes. Its threads are daemons: a push under way does not keep the process alive."""
+
+    def __init__(self) -> None:
+        self._last: Future[str] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a push is under way or waiting."""
+        return self._last is not None and not self._last.done()
+
+    @property
+    def has_pushed(self) -> bool:
+        """Whether there was a push."""
+        return self._last is not None
+
+    def is_done(self) -> bool:
+        """Whether no push is under way; `huggingface_hub` and transformers use this name."""
+        return not self.is_busy
+
+    def wait_until_done(self) -> None:
+        """Wait for all pushes."""
+        self.wait(unless=lambda: False)
+
+    def submit(self, push: Callable[[], str]) -> Future[str]:
+        """Run `push` after the ones before it. The future holds what it returns or raises."""
+        # A chain of futures in place of a pool, whose threads Python would wait for at exit.
+        before, future = self._last, Future[str]()
+        self._last = future
+
+        def run() -> None:
+            if before is not None:
+                wait([before])
+            try:
+                future.set_result(push())
+            except BaseException as error:  # raised in the thread that asks for the result
+                future.set_exception(error)
+
+        # A push that was queued cannot be cancelled: its checkpoint is protected until it has run.
+        future.set_running_or_notify_cancel()
+        threading.Thread(target=run, name="hub push", daemon=True).start()
+        return future
+
+    def wait(self, *, unless: Callable[[], bool], poll_s: float = 0.2) -> bool:
+        """Wait for all pushes, or until `unless()` is true; return whether all pushes ended."""
+        while self.is_busy and self._last is not None:
+            if unless():
+                return False
+            wait([self._last], timeout=poll_s)
+        return True
 
 
 @dataclass(frozen=True)
@@ -134,7 +206,7 @@ class Publisher:
 
     def _target_name(self) -> str:
         args, target = self._trainer.args, self._wanted_name()
-        if not is_folder(target) and not REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
+        if not is_folder(target) and not _REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
             raise ConfigError(
                 "The name is neither a repository nor a folder.",
                 field="hub_model_id" if args.hub_model_id else "output_dir",
@@ -143,7 +215,7 @@ class Publisher:
             )
         return target.removeprefix(SCHEME)
 
-    def _open_hub(self, token: str | None, revision: str | None) -> Hub:
+    def _open_hub(self, token: str | None, revision: str | None) -> FolderHub | HuggingFaceHub:
         # push_to_hub is off, or the Hub could not be reached when training began.
         if self._trainer.hub_model_id is None:
             self._trainer.init_hf_repo(token)
@@ -161,18 +233,30 @@ class Publisher:
     # -- the card -----------------------------------------------------------------------------------------------------
 
     def write_card(self, details: CardDetails) -> None:
-        """Write README.md to output_dir. Fields of a card that exists are kept unless `details` sets them."""
+        """Write README.md to output_dir: `details` first, then what a present card says, then what is known."""
         trainer, store = self._trainer, self._output_store()
-        present = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
-        facts = CardFacts(
+        text = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
+        present, model = parse_card_head(text), trainer.model
+        base = details.finetuned_from or _source_repository(model) or _text(present.get("base_model"))
+        tags = [present.get("tags"), details.tags, getattr(model, "model_tags", None)]
+        card = Card(
             # A folder may have a name that no repository can have: its card is written all the same.
-            name=PurePosixPath((trainer.hub_model_id or self._wanted_name()).rstrip("/")).name,
-            present=parse_card_head(present),
-            model=trainer.model,
-            state=trainer.state,
-            args=trainer.args,
+            title=details.model_name or PurePosixPath((trainer.hub_model_id or self._wanted_name()).rstrip("/")).name,
+            description="Draft of a card, written by the Trainer: complete it.",
+            license=details.license or _text(present.get("license")) or self._licence_of(base),
+            tags=[tag for some in tags for tag in _as_list(some)],
+            base_model=base,
+            metrics=tidy_metrics({"eval": _newest_metrics(trainer.state.log_history)}),
+            arguments=_changed_arguments(trainer.args),
+            facts={"optimizer steps": trainer.state.global_step, "epochs": round(float(trainer.state.epoch), 2)},
+            library=_text(present.get("library_name")) or "trainflow",
+            language=_as_list(details.language) or _as_list(present.get("language")),
+            tasks=_as_list(details.tasks) or _as_list(present.get("pipeline_tag")),
+            datasets=_as_list(details.dataset_tags) or _as_list(present.get("datasets")),
+            dataset_names=_as_list(details.dataset),
+            dataset_args=_as_list(details.dataset_args),
         )
-        store.write_bytes(README, render_card(draft_card(details, facts, licence_of=self._licence_of)).encode())
+        store.write_bytes(README, render_card(card).encode())
 
     def _licence_of(self, base: str | None) -> str | None:
         """The licence of the base model; the Hub is asked once, since every push writes a card."""
@@ -358,3 +442,39 @@ def _with_checkpoint(files: Mapping[str, Source], store: Store, folder: str) -> 
 
 def _log_failed_push(error: BaseException) -> None:
     _log.warning("A push failed; training continues: %s", mask(str(error)))
+
+
+# -- the draft of a card ----------------------------------------------------------------------------------------------
+def _source_repository(model: Any) -> str | None:
+    """The repository that a transformers model was loaded from; None for a local folder, or any other model."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    # A relative folder has the form of a repository's name; one that exists here is a folder.
+    found = isinstance(name, str) and bool(_REPOSITORY.fullmatch(name)) and not Path(name).exists()
+    return name if found else None
+
+
+def _newest_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The `eval_` values of the newest log entry that has any."""
+    for entry in reversed(log_history):
+        measured = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        if measured:
+            return measured
+    return {}
+
+
+def _changed_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that differ from their defaults, without those that only name places."""
+    defaults = TrainingArguments().to_dict()
+    return {
+        name: value
+        for name, value in args.to_dict().items()
+        if value != defaults.get(name) and name not in _PLACES and not name.startswith(("hub_", "push_"))
+    }
+
+
+def _as_list(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None

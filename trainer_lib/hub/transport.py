@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.hub.base import Content, Hub, Published
+from trainer_lib.hub.base import Content, Published
 from trainer_lib.hub.folder import FolderHub
+
+if TYPE_CHECKING:
+    from trainer_lib.hub.huggingface import HuggingFaceHub
+
+    Hub = FolderHub | HuggingFaceHub
 
 SCHEME = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -30,37 +36,22 @@ def parse_target(to: str, *, revision: str | None = None, field: str = "publish.
         ConfigError: the address is malformed, or names another revision than `revision`.
     """
     if revision is not None and not _REVISION.fullmatch(revision):
-        raise ConfigError(
-            "The name cannot be used for a branch.",
-            field="publish.revision",
-            value=revision,
-            remedy="Use a name like main.",
-        )
+        what = "The name cannot be used for a branch."
+        raise ConfigError(what, field="publish.revision", value=revision, remedy="Use a name like main.")
     if not to.startswith(SCHEME):
         if to.lower().startswith("hf:"):  # a local path of this name is "./hf:name"
-            raise ConfigError(
-                "This is neither an address on the Hub nor a folder.",
-                field=field,
-                value=to,
-                remedy="Write hf://organisation/name, with two slashes and in lower case.",
-            )
+            remedy = "Write hf://organisation/name, with two slashes and in lower case."
+            what = "This is neither an address on the Hub nor a folder."
+            raise ConfigError(what, field=field, value=to, remedy=remedy)
         return Target(to, None, revision)
     repo, _, named = to.removeprefix(SCHEME).partition("@")
     # `partition` cannot tell an empty branch ("name@") from none.
     if not _is_repository(repo) or (named and not _REVISION.fullmatch(named)) or to.endswith("@"):
-        raise ConfigError(
-            "The address is not one on the Hub.",
-            field=field,
-            value=to,
-            remedy="Write hf://organisation/name, or …@branch.",
-        )
+        remedy = "Write hf://organisation/name, or …@branch."
+        raise ConfigError("The address is not one on the Hub.", field=field, value=to, remedy=remedy)
     if named and revision and named != revision:
-        raise ConfigError(
-            f"The address names another revision than publish.revision = {revision}.",
-            field=field,
-            value=to,
-            remedy="Name the revision once.",
-        )
+        what = f"The address names another revision than publish.revision = {revision}."
+        raise ConfigError(what, field=field, value=to, remedy="Name the revision once.")
     return Target(to, repo, named or revision)
 
 
@@ -82,12 +73,7 @@ def open_hub(to: str, *, revision: str | None = None, private: bool | None = Non
 
 
 def publish(
-    to: str,
-    content: Content,
-    *,
-    message: str,
-    revision: str | None = None,
-    private: bool | None = None,
+    to: str, content: Content, *, message: str, revision: str | None = None, private: bool | None = None
 ) -> Published:
     """Make `content` the newest revision at an address, unless the newest one holds it already.
 

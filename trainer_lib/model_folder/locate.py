@@ -13,20 +13,22 @@ An address is one of these::
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
-from trainer_lib.model_folder.trusted import is_trusted
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit
 from trainer_lib.trackers.mlflow_models import download_model
+from trainer_lib.trackers.spool import user_data_dir
 
 FIELD = "model"
 PIN = "pinned.json"
@@ -279,3 +281,23 @@ def _go(store: Store, path: str) -> Store:
         elif part not in ("", "."):
             url = f"{url}/{part}"
     return Store.open(url, field=FIELD)
+
+
+# -- the storages on which this user has run pipelines: only there a run's code is executed without a question --------
+# Noted in the user's own folder: what a storage says of itself, a stranger may have written.
+def trust_storage(url: str) -> None:
+    """Note that this user runs pipelines on a storage; without a place for notes, there will be a question."""
+    note, address = _note(url)
+    with contextlib.suppress(OSError):
+        note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        note.write_text(f"{address}\n", encoding="utf-8")
+
+
+def is_trusted(url: str) -> bool:
+    """Whether this user has run a pipeline on a storage, at this address."""
+    return _note(url)[0].is_file()
+
+
+def _note(url: str) -> tuple[Path, str]:
+    address = url.rstrip("/") if "://" in url else str(Path(url).resolve())
+    return user_data_dir() / "storages" / hashlib.sha256(address.encode()).hexdigest()[:32], address

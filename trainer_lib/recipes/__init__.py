@@ -122,16 +122,13 @@ class PrepareOutput:
         return [self._files[name] for name in sorted(self._files)]
 
     def checked_info(self) -> dict[str, Any]:
-        """A copy of `info` as it will be read back. Raises DataError when a value is not JSON."""
+        """A copy of `info` as later stages read it: a tuple is a list. Raises DataError when a value is not JSON."""
         try:
-            # Through JSON, as later stages read it: a tuple becomes a list here and not only there.
             copied: dict[str, Any] = parse_json(json.dumps(self.info, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"The values in out.info must be JSON ({error}).",
-                field="prepare",
-                remedy="Turn tensors and arrays into lists or numbers.",
-            ) from error
+            what = f"The values in out.info must be JSON ({error})."
+            remedy = "Turn tensors and arrays into lists or numbers."
+            raise DataError(what, field="prepare", remedy=remedy) from error
         return copied
 
 
@@ -157,11 +154,11 @@ class DataInfo:
         return {**self.__dict__, "_made": {}}  # a data worker makes its own
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` returned when this process first asked for `name`: a tokenizer that each batch needs."""
+        """The result of `make` when this process first asked for `name`: a tokenizer that each batch needs."""
         if name not in self._made:
             self._made[name] = make()
-        found: T = self._made[name]
-        return found
+        kept: T = self._made[name]
+        return kept
 
     def read_file(self, name: str) -> bytes:
         """The bytes that `prepare` wrote under `name`.
@@ -185,12 +182,8 @@ class DataInfo:
 class Recipe:
     """A loaded recipe. Errors of its code are raised as ours, with the traceback cut to the recipe's frames.
 
-    Attributes:
-        path: the file.
-        root: the project's root.
-        fallback: the recipe with the functions that this file does not define; None: there is none.
-        collate, compute_metrics, preprocess_logits_for_metrics, compute_loss_func, after_evaluate: the functions; None
-            when the file does not define them.
+    `fallback` is the recipe with the functions that this file does not define. `collate`, `compute_metrics`,
+    `preprocess_logits_for_metrics`, `compute_loss_func` and `after_evaluate` are None when neither defines them.
     """
 
     def __init__(
@@ -198,25 +191,27 @@ class Recipe:
     ) -> None:
         self.path, self.root, self.fallback = path, root, fallback
         self._module = module
-        # Now, so that a missing function is reported before any work.
-        for name in (*REQUIRED, *OPTIONAL):
-            function = self._find(name)
-            instead = recipe_functions.INSTEAD.get(name)
-            if function is None and name in needs and (instead is None or self._find(instead) is None):
-                what, remedy = f"The recipe has no function {name}().", f"Define {name}; examples show its signature."
-            elif function is not None and not callable(function):
-                what, remedy = f"The name {name} is not a function in the recipe.", "Rename it."
-            else:
-                if function is not None:
-                    recipe_functions.check_function(name, function, field="recipe", value=str(path))
-                continue
-            raise ConfigError(what, field="recipe", value=str(path), remedy=remedy)
+        for name in (*REQUIRED, *OPTIONAL):  # a missing function is reported before any work
+            self._check(name, name in needs)
         self.collate = self._optional("collate")
         self.compute_metrics = self._optional("compute_metrics")
         self.preprocess_logits_for_metrics = self._optional("preprocess_logits_for_metrics")
         self.compute_loss_func = self._optional("compute_loss_func")
         self.after_evaluate = self._optional("after_evaluate")
         self._sums = self._find_sums()
+
+    def _refuse(self, what: str, remedy: str) -> ConfigError:
+        return ConfigError(what, field="recipe", value=str(self.path), remedy=remedy)
+
+    def _check(self, name: str, is_needed: bool) -> None:
+        """Raise ConfigError for a function that is missing, no function, or takes other arguments."""
+        function, instead = self._find(name), recipe_functions.INSTEAD.get(name)
+        if function is not None and not callable(function):
+            raise self._refuse(f"The name {name} is not a function in the recipe.", "Rename it.")
+        if function is not None:
+            recipe_functions.check_function(name, function, field="recipe", value=str(self.path))
+        elif is_needed and (instead is None or self._find(instead) is None):
+            raise self._refuse(f"The recipe has no function {name}().", f"Define {name}; examples show its signature.")
 
     @property
     def is_sharded(self) -> bool:
@@ -225,15 +220,11 @@ class Recipe:
         Raises:
             ConfigError: the file defines both `prepare` and `prepare_shard`.
         """
-        own = [name for name in ("prepare", "prepare_shard") if callable(getattr(self._module, name, None))]
-        if len(own) == 2:
-            raise ConfigError(
-                "The recipe defines both prepare() and prepare_shard().",
-                field="recipe",
-                value=str(self.path),
-                remedy="Remove the one that is not used.",
-            )
-        return own == ["prepare_shard"] if own or self.fallback is None else self.fallback.is_sharded
+        defined = [name for name in ("prepare", "prepare_shard") if callable(getattr(self._module, name, None))]
+        if len(defined) == 2:
+            what = "The recipe defines both prepare() and prepare_shard()."
+            raise self._refuse(what, "Remove the one that is not used.")
+        return defined == ["prepare_shard"] if defined or self.fallback is None else self.fallback.is_sharded
 
     def _find_sums(self) -> list[Callable[..., Any]]:
         """The functions of metrics that merge; none where the file that measures has `compute_metrics`.
@@ -244,14 +235,13 @@ class Recipe:
         names = ("metric_sums", "metrics_from_sums")
         if self.fallback is not None and not any(hasattr(self._module, name) for name in ("compute_metrics", *names)):
             return self.fallback._find_sums()
-        given = [name for name in names if getattr(self._module, name, None) is not None]
-        if len(given) == 1:
-            what, remedy = f"The recipe has only {given[0]}() of the two", f"Define {names[0]} and {names[1]}."
-        elif given and getattr(self._module, "compute_metrics", None) is not None:
-            what, remedy = "The recipe defines both metric_sums() and compute_metrics()", "Remove one of them."
-        else:
-            return [Hook(self, name, getattr(self._module, name)) for name in given]
-        raise ConfigError(f"{what}.", field="recipe", value=str(self.path), remedy=remedy)
+        defined = [name for name in names if getattr(self._module, name, None) is not None]
+        if len(defined) == 1:
+            raise self._refuse(f"The recipe has only {defined[0]}() of the two.", f"Define {names[0]} and {names[1]}.")
+        if defined and getattr(self._module, "compute_metrics", None) is not None:
+            what = "The recipe defines both metric_sums() and compute_metrics()."
+            raise self._refuse(what, "Remove one of them.")
+        return [Hook(self, name, getattr(self._module, name)) for name in defined]
 
     def prepare(self, options: Mapping[str, Any], out: PrepareOutput) -> dict[str, Iterable[Mapping[str, Any]]]:
         """The rows of every split. Errors while rows are generated are raised as ours, too.
@@ -259,9 +249,7 @@ class Recipe:
         Raises:
             DataError: the function did not return splits. CodeError: it raised an error.
         """
-        with self.guarded():
-            splits = self._find("prepare")(options, out)
-        return {name: self._guarded_rows(rows) for name, rows in recipe_functions.as_splits("prepare", splits).items()}
+        return self._splits("prepare", options, out)
 
     def list_sources(self, options: Mapping[str, Any], out: PrepareOutput) -> list[Any]:
         """The sources, plain JSON each; without the function, those of the spec.
@@ -274,15 +262,13 @@ class Recipe:
             return recipe_functions.as_sources(find(options, out))
 
     def prepare_shard(self, source: Any, options: Mapping[str, Any]) -> dict[str, Iterable[Mapping[str, Any]]]:
-        """The rows of every split that one source has. Errors while rows are generated are raised as ours, too.
+        """The rows of every split that one source has; as `prepare`."""
+        return self._splits("prepare_shard", source, options)
 
-        Raises:
-            DataError: the function did not return splits. CodeError: it raised an error.
-        """
+    def _splits(self, name: str, *args: Any) -> dict[str, Iterable[Mapping[str, Any]]]:
         with self.guarded():
-            splits = self._find("prepare_shard")(source, options)
-        found = recipe_functions.as_splits("prepare_shard", splits)
-        return {name: self._guarded_rows(rows) for name, rows in found.items()}
+            splits = recipe_functions.as_splits(name, self._find(name)(*args))
+        return {split: self._guarded_rows(rows) for split, rows in splits.items()}
 
     def build_model(self, options: Mapping[str, Any], data: DataInfo) -> Any:
         """A new model, initialized from the present state of the random generators."""
@@ -328,7 +314,7 @@ class Recipe:
         if pairs is None:
             return None
         with self.guarded():
-            return {name: np.asarray(each) for name, each in recipe_functions.as_pairs(pairs(given)).items()}
+            return {name: np.asarray(values) for name, values in recipe_functions.as_pairs(pairs(given)).items()}
 
     def merged_metrics_with(self, data: DataInfo) -> MergedMetrics | None:
         """The functions `metric_sums` and `metrics_from_sums`; None where the recipe's metrics do not merge."""
@@ -340,16 +326,13 @@ class Recipe:
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""
         # A recipe may also just import our Trainer, which is a subclass of itself.
-        own = self._find("Trainer")
-        if isinstance(own, type) and issubclass(own, default):
-            return own
-        if isinstance(own, type) and own.__module__.startswith(_PRIVATE_NAME):
-            raise ConfigError(
-                f"The recipe's class Trainer does not derive from trainer_lib.{default.__name__}, so it cannot train.",
-                field="recipe",
-                value=str(self.path),
-                remedy=f"Write class Trainer(trainer_lib.{default.__name__}), or give the class another name.",
-            )
+        defined = self._find("Trainer")
+        if isinstance(defined, type) and issubclass(defined, default):
+            return defined
+        if isinstance(defined, type) and defined.__module__.startswith(_PRIVATE_NAME):
+            name = f"trainer_lib.{default.__name__}"
+            what = f"The recipe's class Trainer does not derive from {name}, so it cannot train."
+            raise self._refuse(what, f"Write class Trainer({name}), or give the class another name.")
         return default
 
     @contextmanager
@@ -440,9 +423,8 @@ def load(
     """
     path, root = Path(path).resolve(), Path(root).resolve()
     if not path.is_file():
-        raise ConfigError(
-            "There is no such file.", field="recipe", value=str(path), remedy="Give the path of recipe.py."
-        )
+        remedy = "Give the path of recipe.py."
+        raise ConfigError("There is no such file.", field="recipe", value=str(path), remedy=remedy)
     refuse_hidden_packages()
     if str(root) not in sys.path:
         # Appended, not inserted: the project must not hide our packages.
@@ -454,9 +436,8 @@ def load(
     loader = _FromSource(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if path.suffix != ".py" or spec is None:
-        raise ConfigError(
-            "The recipe is not a Python file.", field="recipe", value=str(path), remedy="Name it recipe.py."
-        )
+        what = "The recipe is not a Python file."
+        raise ConfigError(what, field="recipe", value=str(path), remedy="Name it recipe.py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module here
     try:
@@ -487,12 +468,9 @@ def refuse_hidden_packages() -> None:
         # A namespace package has places and no origin, a plain module an origin and no places.
         for place in places or origin:
             if Path(place).resolve() != home / name:
-                raise ConfigError(
-                    f"This folder hides trainflow's own package '{name}'.",
-                    field="PYTHONPATH",
-                    value=place,
-                    remedy="Remove it from the front of the module path, or rename it.",
-                )
+                what = f"This folder hides trainflow's own package '{name}'."
+                remedy = "Remove it from the front of the module path, or rename it."
+                raise ConfigError(what, field="PYTHONPATH", value=place, remedy=remedy)
 
 
 def default_prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -17,10 +17,10 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.callbacks.base import CallbackHandler
-from trainer_lib.hub.push_queue import PushQueue
 from trainer_lib.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
+    from trainer_lib.hub.publisher import PushQueue
     from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trained_model import LabelSmoother

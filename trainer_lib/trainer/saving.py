@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_lib.hub.draft import CardDetails
+from trainer_lib.hub.publisher import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 from trainer_lib.trainer.overrides import takes

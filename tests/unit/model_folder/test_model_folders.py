@@ -27,10 +27,11 @@ from trainer_lib.model_folder.lineage import (
     PublicationLink,
     SourceLink,
     StageLink,
+    make_statement,
     read_lineage,
+    render_statement,
 )
 from trainer_lib.model_folder.locate import PIN, model_digest
-from trainer_lib.model_folder.provenance import make_statement, render_statement
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
