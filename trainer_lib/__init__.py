@@ -31,9 +31,8 @@ if TYPE_CHECKING:
         PredictionOutput,
         TrainOutput,
     )
-    from trainer_lib.callbacks.base import CallbackHandler, TrainerCallback
+    from trainer_lib.callbacks.base import CallbackHandler, DefaultFlowCallback, TrainerCallback
     from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
-    from trainer_lib.callbacks.flow import DefaultFlowCallback
     from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
     from trainer_lib.checkpoint.catalogue import get_last_checkpoint
     from trainer_lib.data.collators import (
@@ -84,9 +83,8 @@ _MODULES = {
         "Seq2SeqTrainingArguments TFTrainingArguments TrainingArguments"
     ),
     "trainer_lib.arguments.enums": "HPSearchBackend",
-    "trainer_lib.callbacks.base": "CallbackHandler TrainerCallback",
+    "trainer_lib.callbacks.base": "CallbackHandler DefaultFlowCallback TrainerCallback",
     "trainer_lib.callbacks.early_stopping": "EarlyStoppingCallback",
-    "trainer_lib.callbacks.flow": "DefaultFlowCallback",
     "trainer_lib.callbacks.progress_bar": "PrinterCallback ProgressCallback",
     "trainer_lib.checkpoint.catalogue": "get_last_checkpoint",
     "trainer_lib.data.collators": (

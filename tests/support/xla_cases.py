@@ -174,7 +174,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 def device(folder: Path) -> str:
     """The device that the arguments choose, or the error."""
-    from trainer_lib.distributed.devices import choose_device
+    from trainer_lib.distributed.communicator import choose_device
     from trainer_lib.errors import ConfigError
 
     try:

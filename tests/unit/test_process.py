@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import in_flight
 from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
-from trainer_lib.distributed.communicator import SingleProcess
-from trainer_lib.distributed.devices import choose_device
+from trainer_lib.distributed.communicator import SingleProcess, choose_device
 from trainer_lib.distributed.precision import create_precision, full_eval_dtype
 from trainer_lib.errors import (
     CodeError,
@@ -100,20 +100,12 @@ def test_xla_is_asked_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
 CPU = torch.device("cpu")
 
 
-class Settings:
-    bf16 = fp16 = bf16_full_eval = fp16_full_eval = False
-    tf32: bool | None = None
-
-    def __init__(self, **given: Any) -> None:
-        vars(self).update(given)
-
-
 @pytest.mark.parametrize(
     ("given", "name", "dtype"),
     [({}, "fp32", torch.float32), ({"bf16": True}, "bf16", torch.bfloat16), ({"fp16": True}, "fp16", torch.float16)],
 )
-def test_products_are_computed_in_the_format_asked_for(given: dict[str, bool], name: str, dtype: torch.dtype) -> None:
-    precision = create_precision(Settings(**given), CPU)
+def test_products_are_computed_in_the_format_asked_for(given: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    precision = create_precision(TrainingArguments(**given), CPU)
     with precision.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
     assert precision.name == name
@@ -121,23 +113,23 @@ def test_products_are_computed_in_the_format_asked_for(given: dict[str, bool], n
 
 
 def test_the_scalers_state_is_plain_numbers_and_comes_back() -> None:
-    one, other = (create_precision(Settings(fp16=True), CPU) for _ in range(2))
+    one, other = (create_precision(TrainingArguments(fp16=True), CPU) for _ in range(2))
     assert one.scaler is not None and other.scaler is not None
     one.load_scaler_state({**(one.scaler_state() or {}), "scale": 8.0, "_growth_tracker": 3})
     other.load_scaler_state(one.scaler_state())
     assert other.scaler.get_scale() == 8.0
     assert other.scaler_state() == one.scaler_state()
-    plain = create_precision(Settings(), CPU)
+    plain = create_precision(TrainingArguments(), CPU)
     plain.load_scaler_state(one.scaler_state())
     assert plain.scaler_state() is None
 
 
 def test_whole_models_are_cast_for_evaluation_when_asked() -> None:
-    assert full_eval_dtype(Settings()) is None
-    assert full_eval_dtype(Settings(bf16_full_eval=True)) is torch.bfloat16
-    assert full_eval_dtype(Settings(fp16_full_eval=True)) is torch.float16
+    assert full_eval_dtype(TrainingArguments()) is None
+    assert full_eval_dtype(TrainingArguments(bf16_full_eval=True)) is torch.bfloat16
+    assert full_eval_dtype(TrainingArguments(fp16_full_eval=True)) is torch.float16
     with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
-        create_precision(Settings(fp16=True), torch.device("mps"))
+        create_precision(TrainingArguments(fp16=True), torch.device("mps"))
 
 
 def test_memory_is_reported_per_stage_and_init_with_the_first() -> None:

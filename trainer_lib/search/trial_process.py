@@ -24,8 +24,7 @@ from typing import Any
 from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.callbacks.flow import DefaultFlowCallback
+from trainer_lib.callbacks.base import DefaultFlowCallback, TrainerCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import ConfigError, NonFiniteError, OutOfMemoryError, from_exception

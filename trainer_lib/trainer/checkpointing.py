@@ -66,9 +66,8 @@ class SavePlan:
         if args.save_strategy == "no":
             return cls(0, max_steps)
         if args.save_strategy == "steps":
-            return cls(
-                int(args.save_steps if args.save_steps >= 1 else math.ceil(max_steps * args.save_steps)), max_steps
-            )
+            every = args.save_steps if args.save_steps >= 1 else math.ceil(max_steps * args.save_steps)
+            return cls(int(every), max_steps)
         return cls(steps_per_epoch if args.save_strategy == "epoch" else None, max_steps)
 
     @property

@@ -236,6 +236,7 @@ class Engine:
         strategy: how the model is trained on the devices of the world.
         precision: how forward passes are computed, and how gradients are scaled.
         outside: trained parameters that are not the model's.
+        given_optimizers: the optimizer and the schedule that the user gave.
         last_norm: the gradients' norm ``[]`` at the newest step, before clipping; None before the first.
     """
 
@@ -245,7 +246,7 @@ class Engine:
     def __init__(self, trainer: Trainer, events: Events) -> None:
         self._trainer = trainer
         self._events = events
-        self._given: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
         self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self.outside = OutsideParameters(trainer)
         self._has_trained = False
@@ -263,14 +264,9 @@ class Engine:
 
     # -- what trains --------------------------------------------------------------------------------------------------
 
-    @property
-    def given_optimizers(self) -> tuple[torch.optim.Optimizer | None, Any]:
-        """The (optimizer, schedule) that the user gave."""
-        return self._given
-
     def take_optimizers(self, given: tuple[torch.optim.Optimizer | None, Any]) -> None:
         """Use the optimizer and the schedule that the user gave, for this and every later training."""
-        self._given = given
+        self.given_optimizers = given
         self.use_optimizers(*given)
 
     def use_optimizers(self, optimizer: torch.optim.Optimizer | None, schedule: Any) -> None:
@@ -334,7 +330,7 @@ class Engine:
         """Drop what an earlier `train` made; what the user gave is kept."""
         self._known_schedule = (None, False)
         self.strategy.release()
-        self.use_optimizers(*self._given)
+        self.use_optimizers(*self.given_optimizers)
 
     def start_training(self, *, measures_norm: bool) -> None:
         """Before a training: drop what the one before it made; `measures_norm`: a subclass measures the norm."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +94,7 @@ def _overrides(one: object, name: str) -> list[Any]:
 
 
 def _names_read(functions: list[Any], cls: type) -> Iterator[str]:
-    """The names of attributes and globals that functions read, and the methods of `cls` that they call on `self`."""
+    """The names of attributes and globals that functions read, and methods of `cls` of such a name."""
     waiting, seen = [code for each in functions for code in _code_of(each)], set[CodeType]()
     while waiting:
         code = waiting.pop()
@@ -104,8 +103,8 @@ def _names_read(functions: list[Any], cls: type) -> Iterator[str]:
         seen.add(code)
         yield from code.co_names
         waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
-        for name in _called_on_self(code):
-            waiting += [each for owner in own_classes(cls) for each in _code_of(vars(owner).get(name))]
+        methods = (vars(owner).get(name) for owner in own_classes(cls) for name in code.co_names)
+        waiting += [inner for method in methods for inner in _code_of(method)]
 
 
 def _code_of(function: Any) -> Iterator[CodeType]:
@@ -118,14 +117,6 @@ def _code_of(function: Any) -> Iterator[CodeType]:
     code = getattr(plain, "__code__", None) or getattr(instance, "__code__", None)
     if isinstance(code, CodeType):
         yield code
-
-
-def _called_on_self(code: CodeType) -> Iterator[str]:
-    before = None
-    for step in dis.get_instructions(code):
-        if before is not None and before.argval == "self" and before.opname.startswith("LOAD"):
-            yield str(step.argval)
-        before = step
 
 
 class Forward:

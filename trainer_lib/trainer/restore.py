@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
-from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCALER, SCHEDULER, TRAINER_STATE, rng_file
+from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint, PreloadedCheckpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
@@ -277,12 +277,6 @@ class Restore:
                 trainer.lr_scheduler.load_state_dict(loaded.scheduler)
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
-
-    def load_scaler(self, url: str) -> None:
-        """Restore the loss scale of fp16."""
-        loaded = self.open(url)
-        with loaded.treat_errors_as_damage(SCALER):
-            self._internals.engine.precision.load_scaler_state(loaded.scaler)
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""

@@ -51,7 +51,7 @@ class StopRequest:
         self._comm = comm
         self._signals = [signal.SIGINT, signal.SIGTERM] if on_sigterm else [signal.SIGINT]
         self._old: dict[int, Any] = {}
-        self._requested = False
+        self.requested = False  # of this process; other ranks may not know of it yet
         self._agreed = False
         self._pending: Pending | None = None
 
@@ -67,27 +67,18 @@ class StopRequest:
         self._old.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._requested:
+        if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
-        self._requested = True
-
-    @property
-    def requested(self) -> bool:
-        """Whether this process received a request; other ranks may not know of it yet."""
-        return self._requested
-
-    def request(self) -> None:
-        """Request a stop from within the program."""
-        self._requested = True
+        self.requested = True
 
     def begin_step(self) -> None:
         """Start to exchange the flags of all ranks. Collective."""
-        self._pending = self._comm.any_later(self._requested)
+        self._pending = self._comm.any_later(self.requested)
 
     def agreed(self) -> bool:
         """Whether to stop, equal on every rank; call it after `begin_step`. Collective."""
         if self._comm.world_size == 1:
-            self._agreed = self._requested
+            self._agreed = self.requested
         elif self._pending is not None:
             self._agreed = self._agreed or self._pending.result()
             self._pending = None
@@ -96,7 +87,7 @@ class StopRequest:
     def check_in_evaluation(self) -> None:
         """Between two batches of an evaluation: raise StopAgreed when any rank received a request. Collective."""
         # No step is under way to hide the exchange, so it blocks here; an evaluation is too long to wait for its end.
-        self._agreed = self._agreed or self._comm.any(self._requested)
+        self._agreed = self._agreed or self._comm.any(self.requested)
         if self._agreed:
             raise StopAgreed
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_lib.checkpoint.layout import SCALER
 from trainer_lib.hub.publisher import CardDetails
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
@@ -99,7 +100,9 @@ class SavingMethods(TrainerBase):
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Restore the loss scale of fp16 from the checkpoint at this URL."""
         if checkpoint is not None:
-            self._trainflow.restore.load_scaler(checkpoint)
+            loaded = self._trainflow.restore.open(checkpoint)
+            with loaded.treat_errors_as_damage(SCALER):
+                self._trainflow.engine.precision.load_scaler_state(loaded.scaler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore this rank's random generators from the checkpoint at this URL, right before the first step."""

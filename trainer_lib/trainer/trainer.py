@@ -26,11 +26,11 @@ from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
+from trainer_lib.trainer.loop import training_length
 from trainer_lib.trainer.overrides import refuse_uncalled
 from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
-from trainer_lib.trainer.setup import training_values
 from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 
@@ -261,7 +261,12 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         Raises:
             ConfigError: neither the data nor `max_steps` gives a length. DataError: the data has no batch.
         """
-        return training_values(self, self._trainflow.loaders.source_of(dataloader), args)
+        source, step = self._trainflow.loaders.source_of(dataloader), self.get_total_train_batch_size(args)
+        max_steps, epochs = training_length(args, source.steps_per_epoch)
+        samples = source.epoch_samples if source.epoch_samples is not None else step * max_steps
+        trained = step * max_steps if args.max_steps > 0 else samples * args.num_train_epochs
+        steps = source.steps_per_epoch or max_steps
+        return epochs, steps, samples, trained, step, source.micros_per_epoch, max_steps
 
     def _hp_search_setup(self, trial: Any) -> None:
         """Note the search's trial; the arguments hold its parameters already."""

@@ -98,10 +98,6 @@ class CountedItems(torch.Tensor):
         """Whether it, or a copy of it, went into a computation."""
         return bool(self._note)
 
-    def note(self) -> None:
-        """Mark it as used."""
-        self._note.append(True)
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the use, and compute with plain tensors."""

@@ -23,7 +23,7 @@ from trainer_lib.arguments.global_batch import accumulation_steps, rows_at_a_tim
 from trainer_lib.base.memory import read_resident_bytes
 from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.distributed.devices import choose_device
+from trainer_lib.distributed.communicator import choose_device
 from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.protocol.footprint import Estimate, ModelSize
 from trainer_lib.protocol.requests import EstimateRequest

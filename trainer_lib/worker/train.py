@@ -85,7 +85,7 @@ def stopped_by_notice(work: Work[TrainRequest], trainer: Any) -> Iterator[None]:
         # None until training begins, and after it.
         stop = trainer._trainflow.stop
         if stop is not None:
-            stop.request()
+            stop.requested = True
         return stop is not None
 
     watch = NoticeWatch(asked, deliver)

@@ -14,9 +14,8 @@ import pytest
 from tests.support.surface import SURFACE
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.callbacks import base
-from trainer_lib.callbacks.base import EVENTS, CallbackHandler, TrainerCallback
+from trainer_lib.callbacks.base import EVENTS, CallbackHandler, DefaultFlowCallback, TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
-from trainer_lib.callbacks.flow import DefaultFlowCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
@@ -67,7 +66,8 @@ def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
 
 
 def test_switches_are_cleared_when_their_time_has_come() -> None:
-    handler, state = _handler(DefaultFlowCallback), TrainerState()
+    handler: Any = _handler(DefaultFlowCallback)
+    state = TrainerState()
     control = TrainerControl(True, True, True, True, True)
     handler.on_train_begin(ARGS, state, control)
     assert not control.should_training_stop
