@@ -78,22 +78,6 @@ class TFHooks:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._tf, name, value)
 
-    @property
-    def train_dataset(self) -> Any:
-        """The training data as the loaders take it."""
-        args = self._tf.args
-        seed = args.seed if args.data_seed is None else args.data_seed
-        shuffles = args.train_sampling_strategy == "random"
-        return as_dataset(self._tf.train_dataset, shuffle_seed=seed if shuffles else None)
-
-    @property
-    def eval_dataset(self) -> Any:
-        """The evaluation data, or a mapping of it, as the loaders take it."""
-        sets = self._tf.eval_dataset
-        if not isinstance(sets, Mapping):
-            return as_dataset(sets)
-        return {name: as_dataset(dataset) for name, dataset in sets.items()}
-
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss ``[]`` of one micro-batch; its gradients are added to those of the parameters."""
         batch = self._tf._trainflow_collate.to_batch(self._tf._prepare_inputs(inputs))
@@ -318,12 +302,19 @@ class TFTrainer(Trainer):
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
         """(batches, how many of them, how many samples) of an evaluation set; None where the length is unknown."""
-        given = eval_dataset if isinstance(eval_dataset, str) else as_dataset(eval_dataset)
-        return self._trainflow_sized(super().get_eval_dataloader(given))
+        return self._trainflow_sized(super().get_eval_dataloader(eval_dataset))
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
         """(batches, how many of them, how many samples) of a data set to predict; None where the length is unknown."""
-        return self._trainflow_sized(super().get_test_dataloader(as_dataset(test_dataset)))
+        return self._trainflow_sized(super().get_test_dataloader(test_dataset))
+
+    @override
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **settings: Any) -> Any:
+        """A loader, in the order of the seed also for a `tf.data.Dataset`, which has no random access."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        shuffles = description == "training" and self.args.train_sampling_strategy == "random"
+        samples = as_dataset(dataset, shuffle_seed=seed if shuffles else None)
+        return super()._get_dataloader(samples, description, batch_size, *args, **settings)
 
     @override
     def get_train_dataloader(self) -> Any:
@@ -539,6 +530,18 @@ class TFTrainer(Trainer):
         return [name for name in names if "norm" not in name and not name.endswith(("/beta", "/gamma", "/scale"))]
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    @override
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        return Trainer.evaluate(self._trainflow_hooks(), eval_dataset, ignore_keys, metric_key_prefix)
+
+    @override
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        return Trainer._evaluate(self._trainflow_hooks(), trial, ignore_keys_for_eval, skip_scheduler)
 
     @override
     def prediction_loop(  # type: ignore[override]
