@@ -14,10 +14,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.outputs import BestRun
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
@@ -64,13 +63,15 @@ class SearchSettings:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class SearchBackend(Protocol):
-    """A library that proposes hyperparameters, by the name of `hp_search_backend`."""
-
-    name: str
-
-    def run(self) -> BestRun | list[BestRun]:
-        """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective."""
+def require_end(settings: SearchSettings, limit: str) -> None:
+    """Refuse a search without an end, or without a trial; the option `limit` ends it as well as `n_trials`."""
+    trials = settings.n_trials
+    if trials is None and settings.options.get(limit) is None:
+        remedy = f"Give n_trials or {limit}."
+        raise ConfigError("The search would never end.", field="n_trials", value="none", remedy=remedy)
+    if trials is not None and trials < 1:
+        remedy = "Give a number."
+        raise ConfigError("A search needs at least one trial.", field="n_trials", value=trials, remedy=remedy)
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, Any]:

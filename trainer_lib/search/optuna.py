@@ -37,6 +37,7 @@ from trainer_lib.search.base import (
     is_finite,
     json_values,
     parse_objective,
+    require_end,
 )
 
 if TYPE_CHECKING:
@@ -101,17 +102,7 @@ class OptunaSearch:
                 field="catch",
                 remedy="Remove it; trials whose loss is not finite are recorded as failed anyway.",
             )
-        if self._settings.n_trials is None and self._options.get("timeout") is None:
-            raise ConfigError(
-                "The search would never end.", field="n_trials", value="none", remedy="Give n_trials or timeout."
-            )
-        if self._settings.n_trials is not None and self._settings.n_trials < 1:
-            raise ConfigError(
-                "A search needs at least one trial.",
-                field="n_trials",
-                value=self._settings.n_trials,
-                remedy="Give a number.",
-            )
+        require_end(self._settings, "timeout")
 
     def run(self) -> BestRun | list[BestRun]:
         """Run all trials, one after the other; return the best. Collective."""

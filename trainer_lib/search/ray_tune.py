@@ -28,7 +28,7 @@ from trainer_lib.base.outputs import BestRun
 from trainer_lib.base.restore_process import signals_kept, variables_kept
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.search.base import SearchSettings, json_values
+from trainer_lib.search.base import SearchSettings, json_values, require_end
 from trainer_lib.search.trial_process import (
     ENDED,
     FAILURE,
@@ -37,7 +37,6 @@ from trainer_lib.search.trial_process import (
     STEP,
     TrialProcess,
     absolute_output,
-    marked,
     put_together,
     report_failure,
     sent_as_reference,
@@ -150,7 +149,7 @@ def train_trial(config: dict[str, Any], sent: Any = None) -> None:
     except Exception as error:
         report_failure(error, _report)
         return
-    process.run("ray", config, _read_pointer(), sent["marker"])
+    process.run("ray", config, _read_pointer())
 
 
 def _make_process(sent: Mapping[str, Any]) -> TrialProcess:
@@ -241,13 +240,7 @@ class RaySearch:
                 value=self._settings.directions,
                 remedy='Give one direction, or use backend="optuna".',
             )
-        trials = self._settings.n_trials
-        if trials is None and self._options.get("time_budget_s") is None:
-            remedy = "Give n_trials or time_budget_s."
-            raise ConfigError("The search would never end.", field="n_trials", value="none", remedy=remedy)
-        if trials is not None and trials < 1:
-            remedy = "Give a number."
-            raise ConfigError("A search needs at least one trial.", field="n_trials", value=trials, remedy=remedy)
+        require_end(self._settings, "time_budget_s")
 
     def _read_space(self) -> dict[str, Any]:
         assert self._settings.hp_space is not None  # noqa: S101
@@ -323,9 +316,9 @@ class RaySearch:
 
     def run(self) -> BestRun:
         """Run all trials; return the best."""
-        with _kept(), _cluster(), marked(self._runner.args.output_dir) as marker:
+        with _kept(), _cluster():
             resources, stops = self._check_resources(), _Stops(self._options.get("stop"))
-            sent = {"directions": self._settings.directions, "marker": marker, **self._send()}
+            sent = {"directions": self._settings.directions, **self._send()}
             with warnings.catch_warnings(), _quiet(logging.getLogger(_ANALYSIS)):
                 warnings.simplefilter("ignore")  # what Ray says of itself
                 analysis = tune.run(

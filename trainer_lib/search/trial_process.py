@@ -14,8 +14,6 @@ import contextlib
 import copy
 import hashlib
 import json
-import socket
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,23 +164,6 @@ def _child(output: str, folder: str) -> Store:
     return Store.open(f"{output.rstrip('/')}/{folder}", field="output_dir")
 
 
-@contextlib.contextmanager
-def marked(output_dir: object) -> Iterator[str | None]:
-    """Make a file that the processes of all trials have to see; None where the output is not a folder."""
-    output = Store.open(str(output_dir), field="output_dir")
-    if not output.is_local:
-        yield None
-        return
-    folder = Path(output.local_path()).absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".search-{uuid.uuid4().hex[:12]}"
-    path.touch()
-    try:
-        yield str(path)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 def report_failure(error: Exception, report: Report, *, step: int = 0) -> None:
     """Report that the trial failed, and whether it fails alone: other values may do better."""
     failure = from_exception(error)
@@ -211,21 +192,14 @@ class TrialProcess:
         self._place = Place("")
         self._origin: Pointer | None = None
 
-    def run(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None, marker: str | None) -> None:
+    def run(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None) -> None:
         """Train from where the trial is to its end. What goes wrong is reported, not raised."""
         try:
-            self._train(backend, given, pointer, marker)
+            self._train(backend, given, pointer)
         except Exception as error:
             report_failure(error, self._report, step=self._trainer.state.global_step)
 
-    def _train(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None, marker: str | None) -> None:
-        if marker is not None and not Path(marker).exists():
-            raise ConfigError(
-                f"The machine {socket.gethostname()} does not see this folder as the machine of the search does.",
-                field="output_dir",
-                value=self._output,
-                remedy="Use a store, or a folder, that all machines of the cluster share.",
-            )
+    def _train(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None) -> None:
         values = self._values = json_values(given, _REMEDY)
         name, hp_name = f"run-{self._trial}", self._settings.hp_name
         if hp_name is not None:

@@ -21,11 +21,12 @@ from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.search.base import SearchBackend, SearchSettings, TrialPruned, TrialRun
+from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
 from trainer_lib.search.optuna import OptunaSearch
 from trainer_lib.trackers.vendors import ReporterCallback
 
 if TYPE_CHECKING:
+    from trainer_lib.search.ray_tune import RaySearch
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 
@@ -220,14 +221,14 @@ _WHY_NOT = {
 }
 
 
-def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> SearchBackend:
+def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> OptunaSearch | RaySearch:
     """The backend of that name; None = optuna. Raises ConfigError for any other name."""
     wanted = "optuna" if name is None else str(getattr(name, "value", name)).lower()
     if wanted == "optuna":
         return OptunaSearch(runner, settings)
     if wanted == "ray":
-        search: SearchBackend = _ray().RaySearch(runner, settings)
-        return search
+        ray: RaySearch = _ray().RaySearch(runner, settings)
+        return ray
     remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
     raise ConfigError(
         _WHY_NOT.get(wanted, "This backend does not exist."),
