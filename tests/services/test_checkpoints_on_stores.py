@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -295,7 +295,7 @@ def test_of_two_threads_one_wins(left: bool, any_store: Store) -> None:
             any_store.child("checkpoint-2").write_bytes(WRITING, dead.to_bytes())
 
         def write(writer: int, meeting: Meeting = meeting, start: threading.Barrier = start) -> StorageError | None:
-            root = Store(any_store.url, Held(any_store._backend, writer, meeting))
+            root = Store(any_store.url, cast(Any, Held(any_store._backend, writer, meeting)))
             start.wait()
             try:
                 save_state(root, attempts[writer])

@@ -30,13 +30,13 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def uploads(store: Store) -> list[str]:
     """Keys of uploads that are not finished."""
     bucket = store.url.split("/")[2]
-    return [upload["Key"] for upload in store._backend.fs.list_multipart_uploads(bucket)]  # type: ignore[attr-defined]
+    return [upload["Key"] for upload in store._backend.fs.list_multipart_uploads(bucket)]  # type: ignore[union-attr]
 
 
 def unfinished(store: Store, key: str) -> str:
     """What a killed writer leaves."""
     bucket, _, folder = store.url.removeprefix("s3://").partition("/")
-    call: Callable[..., Any] = store._backend.fs.call_s3  # type: ignore[attr-defined]
+    call: Callable[..., Any] = store._backend.fs.call_s3  # type: ignore[union-attr]
     upload = call("create_multipart_upload", Bucket=bucket, Key=f"{folder}/{key}")
     where = {"Bucket": bucket, "Key": f"{folder}/{key}", "UploadId": upload["UploadId"]}
     call("upload_part", **where, PartNumber=1, Body=bytes(PART))
@@ -81,7 +81,7 @@ def test_a_small_file_is_a_single_request_and_parts_are_signed_for_who_asks_for_
     assert words(s3_faults.seen()["writes"]) == ["PUT"]
     s3_faults.plan()
     monkeypatch.setattr(s3, "PART", PART)
-    monkeypatch.setattr(store._backend.fs, "config_kwargs", {"s3": {"payload_signing_enabled": True}})  # type: ignore[attr-defined]
+    monkeypatch.setattr(store._backend.fs, "config_kwargs", {"s3": {"payload_signing_enabled": True}})  # type: ignore[union-attr]
     store.write_bytes("x", bytes(2 * PART))
     assert words(s3_faults.seen()["writes"]) == ["POST uploads", *["PUT uploadId"] * 2, "POST uploadId"]
 
@@ -263,4 +263,4 @@ def test_missing_credentials_are_named_and_another_endpoint_is_taken(
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     assert "AWS_ACCESS_KEY_ID" in str(caught.value.remedy)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert Store.open(s3_url)._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[attr-defined]
+    assert Store.open(s3_url)._backend.fs.endpoint_url == "http://127.0.0.1:9"  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,7 +46,7 @@ def save(root: Store, snapshot: Snapshot) -> CheckpointInfo:
 
 def faulty(root: Store) -> Store:
     """Put the plan of faults in front of a folder."""
-    return Store(root.url, FaultyBackend(root._backend))
+    return Store(root.url, cast(Any, FaultyBackend(root._backend)))
 
 
 def check_holds(root: Store, snapshot: Snapshot) -> None:
@@ -96,7 +96,7 @@ def unfinished_uploads(root: Store) -> list[str]:
     """Return the keys of uploads that were neither completed nor withdrawn; only S3 has any."""
     if not root.url.startswith("s3://"):
         return []
-    uploads = root._backend.fs.list_multipart_uploads(root.url.split("/")[2])  # type: ignore[attr-defined]
+    uploads = root._backend.fs.list_multipart_uploads(root.url.split("/")[2])  # type: ignore[union-attr]
     return [upload["Key"] for upload in uploads]
 
 

@@ -155,7 +155,7 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships 
 
 
 class FaultyBackend:
-    """Any backend (`trainer_lib.storage.files.Backend`) with the same plan of faults in front of it.
+    """Any backend with the same plan of faults in front of it.
 
     Only a stream can be cut short; `create` is all or nothing by contract.
     """

@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from typing_extensions import override
 
@@ -21,11 +21,14 @@ from trainer_lib.errors import (
     StoreUnreachableError,
     TrainflowError,
 )
-from trainer_lib.storage.files import Backend, FileEntry, FileInfo
+from trainer_lib.storage.files import FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend, pinned
 from trainer_lib.storage.ranges import read_up_to, scatter
 from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
-from trainer_lib.storage.urls import checked, split_url
+from trainer_lib.storage.urls import HUB, checked, split_url
+
+if TYPE_CHECKING:
+    from trainer_lib.storage.remote import RemoteBackend
 
 CHUNK = 8 * 2**20
 """Bytes hashed and written at a time: enough for speed, and few enough that a huge tensor is never copied whole."""
@@ -123,7 +126,7 @@ class Store:
             milliseconds may both get True.
     """
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: LocalBackend | RemoteBackend) -> None:
         self.url = url
         self._backend = backend
         self.is_local = isinstance(backend, LocalBackend)
@@ -141,10 +144,13 @@ class Store:
         if scheme == "file":
             # A local store's URL is its plain path.
             return cls(path, LocalBackend(Path(path)))
-        # asyncio comes with these two: 30 ms, which a command on a local disk does without.
-        from trainer_lib.storage.remote_kinds import open_backend
+        # asyncio comes with these: 30 ms, which a command on a local disk does without.
+        from trainer_lib.storage.hub_files import HubBackend
+        from trainer_lib.storage.remote import RemoteBackend
+        from trainer_lib.storage.s3 import S3Backend
 
-        return cls(f"{scheme}://{path}", open_backend(scheme, path, field=field))
+        kinds: dict[str, type[RemoteBackend]] = {"s3": S3Backend, "s3a": S3Backend, HUB: HubBackend}
+        return cls(f"{scheme}://{path}", kinds.get(scheme, RemoteBackend)(scheme, path, field=field))
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
