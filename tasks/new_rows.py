@@ -15,7 +15,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
@@ -93,11 +92,9 @@ class NewRows:
 
 @dataclass(frozen=True)
 class RowsJob:
-    """New rows, looked at: the model is found and trusted, the files are there.
+    """New rows, looked at: the model is located and trusted, the files are there.
 
-    Attributes:
-        url: where the predictions go.
-        key: everything that decides them.
+    The predictions go to `url`; the `key` has everything that decides them.
     """
 
     asked: NewRows
@@ -115,9 +112,8 @@ class RowsJob:
                 things. StorageError: a store cannot be read.
         """
         if asked.format not in FORMATS:
-            raise ConfigError(
-                "There is no such format.", field="--format", value=asked.format, remedy=f"Use {' or '.join(FORMATS)}."
-            )
+            remedy = f"Use {' or '.join(FORMATS)}."
+            raise ConfigError("There is no such format.", field="--format", value=asked.format, remedy=remedy)
         model = find_model(asked.model)
         require_trust(model, asked.trust)
         _require_columns(asked.constants, model)
@@ -202,12 +198,9 @@ class RowsJob:
         """
         gpus = [] if self.is_on_cpu else list_visible(os.environ)
         if gpus and count > len(gpus):
-            raise ConfigError(
-                f"This machine offers {len(gpus)} CUDA device(s), and each worker needs its own.",
-                field="--workers",
-                value=count,
-                remedy=f"Use at most {len(gpus)}, or run the same command on other machines too.",
-            )
+            what = f"This machine offers {len(gpus)} CUDA device(s), and each worker needs its own."
+            remedy = f"Use at most {len(gpus)}, or run the same command on other machines too."
+            raise ConfigError(what, field="--workers", value=count, remedy=remedy)
         config = LaunchConfig(kind="process", processes=1, threads=threads)
         if count == 1:
             return [config]
@@ -229,7 +222,6 @@ def predict_new_rows(
     do; one of the two commits.
 
     Args:
-        job: what is to be done.
         on_line, on_event: called with what the workers print and report.
         workers: how each worker is started.
 
@@ -244,8 +236,20 @@ def predict_new_rows(
     if (done := _find_done(job)) is not None:
         return done, True
     store.ensure_writable(field="--to")
-    run = partial(_run_workers, job, workers, on_line, on_event)
-    lease = _acquire(job, run, on_line)
+
+    def run() -> None:
+        launch_workers(job.request(), workers, env={}, on_line=on_line, on_event=on_event, what="predict")
+
+    # True at once: we do not wait for another process, but help it.
+    if (lease := acquire_lease(store, wait=lambda: True)) is None:
+        if _key_of(store) == job.key.digest:
+            on_line("Another process predicts these rows: this one takes parts as well.")
+            run()
+        lease = acquire_lease(
+            store,
+            wait=lambda: store.exists(COMMIT),
+            on_wait=lambda holder: on_line(f"Waits for the process that commits these rows: {holder}"),
+        )
     with lease or contextlib.nullcontext():
         if (done := _find_done(job)) is not None:  # while we waited
             return done, True
@@ -259,32 +263,6 @@ def predict_new_rows(
         return _commit(job, lease), False
 
 
-def _acquire(job: RowsJob, run: Callable[[], None], on_line: Callable[[str], None]) -> Lease | None:
-    """Acquire the folder; None once another process has committed. While another one holds it, our workers help."""
-    store = job.store
-    # True at once: we do not wait for the other one.
-    lease = acquire_lease(store, wait=lambda: True)
-    if lease is not None:
-        return lease
-    if _key_of(store) == job.key.digest:
-        on_line("Another process predicts these rows: this one takes parts as well.")
-        run()
-    return acquire_lease(
-        store,
-        wait=lambda: store.exists(COMMIT),
-        on_wait=lambda holder: on_line(f"Waits for the process that commits these rows: {holder}"),
-    )
-
-
-def _run_workers(
-    job: RowsJob,
-    workers: Sequence[LaunchConfig],
-    on_line: Callable[[str], None],
-    on_event: Callable[[dict[str, Any]], None],
-) -> None:
-    launch_workers(job.request(), workers, env={}, on_line=on_line, on_event=on_event, what="predict")
-
-
 def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
     store = job.store
     entries: list[FileEntry] = []
@@ -294,13 +272,10 @@ def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
         entries.append(entry)
         rows, errors, id_column = rows + int(notes["rows"]), errors + int(notes["errors"]), notes["id_column"]
         first = first or notes.get("first_error", "")
-    if errors > job.asked.max_errors:
-        raise DataError(
-            f"{counted(errors, 'row')} cannot be predicted, {job.asked.max_errors:,} may be bad. The first: {first}",
-            field="--max-errors",
-            value=job.asked.max_errors,
-            remedy="Mend the rows, or raise the limit: what is finished is kept.",
-        )
+    if errors > (limit := job.asked.max_errors):
+        what = f"{counted(errors, 'row')} cannot be predicted, {limit:,} may be bad. The first: {first}"
+        remedy = "Mend the rows, or raise the limit: what is finished is kept."
+        raise DataError(what, field="--max-errors", value=limit, remedy=remedy)
     facts = NewRowsFacts(rows, id_column, errors)
     meta = {"stage": STAGE, "key": job.key.digest, "metrics": {}, "meta": commit_facts(facts, "", 1, 0)}
     commit = write_commit(store, "stage", entries, meta, guard=lease.ensure_held)
@@ -336,12 +311,8 @@ def _require_ours(job: RowsJob, store: Store) -> None:
     What another job began without finishing a part does not count: its rows, mended, are another job.
     """
     if foreign := [name for name in store.children() if name not in _OURS]:
-        raise ConfigError(
-            "The folder holds other files.",
-            field="--to",
-            value=f"{store.url} ({', '.join(foreign[:3])})",
-            remedy="Give an empty folder.",
-        )
+        shown = f"{store.url} ({', '.join(foreign[:3])})"
+        raise ConfigError("The folder holds other files.", field="--to", value=shown, remedy="Give an empty folder.")
     data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
     try:
         record = parse_json(data) if data else {"key": job.key.digest}
@@ -350,12 +321,8 @@ def _require_ours(job: RowsJob, store: Store) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError("The record of the predictions is damaged.", field=f"{store.url}/{KEY_FILE}") from error
     if is_other and (store.exists(COMMIT) or job.parts().is_any_finished()):
-        raise ConfigError(
-            f"The folder holds predictions that differ from these: {summary(changed)}.",
-            field="--to",
-            value=store.url,
-            remedy="Give another folder, or remove this one.",
-        )
+        what = f"The folder holds predictions that differ from these: {summary(changed)}."
+        raise ConfigError(what, field="--to", value=store.url, remedy="Give another folder, or remove this one.")
 
 
 def _require_columns(constants: Mapping[str, str], model: FoundModel) -> None:

@@ -121,15 +121,11 @@ def read_description(data: bytes, where: str) -> ModelDescription:
     try:
         record = parse_json(data, dict)
     except ValueError as error:
-        raise DamagedError(
-            f"The description of the model is not JSON that trainflow writes: {error}.", field=where
-        ) from error
+        what = f"The description of the model is not JSON that trainflow writes: {error}."
+        raise DamagedError(what, field=where) from error
     if record.get("format") != FORMAT:
-        raise ConfigError(
-            f"The description has format {record.get('format')!r}, and this version reads format {FORMAT}.",
-            field=where,
-            remedy="Load it with the version of trainflow that wrote it.",
-        )
+        what = f"The description has format {record.get('format')!r}, and this version reads format {FORMAT}."
+        raise ConfigError(what, field=where, remedy="Load it with the version of trainflow that wrote it.")
     try:
         # A newer version may have written more, which this one does not need.
         plain = {name: value for name, value in record.items() if name != "format"}

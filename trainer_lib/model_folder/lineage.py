@@ -136,11 +136,8 @@ def read_lineage(data: bytes, where: str) -> Lineage:
     except ValueError as error:
         raise _bad(f"cannot be read: {error}", where) from error
     if record.get("format") != FORMAT:
-        raise ConfigError(
-            f"The lineage has format {record.get('format')!r}, and this version reads format {FORMAT}.",
-            field=where,
-            remedy="Read it with the version of trainflow that wrote it.",
-        )
+        what = f"The lineage has format {record.get('format')!r}, and this version reads format {FORMAT}."
+        raise ConfigError(what, field=where, remedy="Read it with the version of trainflow that wrote it.")
     seal = record.pop("seal", None)
     expected = seal_of(record)
     record.pop("format")
@@ -151,9 +148,8 @@ def read_lineage(data: bytes, where: str) -> Lineage:
     for problem in _problems(lineage):
         raise _bad(problem, where)
     if seal != expected:
-        raise DamagedError(
-            "The lineage was altered after it was written: its seal does not fit.", field=where, remedy=_REMEDY
-        )
+        what = "The lineage was altered after it was written: its seal does not fit."
+        raise DamagedError(what, field=where, remedy=_REMEDY)
     return lineage
 
 

@@ -150,7 +150,8 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     _log.info("The code of %s is executed (SHA-256 %s).", found.url, description.code_digest)
     folder = _fetch_code(found)
     for entry in description.weights if found.checkpoint is None else ():
-        _require_same(found.weights, entry)
+        if not found.weights.exists(entry.path) or found.weights.digest(entry.path) != entry.sha256:
+            raise _damaged(found.weights, entry)
     recipe, fallback = (
         path and (installed_recipe(path) or str(folder / path)) for path in (description.recipe, description.fallback)
     )
@@ -190,9 +191,8 @@ def _fetch_code(found: FoundModel) -> Path:
     contents = {entry.path: _read_same(found.code, entry) for entry in found.description.code}
     # In a worker, below the folder of its launch, which the owner removes however the worker ends.
     launched = os.environ.get(MARK, "")
-    folder = Path(
-        tempfile.mkdtemp(prefix="trainflow-code-", dir=launched if launched and Path(launched).is_dir() else None)
-    )
+    above = launched if launched and Path(launched).is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="trainflow-code-", dir=above))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -203,26 +203,16 @@ def _fetch_code(found: FoundModel) -> Path:
 
 def _read_same(store: Store, entry: FileEntry) -> bytes:
     """The bytes of a small file, which are exactly the described ones."""
-    if not store.exists(entry.path) or store.size(entry.path) != entry.size:
-        raise _damaged(store, entry)
-    content = store.read_bytes(entry.path, limit=entry.size)
-    if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise _damaged(store, entry)
-    return content
-
-
-def _require_same(store: Store, entry: FileEntry) -> None:
-    if not store.exists(entry.path) or store.digest(entry.path) != entry.sha256:
-        raise _damaged(store, entry)
+    if store.exists(entry.path) and store.size(entry.path) == entry.size:
+        content = store.read_bytes(entry.path, limit=entry.size)
+        if hashlib.sha256(content).hexdigest() == entry.sha256:
+            return content
+    raise _damaged(store, entry)
 
 
 def _damaged(store: Store, entry: FileEntry) -> DamagedError:
-    return DamagedError(
-        "The file is missing, or differs from what the model's description lists.",
-        field=store.url,
-        value=entry.path,
-        remedy="Copy or publish the model again.",
-    )
+    what = "The file is missing, or differs from what the model's description lists."
+    return DamagedError(what, field=store.url, value=entry.path, remedy="Copy or publish the model again.")
 
 
 @contextlib.contextmanager
@@ -235,12 +225,9 @@ def _naming_packages(description: ModelDescription) -> Iterator[None]:
         if not isinstance(cause, ModuleNotFoundError):
             raise
         made = ", ".join(f"{package} {version}" for package, version in sorted(description.versions.items()))
-        raise ConfigError(
-            f"The model's code needs the package {cause.name}, which is not installed.",
-            field=FIELD,
-            value=cause.name,
-            remedy=f"Install it. The model was made with {made}." if made else "Install it.",
-        ) from error
+        what = f"The model's code needs the package {cause.name}, which is not installed."
+        remedy = f"Install it. The model was made with {made}." if made else "Install it."
+        raise ConfigError(what, field=FIELD, value=cause.name, remedy=remedy) from error
 
 
 def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Recipe:
@@ -251,29 +238,18 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
         CodeError: the recipe cannot be imported.
     """
     root = Path(file.root)
-    for name in _modules(description):
-        there = getattr(sys.modules.get(name), "__file__", None)
-        if there is not None and not Path(there).is_relative_to(root):
-            raise ConfigError(
-                f"The model has a module called {name}, and this process has imported another one from {there}.",
-                field=FIELD,
-                value=name,
-                remedy="Load the model in a process of its own.",
-            )
+    for name, there in _imported_from_elsewhere(description, root):
+        what = f"The model has a module called {name}, and this process has imported another one from {there}."
+        raise ConfigError(what, field=FIELD, value=name, remedy="Load the model in a process of its own.")
     for path in _import_folders(description):
         place = str(root / path)
         if place not in sys.path:
             sys.path.append(place)  # the root's own files are found first: recipes append it as well
     recipe = recipes.load(file.path, root, needs=("build_model",), fallback=file.fallback)
-    for name in _modules(description):
-        there = getattr(sys.modules.get(name), "__file__", None)
-        if there is not None and not Path(there).resolve().is_relative_to(root.resolve()):
-            raise ConfigError(
-                f"The model's module {name} was imported from {there} instead of the model's own files.",
-                field=FIELD,
-                value=name,
-                remedy="Load the model in a process whose module path has no module of that name.",
-            )
+    for name, there in _imported_from_elsewhere(description, root):
+        what = f"The model's module {name} was imported from {there} instead of the model's own files."
+        remedy = "Load the model in a process whose module path has no module of that name."
+        raise ConfigError(what, field=FIELD, value=name, remedy=remedy)
     return recipe
 
 
@@ -282,13 +258,14 @@ def _import_folders(description: ModelDescription) -> list[str]:
     return [path for path in description.paths if path != KEPT]
 
 
-def _modules(description: ModelDescription) -> list[str]:
-    """Names under which the files of the code may be imported."""
+def _imported_from_elsewhere(description: ModelDescription, root: Path) -> Iterator[tuple[str, str]]:
+    """Modules with a name under which a file of the code may be imported, and where they are from instead."""
     files = [entry.path for entry in description.code if entry.path not in (description.recipe, description.fallback)]
-    names = []
     for path in files:
         for place in _import_folders(description):
             inside = path if place == "." else path.removeprefix(f"{place}/")
             if place == "." or inside != path:
-                names.append(inside.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    return names
+                name = inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                there = getattr(sys.modules.get(name), "__file__", None)
+                if there is not None and not Path(there).resolve().is_relative_to(root.resolve()):
+                    yield name, there

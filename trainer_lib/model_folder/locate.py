@@ -96,15 +96,12 @@ def require_weights(found: FoundModel) -> None:
         DamagedError: nothing is left in the folder of its weights.
     """
     folder = found.weights if found.checkpoint is None else found.checkpoints.child(found.checkpoint)
-    if folder.children():
-        return
-    raise DamagedError(
-        "The weights of this model are not in the storage any more.",
-        field=FIELD,
-        value=folder.url,
-        remedy="Run its pipeline again, or restore the folder. trainflow gc keeps what is registered, and runs with a "
-        "tag (trainflow tag RUN).",
-    )
+    if not folder.children():
+        what = "The weights of this model are not in the storage any more."
+        remedy = (
+            "Run its pipeline again, or restore the folder. trainflow gc keeps what is registered, and runs with a tag"
+        )
+        raise DamagedError(what, field=FIELD, value=folder.url, remedy=f"{remedy} (trainflow tag RUN).")
 
 
 def require_trust(found: FoundModel, trust: bool | str) -> None:
@@ -119,23 +116,18 @@ def require_trust(found: FoundModel, trust: bool | str) -> None:
     digest = found.description.code_digest
     if isinstance(trust, str):
         if trust.removeprefix("sha256:") != digest:
-            raise ConfigError(
-                f"The model has other code than the code that you trust: its SHA-256 is {digest}.",
-                field="trust_code",
-                value=trust,
-                remedy=f"Read {found.code.url} before you trust it.",
-            )
+            what = f"The model has other code than the code that you trust: its SHA-256 is {digest}."
+            remedy = f"Read {found.code.url} before you trust it."
+            raise ConfigError(what, field="trust_code", value=trust, remedy=remedy)
     elif not trust and not found.is_run:
         files = ", ".join(entry.path for entry in found.description.code[:4])
         # The copy of a model of MLflow is removed when this process ends.
         place = found.code.url
         if found.registered is not None:
             place = f"it (mlflow artifacts download --artifact-uri {found.registered})"
-        raise ConfigError(
-            f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted.",
-            field="trust_code",
-            remedy=f'Read {place}, then pass trust_code="{digest}"; to trainflow predict, --trust {digest}.',
-        )
+        what = f"Loading this model executes its code ({files}; SHA-256 {digest}), which is not trusted."
+        remedy = f'Read {place}, then pass trust_code="{digest}"; to trainflow predict, --trust {digest}.'
+        raise ConfigError(what, field="trust_code", remedy=remedy)
 
 
 def find_model(address: str) -> FoundModel:
@@ -163,21 +155,15 @@ def find_model(address: str) -> FoundModel:
         found = _find_in_runs(stage, read_commit(stage))
         return replace(found, checkpoint=name)
     if store.exists(_RUN_FILE):
-        raise ConfigError(
-            "This run has trained no model yet, or an older version of trainflow recorded it.",
-            field=FIELD,
-            value=address,
-            remedy="Name a run that has (trainflow runs lists them), or run its pipeline to the end of the training.",
-        )
+        what = "This run has trained no model yet, or an older version of trainflow recorded it."
+        remedy = "Name a run that has (trainflow runs lists them), or run its pipeline to the end of the training."
+        raise ConfigError(what, field=FIELD, value=address, remedy=remedy)
     newest = FolderHub(address, field=FIELD).newest()
     if newest is not None:
         return _read_published(newest.store, address)
-    raise ConfigError(
-        f"There is no model: neither a {FILE}, nor a run, a train stage, a checkpoint or a publication.",
-        field=FIELD,
-        value=address,
-        remedy="Give <storage>/runs/<run>, <storage>/stages/train/<key>, <storage>/hub/<name> or hf://organisation/name.",
-    )
+    what = f"There is no model: neither a {FILE}, nor a run, a train stage, a checkpoint or a publication."
+    remedy = "Give <storage>/runs/<run>, <storage>/stages/train/<key>, <storage>/hub/<name> or hf://organisation/name."
+    raise ConfigError(what, field=FIELD, value=address, remedy=remedy)
 
 
 def open_link(address: str, *, field: str) -> Store:
@@ -204,12 +190,9 @@ def _read(store: Store, address: str) -> FoundModel:
     """The model described in this very folder."""
     data = store.read_if_exists(FILE, limit=LIMIT)
     if data is None:
-        raise ConfigError(
-            f"The folder has no {FILE}, so it was not published by trainflow.",
-            field=FIELD,
-            value=address,
-            remedy="A transformers model loads with from_pretrained.",
-        )
+        what = f"The folder has no {FILE}, so it was not published by trainflow."
+        remedy = "A transformers model loads with from_pretrained."
+        raise ConfigError(what, field=FIELD, value=address, remedy=remedy)
     description = read_description(data, f"{store.url}/{FILE}")
     places = description.places
     return FoundModel(
@@ -238,32 +221,24 @@ def _is_run(store: Store, found: FoundModel) -> bool:
 def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
     """The model of a train stage, from the newest run that used it."""
     name = None if commit is None else commit.meta.get("stage")
-    if name != "train":
-        raise ConfigError(
-            "This folder is not the result of a train stage." if name is None else f"This is the result of {name}.",
-            field=FIELD,
-            value=stage.url,
-            remedy="Give the folder of the train stage, or that of the run.",
-        )
-    key = str(commit.meta.get("key")) if commit is not None else ""
+    if commit is None or name != "train":
+        what = "This folder is not the result of a train stage." if name is None else f"This is the result of {name}."
+        remedy = "Give the folder of the train stage, or that of the run."
+        raise ConfigError(what, field=FIELD, value=stage.url, remedy=remedy)
     runs = _above(stage, 3).child(_RUNS)
-    found: list[FoundModel] = []
-    for run in runs.children():
-        try:
-            if runs.child(run).exists(FILE):
-                each = _read(runs.child(run), stage.url)
-                found.append(replace(each, is_run=_is_run(runs.child(run), each)))
-        except (ConfigError, StorageError):  # another run's description does not matter here
-            continue
-    mine = [each for each in found if each.description.stages.get("train") == key]
-    if mine:
-        return mine[-1]
-    raise ConfigError(
-        "No run on this storage describes the model of this stage, so its recipe is not known.",
-        field=FIELD,
-        value=stage.url,
-        remedy="Run its pipeline again: what is committed is kept, and the model is described.",
-    )
+    newest: FoundModel | None = None
+    for run in map(runs.child, runs.children()):
+        # Another run's description does not matter here.
+        with contextlib.suppress(ConfigError, StorageError):
+            if run.exists(FILE):
+                model = _read(run, stage.url)
+                if model.description.stages.get("train") == str(commit.meta.get("key")):
+                    newest = replace(model, is_run=_is_run(run, model))
+    if newest is not None:
+        return newest
+    what = "No run on this storage describes the model of this stage, so its recipe is not known."
+    remedy = "Run its pipeline again: what is committed is kept, and the model is described."
+    raise ConfigError(what, field=FIELD, value=stage.url, remedy=remedy)
 
 
 def _above(store: Store, levels: int) -> Store:

@@ -89,12 +89,8 @@ def _load_pyfunc(path: str) -> PyfuncModel:
     require_weights(found)
     pinned = read_json(Path(path) / PIN, dict)
     if found.digest() != pinned["digest"]:
-        raise DamagedError(
-            "The model is not the one that was logged.",
-            field="model",
-            value=found.weights.url,
-            remedy="Register the model again, or restore its files.",
-        )
+        what, remedy = "The model is not the one that was logged.", "Register the model again, or restore its files."
+        raise DamagedError(what, field="model", value=found.weights.url, remedy=remedy)
     return PyfuncModel(load_model(path, trust_code=found.description.code_digest))
 
 

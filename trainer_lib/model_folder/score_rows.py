@@ -42,12 +42,8 @@ def run(work: Work[ScoreRequest]) -> ScoreResult:
     request = work.request
     loaded = load_model(request.model, trust_code=request.code)
     if loaded.digest != request.digest:
-        raise ConfigError(
-            "The model was replaced while the command began.",
-            field="MODEL",
-            value=request.model,
-            remedy="Run it again.",
-        )
+        what = "The model was replaced while the command began."
+        raise ConfigError(what, field="MODEL", value=request.model, remedy="Run it again.")
     scoring = _Scoring(work, loaded)
     try:
         with objects_set_aside():
@@ -121,11 +117,7 @@ class _Scoring:
         )
 
     def _find_form(self) -> _Form:
-        """Look at the first rows: a worker that begins with later ones must read them alike.
-
-        Raises:
-            DataError: there are no rows, or all rows of the first batches are bad.
-        """
+        """Look at the first rows, for workers that begin with later ones. Raises DataError where there are none."""
         reader, head, names = self._open(), list[Row | BadRow](), list[str]()
         try:
             # Where bad rows are allowed, the first ones may all be bad.
@@ -148,17 +140,14 @@ class _Scoring:
 
     def _find_names(self, rows: Sequence[Row | BadRow]) -> list[str]:
         """The columns of the rows, in their prepared order; none: no row has values that the model takes."""
+        bad = next((row for row in rows if isinstance(row, BadRow)), None)
         good = [row for row in rows if isinstance(row, Row)]
         if not self._allows_bad:
-            for row in rows:
-                if isinstance(row, BadRow):
-                    raise row.error
+            if bad is not None:
+                raise bad.error
             return self._convert(good, None).column_names
-        found: set[str] = set()
-        for row in good:
-            if self._find_problem(row, None) is None:
-                found.update(row.values)
-        return [name for name in self._known if name in found]
+        names = {name for row in good if self._find_problem(row, None) is None for name in row.values}
+        return [name for name in self._known if name in names]
 
     def _go_to(self, part: int) -> bool:
         """Read up to the first row of a part; False if there are fewer rows."""
@@ -197,14 +186,8 @@ class _Scoring:
                 good = [number for number, error in zip(ids, errors, strict=True) if error is None]
                 columns = {"time": [self._series.times[number] for number in good]} | columns
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-                self._writer.write(
-                    part,
-                    ids,
-                    columns,
-                    notes,
-                    text_ids=self._form.has_text_ids,
-                    errors=errors if self._allows_bad else None,
-                )
+                shown = errors if self._allows_bad else None
+                self._writer.write(part, ids, columns, notes, text_ids=self._form.has_text_ids, errors=shown)
             return True
         finally:
             spool.close()
@@ -241,15 +224,12 @@ class _Scoring:
         """Append the outputs of the good rows to the spool.
 
         Returns:
-            What is wrong with each row, None: nothing; and the places of the good ones in the order of the outputs.
+            The problem of each row, None for none; and the places of the good ones in the order of the outputs.
 
         Raises:
             DataError: a row is bad, and more than `max_errors` are.
         """
-        kind = str if self._form.has_text_ids else int
-        problems: list[Exception | None] = [
-            None if type(row) is Row and type(row.id) is kind else self._find_own_problem(row) for row in rows
-        ]
+        problems: list[Exception | None] = [self._find_own_problem(row) for row in rows]
         good = [number for number, problem in enumerate(problems) if problem is None]
         if not self._allows_bad:
             if (first := next((problem for problem in problems if problem is not None), None)) is not None:
@@ -298,19 +278,13 @@ class _Scoring:
         except (KeyError, TypeError, ConfigError, CodeError) as error:
             raise self._name_missing(error, rows[0]) or error from error
         except DataError as error:
-            raise self._name_place(error, rows, given) or error from error
-
-    def _name_place(self, error: DataError, rows: Sequence[Row], given: GivenRows) -> DataError | None:
-        """The error of collate about a value, with the place of its row; None: it is about no single row."""
-        if (collate := self._loaded.collate) is None:
-            return None
-        for number, row in enumerate(rows):
-            try:
-                collate([given[number]])
-            except DataError as found:
-                what, file = f"{row.place}, {found.message}", row.place.partition(", row ")[0]
-                return DataError(what, field="NEW_DATA", value=file, remedy=found.remedy)
-        return None
+            for number, row in enumerate(rows if self._loaded.collate is not None else ()):
+                try:
+                    self._loaded.collate([given[number]])  # type: ignore[misc]  # checked above
+                except DataError as problem:
+                    what = f"{row.place}, {problem.message}"
+                    raise DataError(what, field="NEW_DATA", value=_file(row), remedy=problem.remedy) from error
+            raise
 
     def _convert(self, rows: Sequence[Any], names: list[str] | None) -> GivenRows:
         return GivenRows(
@@ -330,46 +304,41 @@ class _Scoring:
     def _count_bad(self, rows: Sequence[Row | BadRow], problems: Sequence[Exception | None]) -> None:
         for row, problem in zip(rows, problems, strict=True):
             self._num_bad += problem is not None
-            if problem is not None and self._num_bad > self._request.max_errors:
-                raise refuse_more(self._request.max_errors, _describe(problem), row.place) from problem
+            if problem is not None and self._num_bad > (limit := self._request.max_errors):
+                what = f"More than {limit:,} rows cannot be predicted. One of them: {_describe(problem)}"
+                remedy = "Mend the rows, or raise the limit."
+                raise DataError(what, field="--max-errors", value=row.place, remedy=remedy) from problem
 
     def _name_missing(self, error: Exception, row: Row) -> DataError | None:
         """The error of collate or forward as one about a column that the rows lack; None: it is about something else.
 
         Which columns a model needs only its code shows: the others, such as labels, may be left out.
         """
-        given = self._form.names
+        names, cause = self._form.names, error.__cause__ if isinstance(error, CodeError) else error
         if isinstance(error, ConfigError) and error.field != "model":
             return None
-        cause = error.__cause__ if isinstance(error, CodeError) else error
         if isinstance(error, CodeError) and not isinstance(cause, KeyError):
             return None
         words = set(re.findall(r"\w+", str(cause)))
-        missing = next((name for name in self._known if name not in given and name in words), None)
+        missing = next((name for name in self._known if name not in names and name in words), None)
         if missing is None:
             return None
-        near = nearest(missing, [*given, *self._request.ignored])
-        hint = f"the nearest column is '{near}'" if near else f"the columns are {', '.join(given)}"
-        return DataError(
-            f"The model needs the column '{missing}', which the rows do not have; {hint}.",
-            field="NEW_DATA",
-            value=row.place.partition(", row ")[0],
-            remedy="Give rows with the columns of the prepared data; labels may be left out.",
-        )
+        near = nearest(missing, [*names, *self._request.ignored])
+        hint = f"the nearest column is '{near}'" if near else f"the columns are {', '.join(names)}"
+        what = f"The model needs the column '{missing}', which the rows do not have; {hint}."
+        remedy = "Give rows with the columns of the prepared data; labels may be left out."
+        return DataError(what, field="NEW_DATA", value=_file(row), remedy=remedy)
 
     def _find_own_problem(self, row: Row | BadRow) -> DataError | None:
-        """What is wrong with a row whatever the model; None: nothing."""
+        """The problem that a row has whatever the model; None for none."""
         if isinstance(row, BadRow):
             return row.error
         if self._has_type(row.id):
             return None
-        return DataError(
-            f"{row.place}: the id {row.id!r} is not {'a text' if self._form.has_text_ids else 'an integer'} "
-            "as the first one.",
-            field="--id",
-            value=self._form.id_column,
-            remedy="Give every row an id of one type; those of a CSV file are texts.",
-        )
+        kind = "a text" if self._form.has_text_ids else "an integer"
+        what = f"{row.place}: the id {row.id!r} is not {kind} as the first one."
+        remedy = "Give every row an id of one type; those of a CSV file are texts."
+        return DataError(what, field="--id", value=self._form.id_column, remedy=remedy)
 
     def _report(self, share: float) -> None:
         now = time.monotonic()
@@ -381,14 +350,9 @@ class _Scoring:
         )
 
 
-def refuse_more(limit: int, problem: str, place: str | None = None) -> DataError:
-    """The error about more bad rows than allowed; it names one of them."""
-    return DataError(
-        f"More than {limit:,} rows cannot be predicted. One of them: {problem}",
-        field="--max-errors",
-        value=place,
-        remedy="Mend the rows, or raise the limit.",
-    )
+def _file(row: Row) -> str:
+    """The file that a row is from."""
+    return row.place.partition(", row ")[0]
 
 
 def _is_of_row(error: Exception) -> bool:

@@ -43,30 +43,28 @@ from trainer_lib.trainer import Trainer as PlainTrainer
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-# Ranks of the texts that belong to queries, among all candidates: by a model, and by the tokens in common.
-#
-# The rank of a row does not depend on which other rows are measured with it. So a resample of rows, or a slice, is
-# measured against the same candidates as all of them; among its own it would have fewer, and better ranks.
 
-
+# -- ranks of the texts that belong to queries, among all candidates ---------------------------------------------------
+# The rank of a row does not depend on which other rows are measured with it: a resample, or a slice, is measured
+# against the same candidates as all of them; among its own it would have fewer, and better ranks.
 _MOST_RANKS = (1, 5, 10)
 _AT_ONCE = 64  # rows of a matrix of scores
 
 
 def find_ranks(scores: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The rank from 1 of the candidate ``right[row]`` by scores ``[rows, candidates]``; of ties the mean."""
-    own = scores[np.arange(len(scores)), right][:, None]
-    higher, equal = (scores > own).sum(axis=1), (scores == own).sum(axis=1)
-    found: np.ndarray = higher + (equal + 1) / 2
-    return found
+    of_right = scores[np.arange(len(scores)), right][:, None]
+    higher, equal = (scores > of_right).sum(axis=1), (scores == of_right).sum(axis=1)
+    ranks: np.ndarray = higher + (equal + 1) / 2
+    return ranks
 
 
 class Candidates:
-    """The texts among which those that belong to queries are found.
+    """The texts among which those that belong to queries are searched.
 
     Args:
         batches: batches of a split, as `collate` makes them; queries first, then what belongs to them.
-        embed: what makes embeddings ``[texts, size]`` of `input_ids` and `attention_mask` ``[texts, tokens]``.
+        embed: makes embeddings ``[texts, size]`` of `input_ids` and `attention_mask` ``[texts, tokens]``.
 
     Attributes:
         embeddings: ``[candidates, size]``.
@@ -81,18 +79,17 @@ class Candidates:
         rights: list[int] = []
         places: list[int] = []
         for batch in batches:
-            rows = len(batch["labels"])
-            labels = batch["labels"].tolist()
-            new = [row for row, label in enumerate(labels) if label not in self._number]
-            new = [row for row in new if labels.index(labels[row]) == row]
-            for row in new:
-                self._number[labels[row]] = len(self._number)
+            new, rows = [], len(batch["labels"])
+            for row, label in enumerate(batch["labels"].tolist()):
+                if label not in self._number:
+                    self._number[label] = len(self._number)
+                    new.append(rows + row)
+                rights.append(self._number[label])
             queries += _token_sets(batch, range(rows))
-            tokens += _token_sets(batch, [rows + row for row in new])
-            rights += [self._number[label] for label in labels]
+            tokens += _token_sets(batch, new)
             places += batch["places"].tolist()
             if new:
-                chosen = rows + torch.tensor(new, device=batch["input_ids"].device)
+                chosen = torch.tensor(new, device=batch["input_ids"].device)
                 made.append(embed({name: batch[name][chosen] for name in ("input_ids", "attention_mask")}))
         self.embeddings = torch.cat(made)
         ranks = _overlap_ranks(queries, tokens, np.array(rights))
@@ -130,29 +127,24 @@ def _matrix(sets: Sequence[np.ndarray], size: int) -> Any:
     return sparse.csr_matrix((np.ones(ends[-1]), np.concatenate([*sets, np.zeros(0, int)]), ends), (len(sets), size))
 
 
-def in_batches(rows: Any, size: int) -> Iterator[list[Any]]:
-    """The rows of a data set, some at a time."""
-    for start in range(0, len(rows), size):
-        yield [rows[row] for row in range(start, min(start + size, len(rows)))]
-
-
 def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray) -> dict[str, float]:
-    """Mean reciprocal rank and recall of ranks ``[rows]``, beside the ranks by tokens in common, and chance.
+    """Mean reciprocal rank and recall of ranks ``[rows]``, next to the ranks by tokens in common, and chance.
 
     `mrr_over_overlap` is what the model is better by.
     """
-    own, other = (1 / np.asarray(each, np.float64) for each in (ranks, overlap))
+    mrr, overlap_mrr = (float((1 / np.asarray(each, np.float64)).mean()) for each in (ranks, overlap))
     return {
-        "mrr": float(own.mean()),
+        "mrr": mrr,
         **{f"recall_at_{most}": float((ranks <= most).mean()) for most in _MOST_RANKS},
-        "overlap_mrr": float(other.mean()),
+        "overlap_mrr": overlap_mrr,
         **{f"overlap_recall_at_{most}": float((overlap <= most).mean()) for most in _MOST_RANKS},
-        "mrr_over_overlap": float(own.mean() - other.mean()),
+        "mrr_over_overlap": mrr - overlap_mrr,
         "chance_recall_at_10": float(np.minimum(1, 10 / candidates).mean()),
         "candidates": float(candidates.max()),
     }
 
 
+# -- the recipe -------------------------------------------------------------------------------------------------------
 class TextsToFind(TextRows):
     """The pairs of a table by split."""
 
@@ -240,9 +232,8 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     texts = [info["query_prefix"] + row[info["query"]] for row in rows]
     if has_both:
         texts += [info["positive_prefix"] + row[info["positive"]] for row in rows]
-    made = kept_tokenizer(data)(
-        texts, padding=True, truncation=True, max_length=info["max_length"], return_tensors="pt"
-    )
+    cut = {"truncation": True, "max_length": info["max_length"]}
+    made = kept_tokenizer(data)(texts, padding=True, return_tensors="pt", **cut)
     batch = {name: made[name] for name in ("input_ids", "attention_mask")}
     if not has_both:
         return batch
@@ -283,7 +274,9 @@ class Trainer(PlainTrainer):
         was_training = self.model.training
         self.model.eval()
         try:
-            batches = (self.data_collator(some) for some in in_batches(rows, self.args.eval_batch_size))
+            size = self.args.eval_batch_size
+            parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+            batches = (self.data_collator([rows[row] for row in part]) for part in parts)
             with torch.no_grad():
                 self._candidates = Candidates((self._prepare_inputs(batch) for batch in batches), self._embed)
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

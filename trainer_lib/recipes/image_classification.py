@@ -56,8 +56,8 @@ from trainer_lib.recipes.model_places import (
     require_head,
 )
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.table_files import Table, id_of, note_form
-from trainer_lib.recipes.tabular_rows import FIELD, TabularRows
+from trainer_lib.recipes.table_files import Table, note_form
+from trainer_lib.recipes.tabular_rows import FIELD, TabularRows, id_of
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

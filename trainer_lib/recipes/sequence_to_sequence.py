@@ -41,15 +41,12 @@ from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-# Scores of texts that were written, by torchmetrics: ROUGE-L, chrF and exact match.
-#
+
+# -- scores of texts that were written --------------------------------------------------------------------------------
 # ROUGE-L is the F measure of the longest common subsequence of words (Lin, 2004); it knows Latin letters and digits.
 # chrF is that of n-grams of up to 6 characters (Popović, 2015), here the mean over rows, and without those that are
-# longer than the text to write. Both are from 0 to 1.
-
-
+# longer than the text to write. Both are from 0 to 1, and by torchmetrics.
 NAMES = ("exact_match", "rouge_l", "chrf", "lead_rouge_l", "lead_chrf")
-"""What `measure_texts` takes of each row."""
 _LONGEST = 6
 
 
@@ -66,21 +63,7 @@ def score_text(written: str, wanted: str) -> tuple[float, float, float]:
     return float(own == true), float(rouge), float(chrf)
 
 
-def score_row(written: str, wanted: str, lead: str) -> np.ndarray:
-    """The scores ``[5]`` (`NAMES`) of a text, and of the first words of the text that was read."""
-    return np.array([*score_text(written, wanted), *score_text(lead, wanted)[1:]])
-
-
-def measure_texts(scores: np.ndarray) -> dict[str, float]:
-    """Means of the scores ``[rows, 5]``, and what the model is better by than the first words."""
-    means = dict(zip(NAMES, scores.mean(axis=0).tolist(), strict=True))
-    return {
-        **means,
-        "rouge_l_over_lead": means["rouge_l"] - means["lead_rouge_l"],
-        "chrf_over_lead": means["chrf"] - means["lead_chrf"],
-    }
-
-
+# -- the recipe -------------------------------------------------------------------------------------------------------
 class TextsToWrite(TextRows):
     """The pairs of a table by split."""
 
@@ -212,8 +195,11 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
     new = [row for row, key in enumerate(keys) if key not in known]
     if new:
         texts = _decode(evaluation.predictions[new], data), decode_texts(wanted[new]), decode_texts(lead[new])
-        known.update((keys[row], score_row(*each)) for row, each in zip(new, zip(*texts, strict=True), strict=True))
-    return measure_texts(np.stack([known[key] for key in keys]))
+        for row, text, target, first_words in zip(new, *texts, strict=True):
+            known[keys[row]] = np.array([*score_text(text, target), *score_text(first_words, target)[1:]])
+    means = dict(zip(NAMES, np.stack([known[key] for key in keys]).mean(axis=0).tolist(), strict=True))
+    over_lead = {f"{name}_over_lead": means[name] - means[f"lead_{name}"] for name in ("rouge_l", "chrf")}
+    return {**means, **over_lead}
 
 
 def _decode(tokens: np.ndarray, data: DataInfo) -> list[str]:

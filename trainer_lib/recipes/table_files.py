@@ -14,12 +14,12 @@ import tempfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from decimal import Decimal
 from itertools import islice, repeat
 from operator import is_
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import numpy as np
 from typing_extensions import override
@@ -28,7 +28,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import refuse_row
-from trainer_lib.data.row_files import read_id, read_rows
+from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError, TrainflowError, first_line
@@ -54,6 +54,7 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 14, 2 << 20
 _PLAIN = (str, int, float, bool)
 
 
+# -- the values of a table, on the disk where they are many ------------------------------------------------------------
 class Spool:
     """A file without a name for the values of a table: in memory while it is small, then on the disk."""
 
@@ -64,35 +65,29 @@ class Spool:
         self._file.close()
 
     def write(self, data: bytes) -> int:
-        """Append data, and return where it begins."""
+        """Append data, and return its start."""
         start = self._file.seek(0, 2)
         self._file.write(data)
         return start
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the data that begins at a place."""
+        """The data from a start on."""
         self._file.seek(start)
         return self._file.read(size)
 
 
-class _Chunk(NamedTuple):
-    spool: Spool
-    start: int
-    size: int
-    plain: list[Any] | None
-    """The values themselves, where they are not plain ones."""
+_Chunk = list[Any] | tuple[Spool, int, int]
+"""Values in memory; or their file, start and size."""
 
-    def load(self) -> list[Any]:
-        if self.plain is not None:
-            return self.plain
-        return parse_json(zlib.decompress(self.spool.read(self.start, self.size)), list)
+
+def _load(chunk: _Chunk) -> list[Any]:
+    return chunk if isinstance(chunk, list) else parse_json(zlib.decompress(chunk[0].read(*chunk[1:])), list)
 
 
 class SpooledValues(Sequence[Any]):
     """Values in their order, in chunks of JSON in a `Spool`; the newest ones, and lists and objects, are in memory.
 
     Args:
-        spool: the file.
         columns: of the table, which share the memory.
     """
 
@@ -114,26 +109,23 @@ class SpooledValues(Sequence[Any]):
     def _store(self) -> None:
         if not self._newest:
             return
+        chunk: _Chunk = self._newest
         if all(value is None or type(value) in _PLAIN for value in self._newest):
             data = zlib.compress(json.dumps(self._newest).encode(), 1)
-            chunk = _Chunk(self._spool, self._spool.write(data), len(data), None)
-        else:
-            chunk = _Chunk(self._spool, 0, 0, self._newest)
+            chunk = (self._spool, self._spool.write(data), len(data))
         self._chunks.append(chunk)
         self._ends.append(len(self))
         self._newest, self._bytes = [], 0
 
     def extend(self, values: Iterable[Any]) -> None:
         """Put values behind the others; chunks of another column stay where they are."""
-        if not isinstance(values, SpooledValues):
-            for value in values:
-                self.append(value)
-            return
-        self._store()
-        start = len(self)
-        self._chunks += values._chunks
-        self._ends += [start + end for end in values._ends]
-        for value in values._newest:
+        if isinstance(values, SpooledValues):
+            self._store()
+            start = len(self)
+            self._chunks += values._chunks
+            self._ends += [start + end for end in values._ends]
+            values = values._newest
+        for value in values:
             self.append(value)
 
     @override
@@ -142,7 +134,7 @@ class SpooledValues(Sequence[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        return itertools.chain(itertools.chain.from_iterable(map(_Chunk.load, self._chunks)), self._newest)
+        return itertools.chain(itertools.chain.from_iterable(map(_load, self._chunks)), self._newest)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -151,13 +143,14 @@ class SpooledValues(Sequence[Any]):
     @override
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return list(itertools.islice(self, *index.indices(len(self))))
+            return list(islice(self, *index.indices(len(self))))
         number = bisect_right(self._ends, index)
+        start = self._ends[number - 1] if number else 0
         if number == len(self._ends):
-            return self._newest[index - (self._ends[-1] if self._ends else 0)]
+            return self._newest[index - start]
         if self._loaded[0] != number:
-            self._loaded = number, self._chunks[number].load()
-        return self._loaded[1][index - (self._ends[number - 1] if number else 0)]
+            self._loaded = number, _load(self._chunks[number])
+        return self._loaded[1][index - start]
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -228,10 +221,10 @@ class Table:
     """The rows of some files, by column.
 
     Attributes:
-        places: where each row is from: file and row, and in a text its line.
+        places: file and row of each row, and in a text its line.
         columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
         notes: sentences about the files.
-        unread: column that is left out because it has lists, objects or bytes -> the first place with such a value.
+        unread: column that is left out because it has lists, objects or bytes -> the error about the first such value.
     """
 
     def __init__(self, places: Values, columns: dict[str, Values]) -> None:
@@ -243,14 +236,7 @@ class Table:
         return len(self.places)
 
     def append(self, other: Self, *, field: str) -> None:
-        """Put the rows of another table behind these.
-
-        Args:
-            field: the setting that names its files, for errors.
-
-        Raises:
-            DataError: it has other columns.
-        """
+        """Put the rows of another table behind these; `field` names its files. Raises DataError for other columns."""
         self.unread |= other.unread
         self.notes += other.notes
         for name in self.unread:
@@ -268,11 +254,7 @@ class Table:
             self.columns[column].extend(values)
 
     def require(self, name: Any, *, field: str) -> str:
-        """The name of a column.
-
-        Raises:
-            DataError: the table has no such column; the remedy names the nearest.
-        """
+        """The name of a column. Raises DataError where there is none; the remedy names the nearest."""
         if name in self.columns:
             return str(name)
         if name in self.unread:
@@ -316,11 +298,11 @@ class Table:
         return numbers
 
     def each_text(self, name: str) -> Iterator[str]:
-        """The values of a column as texts, one after the other; empty where there is none."""
+        """The values of a column as texts; empty where there is none. A whole number has no point."""
         return map(as_text, self.columns[name])
 
     def texts(self, name: str) -> list[str]:
-        """The values of a column as texts ``[rows]``; empty where there is none. A whole number has no point."""
+        """The texts of `each_text` as a list ``[rows]``."""
         return list(self.each_text(name))
 
     def codes(self, name: str) -> tuple[np.ndarray, list[str]]:
@@ -339,22 +321,16 @@ class Table:
         gaps = (row for row, value in values if (value is None or value != value) and row not in but)
         if (first := next(gaps, None)) is not None:
             count = 1 + sum(1 for _ in gaps)
-            raise DataError(
-                f"{self.places[first]}, column '{name}': there is no value, as in {count} of {len(self)} rows.",
-                field=SOURCES,
-                remedy=remedy,
-            )
+            what = f"{self.places[first]}, column '{name}': there is no value, as in {count} of {len(self)} rows."
+            raise DataError(what, field=SOURCES, remedy=remedy)
 
     def refuse_free_text(self, name: str) -> None:
         """Raise DataError for a column of texts that are nearly all different."""
         different = count_different(np.fromiter(map(hash, self.columns[name]), np.int64, len(self)))
         if different > max(_FEW, len(self) / 2):
-            raise DataError(
-                f"The column '{name}' has {different} different texts in {len(self)} rows, such as "
-                f"'{str(self.columns[name][0])[:40]}': it is not a category.",
-                field=SOURCES,
-                remedy=f"Leave it out: prepare.options.ignore=[{name}].",
-            )
+            what = f"The column '{name}' has {different} different texts in {len(self)} rows"
+            what += f", such as '{str(self.columns[name][0])[:40]}': it is not a category."
+            raise DataError(what, field=SOURCES, remedy=f"Leave it out: prepare.options.ignore=[{name}].")
 
 
 def count_different(values: np.ndarray) -> int:
@@ -384,16 +360,6 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def id_of(value: Any, place: str) -> int | str | None:
-    """The id of a row as its file has it; None where it is missing."""
-    if value is None or value == "":
-        return None
-    if (row_id := read_id(value)) is None:
-        what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
-        raise DataError(what, field="rows")
-    return row_id
-
-
 def read_table(
     sources: Sequence[str],
     *,
@@ -409,8 +375,7 @@ def read_table(
         rename: name of a column in the files -> its name in the table.
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
-        readers: column -> what makes its values, of a value in a file and the place for errors. Other columns with
-            lists, objects or bytes are left out.
+        readers: column -> its reader. Other columns with lists, objects or bytes are left out.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -455,9 +420,10 @@ def _read_files(addresses: Sequence[str], lists: Sequence[str], notes: list[str]
 def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:
     if columns.keys() == row.keys():
         return
-    extra, lacking = sorted(set(row) - set(columns)), sorted(set(columns) - set(row))
-    what = f"it has a column '{extra[0]}' more" if extra else f"the column '{lacking[0]}' is missing"
-    raise DataError(f"{place}: {what} than the rows before." if extra else f"{place}: {what}.", field="rows")
+    if extra := sorted(set(row) - set(columns)):
+        raise DataError(f"{place}: it has a column '{extra[0]}' more than the rows before.", field="rows")
+    lacking = min(set(columns) - set(row))
+    raise DataError(f"{place}: the column '{lacking}' is missing.", field="rows")
 
 
 def _value(value: Any, name: str, place: str, readers: Mapping[str, Reader], unread: dict[str, str]) -> Any:
@@ -473,8 +439,7 @@ def _value(value: Any, name: str, place: str, readers: Mapping[str, Reader], unr
 def plain_value(value: Any, name: str, place: str) -> Any:
     """A number, a text, or None for what a file writes as nothing."""
     if isinstance(value, str):
-        text = value.strip()
-        return None if text in _NOTHING else text
+        return None if (text := value.strip()) in _NOTHING else text
     if value is None or isinstance(value, bool | int | float):
         return None if isinstance(value, float) and math.isnan(value) else value
     if isinstance(value, Decimal):
@@ -529,11 +494,10 @@ def _read_amount(text: str) -> float:
         digits = digits.replace(",", "")
     elif _COMMA.fullmatch(digits) and not _EITHER.fullmatch(digits):
         digits = digits.replace(".", "").replace(",", ".")
-    try:
+    with suppress(ValueError):
         number = float(f"{match[1]}{digits}")
-    except ValueError:
-        return math.nan
-    return number / 100 if match[3] == "%" else number
+        return number / 100 if match[3] == "%" else number
+    return math.nan
 
 
 # -- new rows ---------------------------------------------------------------------------------------------------------
@@ -564,12 +528,7 @@ def note_form(
 
 
 class TableForm:
-    """How new rows are read.
-
-    Attributes:
-        columns: column that a row needs -> how it is read.
-        id_column: the column of the training files with their ids, if there was one.
-    """
+    """How new rows are read, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`."""
 
     def __init__(self, note: Mapping[str, Any]) -> None:
         self.columns: dict[str, str] = dict(note["columns"])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
@@ -26,7 +27,6 @@ from trainer_lib.recipes.table_files import (
     as_number,
     as_text,
     count_different,
-    id_of,
     is_index,
     note_form,
     read_table,
@@ -371,6 +371,16 @@ class TextRows(TabularRows):
     def texts_of(self, option: str) -> list[str]:
         """The texts in the column that an option names ``[rows]``."""
         return self.table.texts(self.options[option])
+
+
+def id_of(value: Any, place: str) -> int | str | None:
+    """The id of a row as its file has it; None where it is missing."""
+    if value is None or value == "":
+        return None
+    if (row_id := read_id(value)) is None:
+        what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
+        raise DataError(what, field="rows")
+    return row_id
 
 
 def _in_order(name: str) -> tuple[float, str]:

@@ -44,8 +44,7 @@ from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer, load_
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-# Metrics of tagged words, each beside the tag that the word has had most often in training.
-#
+# -- metrics of tagged words, next to the tag that the word has had most often in training -----------------------------
 # A word that training has not seen gets the most frequent tag of all. Entities are those of the tags B-NAME, I-NAME
 # and O: an entity counts where its name and both of its ends are right (Tjong Kim Sang and De Meulder, CoNLL-2003).
 
