@@ -16,7 +16,7 @@ from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS, Accelerat
 from trainer_lib.arguments.checked_fields import coerce_fields
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
-from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
+from trainer_lib.arguments.deepspeed.deepspeed_config import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Unset, field_map
 from trainer_lib.arguments.fsdp.fsdp_config import read_settings

@@ -1,36 +1,29 @@
-"""The protocol between the trainer and a strategy. The name of a backend stands in its own file only.
+"""Training by one process on one device, the base of all strategies. A backend is named in its own file only.
 
-The trainer sequences, a strategy computes. A trainer that asks "is this X?" shows that this protocol lacks a method.
+The trainer sequences, a strategy computes. A trainer that asks "is this X?" shows that this class lacks a method.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.precision import Precision
+from trainer_lib.distributed.precision import Precision, create_precision
+from trainer_lib.distributed.xla import memory_address
+from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
 
 
-class StrategySettings(Protocol):
-    """The arguments that strategies read, among those of `TrainingArguments`."""
-
-    ddp_find_unused_parameters: bool | None
-    ddp_bucket_cap_mb: int | None
-    ddp_broadcast_buffers: bool | None
-    ddp_static_graph: bool | None
-    gradient_checkpointing: bool | None
-
-
-class Strategy(Protocol):
-    """One way of training a model. Returned tensors stay on the device, and nothing here waits for it.
+class Strategy:
+    """Trains a model as it is, on one device. Returned tensors stay on the device, and nothing here waits for it.
 
     Attributes:
         name: in checkpoints and logs.
@@ -40,28 +33,34 @@ class Strategy(Protocol):
         plugins: what `trainer.accelerator.state` offers to code written for accelerate, by accelerate's names.
     """
 
-    name: str
-    device: torch.device
-    comm: Communicator
-    places_model: bool
-    forward_communicates: bool
-    skips_micro_steps: bool
-    plugins: Mapping[str, Any]
+    name = "single"
+    places_model = False
+    forward_communicates = False
+    skips_micro_steps = True
+
+    def __init__(self, device: torch.device, comm: Communicator) -> None:
+        self.device = device
+        self.comm = comm
+        self.plugins: Mapping[str, Any] = {}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that `make` builds; on some ranks perhaps without values, which `setup_model` fills in."""
+        return make()
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that cannot be trained this way."""
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Return the module whose forward trains, on the device: `model` itself or a wrapper around it."""
+        return model
 
     def precision(self, args: TrainingArguments) -> Precision:
         """Return how forward passes are computed, and how gradients are scaled."""
+        return create_precision(args, self.device)
 
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the module and the optimizer to train with, made of what `setup_model` returned and its optimizer."""
+        return model, optimizer
 
     def release(self) -> None:
         """Release what `resolve` made, before another training or at the end."""
@@ -70,7 +69,9 @@ class Strategy(Protocol):
         """Make an optimizer that the user built before `setup_model` hold the parameters that the model has now."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module."""
+        """Return the user's own module, also from under torch.compile's wrapper."""
+        inner = getattr(model, "_orig_mod", model)
+        return inner if isinstance(inner, nn.Module) else model
 
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
         """Return the module to predict with.
@@ -83,59 +84,66 @@ class Strategy(Protocol):
         Raises:
             ConfigError: `alone`, and the forward cannot do without the other ranks.
         """
+        return model
 
     def after_inference(self, model: nn.Module) -> None:
         """Release what only prediction needed."""
 
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters that the optimizer holds, by their names in the user's module."""
+        return dict(self.unwrap(model).named_parameters())
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for micro-steps that only accumulate gradients: nothing is exchanged in it."""
+        return contextlib.nullcontext()
 
     def sync_gradients(self, model: nn.Module) -> None:
         """Exchange gradients that were all computed under `no_sync`, as a backward outside of it does."""
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Backpropagate `loss`, of shape `[]`.
-
-        Args:
-            gradient: gradient of the objective with respect to `loss`, of shape `[]`; None stands for 1.
-        """
+        """Backpropagate `loss` ``[]``; `gradient` is that of the objective with respect to it ``[]``, None means 1."""
+        loss.backward(gradient)  # type: ignore[no-untyped-call]
 
     def numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of the whole parameter, over all ranks that share it."""
+        return parameter.numel()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Return the global L2 norm of the gradients, `[]` on the device; scale them to a positive `max_norm`."""
+        return total_norm(parameters, max_norm)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
+        return self.comm.sum_tensor(tensor)
 
     def local_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, without wrappers' prefixes; sharded ones stay sharded.
 
-        Each has its own shape `[...]`. Tied weights stand under each of their names, with the same values (and the same
-        object when sharded).
+        They have their own shapes `[...]`. Tied weights are under all of their names, with the same values (and the
+        same object when sharded).
         """
+        state = self.unwrap(model).state_dict()
+        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def gathered(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors whole: sharded ones on the CPU of rank 0, and without values ("meta") on other ranks.
+        """Return the tensors whole `[...]`: sharded ones on the CPU of rank 0, without values ("meta") on other ranks.
 
-        Each has its whole shape `[...]`. A tensor is gathered when it is read, so every rank reads the same names in
-        the same order.
+        A tensor is gathered when it is read, so every rank reads the same names in the same order.
         """
+        return tensors
 
     def model_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return all of `local_state`, gathered to whole shapes `[...]`. Collective."""
+        return dict(self.gathered(self.local_state(model)))
 
     def checkpoint_tensors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what a checkpoint is written from: `[...]` shards if all ranks write, else whole. Collective."""
+        return dict(self.gathered(tensors))
 
     def load_model_state(
         self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
     ) -> None:
-        """Copy `state` into the model. Collective.
+        """Copy `state` into the model; a tied weight may be given under one of its names only. Collective.
 
         Args:
             state: tensors of the whole shapes `[...]`.
@@ -144,9 +152,24 @@ class Strategy(Protocol):
         Raises:
             ConfigError: names the tensors that are missing, unexpected or of another shape.
         """
+        target = self.unwrap(model)
+        if type(target).load_state_dict is not nn.Module.load_state_dict:
+            own_state = self.local_state(target)
+            # The model's own method knows which names it takes.
+            target.load_state_dict({**{name: own_state[name] for name in keep if name in own_state}, **state})
+            return
+        own = self.model_state(target)
+        # A copy: the caller's mapping stays as it is when names are added.
+        given = dict(state)
+        given.update((name, own[name]) for name in own.keys() & set(keep) - given.keys())
+        _complete_tied(own, given)
+        reshaped = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
+        refuse_others(own.keys() - given.keys(), given.keys() - own.keys(), reshaped)
+        target.load_state_dict(given)
 
     def describe(self) -> dict[str, Any]:
         """Return the part of a checkpoint's metadata that describes the strategy, as JSON."""
+        return {"strategy": self.name}
 
 
 def total_norm(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
@@ -179,3 +202,27 @@ def _alike(gradients: list[torch.Tensor]) -> bool:
         type(each) is torch.Tensor and each.device == device and each.dtype == dtype and each.layout is torch.strided
         for each in gradients
     )
+
+
+def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]) -> None:
+    """Raise ConfigError when a checkpoint's names or shapes are not the model's."""
+    for problem, found in (("lacks", missing), ("has unknown", unexpected), ("has another shape for", reshaped)):
+        if names := sorted(found):
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ConfigError(
+                f"The checkpoint {problem} {shown}: it belongs to another model.",
+                field="resume_from_checkpoint",
+                remedy="Build the model the checkpoint was written for, or start from the beginning.",
+            )
+
+
+def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
+    by_storage: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, value in own.items():
+        # Empty tensors all have the address 0.
+        if value.numel():
+            by_storage.setdefault((memory_address(value), value.shape), []).append(name)
+    for names in by_storage.values():
+        present = [name for name in names if name in given]
+        for name in names if present else []:
+            given.setdefault(name, given[present[0]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.base import StrategySettings
-from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 # Newer versions of torch renamed this argument, and warn about the old name.
 _BUFFERS = "forward_sync_buffers"
@@ -24,7 +26,7 @@ if _BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameter
     _BUFFERS = "broadcast_buffers"
 
 
-class DdpStrategy(SingleStrategy):
+class DdpStrategy(Strategy):
     """Every rank holds the whole model; backward averages gradients over ranks.
 
     Since gradients are *averaged*, the trainer scales each rank's loss by the number of data-parallel processes.
@@ -32,7 +34,7 @@ class DdpStrategy(SingleStrategy):
 
     name = "ddp"
 
-    def __init__(self, device: torch.device, comm: Communicator, args: StrategySettings) -> None:
+    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         super().__init__(device, comm)
         if not dist.is_initialized() or dist.get_world_size() < 2:
             raise InfrastructureError(
@@ -86,10 +88,6 @@ class DdpStrategy(SingleStrategy):
         if isinstance(model, DistributedDataParallel):
             model.require_forward_param_sync = True  # otherwise buffers would stay local from now on
 
-    @override
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.comm.sum_tensor(tensor)
-
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
@@ -97,16 +95,15 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-def _options(args: StrategySettings) -> dict[str, Any]:
+def _options(args: TrainingArguments) -> dict[str, Any]:
     # As in transformers: models with unused parameters train, except where recomputation would break the search.
     find_unused = args.ddp_find_unused_parameters
     options: dict[str, Any] = {
         "find_unused_parameters": not args.gradient_checkpointing if find_unused is None else find_unused
     }
-    if args.ddp_bucket_cap_mb is not None:
-        options["bucket_cap_mb"] = args.ddp_bucket_cap_mb
-    if args.ddp_broadcast_buffers is not None:
-        options[_BUFFERS] = args.ddp_broadcast_buffers
-    if args.ddp_static_graph is not None:
-        options["static_graph"] = args.ddp_static_graph
-    return options
+    options |= {
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        _BUFFERS: args.ddp_broadcast_buffers,
+        "static_graph": args.ddp_static_graph,
+    }
+    return {name: value for name, value in options.items() if value is not None}

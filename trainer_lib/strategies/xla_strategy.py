@@ -11,13 +11,13 @@ from typing_extensions import override
 
 from trainer_lib.distributed import xla
 from trainer_lib.errors import ConfigError
-from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
 
 
-class XlaStrategy(SingleStrategy):
+class XlaStrategy(Strategy):
     """Trains the model as it is, and marks the steps of torch_xla."""
 
     _after_step: Any = None

@@ -224,9 +224,7 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
         from trainer_lib.strategies.ddp import DdpStrategy
 
         return DdpStrategy(device, comm, args)
-    from trainer_lib.strategies.single import SingleStrategy
-
-    return SingleStrategy(device, comm)
+    return Strategy(device, comm)
 
 
 class Engine:

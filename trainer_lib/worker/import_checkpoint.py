@@ -26,7 +26,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names
 from trainer_lib.protocol.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
-from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer import models
 from trainer_lib.worker.assembly import require_module
 from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
@@ -134,7 +134,7 @@ def _weights(source: Source, model: nn.Module | None) -> tuple[dict[str, Tensor]
         return source.tensors, {}
     if source.adapter:
         load_adapter(model, source.tensors)
-        state = SingleStrategy(torch.device("cpu"), SingleProcess()).model_state(model)
+        state = Strategy(torch.device("cpu"), SingleProcess()).model_state(model)
         return models.trained_state(model, state), {"frozen": models.frozen_fingerprint(model, state)}
     return _complete(source.tensors, model), {}
 

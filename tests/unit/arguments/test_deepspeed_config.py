@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
+from trainer_lib.arguments.deepspeed import deepspeed_config as keys
 from trainer_lib.arguments.deepspeed.deepspeed_config import adopt, plan
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask_value

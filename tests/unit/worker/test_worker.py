@@ -25,7 +25,7 @@ from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, TrainResult
 from trainer_lib.storage import Store
-from trainer_lib.strategies.single import SingleStrategy
+from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.history import StepHistory
 from trainer_lib.worker import events as worker_events
 from trainer_lib.worker.train import thin_losses
@@ -423,7 +423,7 @@ def test_a_long_training_keeps_its_first_and_its_last_part() -> None:
 
 
 def test_unlogged_are_the_steps_since_the_last_log() -> None:
-    history = StepHistory(SingleStrategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
+    history = StepHistory(Strategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
 
     def add(*losses: float) -> None:
         for loss in losses:
@@ -443,6 +443,6 @@ def test_unlogged_are_the_steps_since_the_last_log() -> None:
     assert (third, fifth) == ((3, 2.0), (5, 1.0))
     assert fourth[0] == 4
     assert math.isnan(fourth[1])
-    resumed = StepHistory(SingleStrategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
+    resumed = StepHistory(Strategy(torch.device("cpu"), SingleProcess()), nonfinite_limit=5)
     resumed.load_state(json.loads(json.dumps(history.state())))
     assert [step for step, _ in resumed.unlogged(5)] == [3, 4, 5]

@@ -16,25 +16,122 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import io
 from trainer_lib.arguments.accelerator_config import BatchSettings
-from trainer_lib.arguments.deepspeed import deepspeed_keys as keys
-from trainer_lib.arguments.deepspeed.deepspeed_resolve import (
-    AUTO,
-    check_keys,
-    contradiction,
-    is_given,
-    part_of,
-    refused,
-    resolve_setting,
-)
+from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_size
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
-_STACK = 10  # of a warning: the line that makes the arguments
-
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
     from trainer_lib.arguments.training import TrainingArguments
+
+_STACK = 10  # of a warning: the line that makes the arguments
+AUTO = "auto"
+REMEDY = 'Remove one of them, or write "auto" in the file.'
+#: Settings of a schedule whose "auto" follows from the arguments and the length of training.
+AUTOMATIC = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+#: Key -> the argument that it follows from. A value in the file must be equal, or "auto".
+BATCH_KEYS: Mapping[str, str] = {
+    "train_batch_size": "global_batch_size",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+#: Keys that this module translates.
+MAPPED = (
+    *BATCH_KEYS,
+    *("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "bfloat16", "zero_optimization"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+)
+#: Keys that go to DeepSpeed as they are.
+PASSED = (
+    *("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler", "log_level"),
+    *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "aio"),
+)
+_REPORT = "Remove it, and name the tracker in report_to."
+#: Keys that DeepSpeed knows and that are refused here, with the alternative.
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), _REPORT),
+    **dict.fromkeys(
+        (
+            *("autotuning", "curriculum_learning", "data_efficiency", "compression_training", "quantize_training"),
+            *("progressive_layer_drop", "eigenvalue", "sparse_attention", "sparse_gradients", "hybrid_engine"),
+            *("pipeline", "disable_allgather", "use_data_before_expert_parallelism", "graph_harvesting"),
+        ),
+        "Remove it: the Trainer has no use for it.",
+    ),
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it: processes share only the data."),
+    "amp": "Remove it: NVIDIA Apex is discontinued. Give bf16=True or fp16=True, or the section bf16 or fp16.",
+    "torch_autocast": "Remove it: give the section bf16 or fp16, or bf16=True.",
+    "activation_checkpointing": "Remove it, and give gradient_checkpointing=True.",
+    "checkpoint": "Remove it: checkpoints are trainflow's own, without pickle.",
+    "load_universal_checkpoint": "Remove it: every checkpoint of trainflow resumes on any stage and world size.",
+    "nebula": "Remove it: checkpoints are trainflow's own.",
+    "data_types": "Remove it: gradients are accumulated in the format that the section bf16 or fp16 names.",
+    "elasticity": "Remove it, and give global_batch_size: it holds for any number of processes.",
+    "compile": "Remove it: compiling together with DeepSpeed is not supported.",
+    "managed_gradient_accumulation": "Remove it: the Trainer decides when a step is complete.",
+    "gradient_allreduce_op": "Remove it: gradients are averaged, and the loss is weighted accordingly.",
+    "dataloader_drop_last": "Remove it, and give the argument of that name.",
+}
+
+ZERO_MAPPED = ("stage", "cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
+OFFLOADS = ("offload_optimizer", "offload_param")
+#: Sizes whose "auto" follows from the model's hidden size.
+ZERO_AUTO = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+#: Accepted and always on, whatever the file says: weights are always gathered for saving.
+ZERO_ALWAYS_ON = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+ZERO_PASSED = (
+    *("allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter", "contiguous_gradients"),
+    *("round_robin_gradients", "sub_group_size", "ignore_unused_parameters", "use_multi_rank_bucket_allreduce"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold"),
+    *("stage3_module_granularity_threshold", "stage3_allgather_sequential", "memory_efficient_linear", "leaf_module"),
+    *("log_trace_cache_warnings", "pipeline_loading_checkpoint", "enable_sanity_checks"),
+    *("parameter_alignment", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
+)
+_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and load on any stage and number of processes."
+_LOSSY = "Remove it: the exchange would lose digits, and the state could not be saved exactly."
+ZERO_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights"), _OWN_FORMAT),
+    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), _LOSSY),
+    **dict.fromkeys(("zero_quantized_gradients", "zeropp_loco_param"), _LOSSY),
+    "legacy_stage1": "Remove it: stage 1 uses the present implementation.",
+    "compute_grad_norm": "Remove it: the norm is needed to find steps that are not finite.",
+    "zero_hpz_partition_size": "Remove it: parameters are sharded over all processes.",
+    "mics_shard_size": "Remove it: parameters are sharded over all processes (FSDP has hybrid_shard).",
+    "mics_hierarchical_params_gather": "Remove it: parameters are sharded over all processes.",
+    "zenflow": "Remove it: its steps are not those of the schedule.",
+    "save_muon_momentum_buffer_in_memory": "Remove it: muon works on whole matrices, which ZeRO shards.",
+}
+
+#: Optimizers of DeepSpeed and torch that update each element by itself, so that ZeRO may shard them -> `optim`.
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("adam", "adamw"), "adamw_torch_fused"),  # Adam decays like AdamW unless adam_w_mode is false
+    **{name: name for name in ("sgd", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "lion")},
+}
+REFUSED_OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("onebitadam", "onebitlamb", "zerooneadam"),
+        "It cannot be combined with ZeRO, and needs kernels of its own: give AdamW or Adam.",
+    ),
+    **dict.fromkeys(
+        ("lamb", "fusedlamb", "muon"),
+        "It works on whole matrices, which ZeRO shards: give AdamW, Adam, Lion or SGD.",
+    ),
+    "adagrad": "DeepSpeed makes one group of all its parameters, so that biases would decay too: give AdamW.",
+    "muadam": "Its package is not supported: give Adam.",
+    "muadamw": "Its package is not supported: give AdamW.",
+    "musgd": "Its package is not supported: give SGD.",
+}
+#: Schedule of DeepSpeed -> `lr_scheduler_type`; None where there is no equivalent.
+SCHEDULES: Mapping[str, str | None] = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+    "OneCycle": None,
+    "LRRangeTest": None,
+}
+#: Values of the argument `optim` that ZeRO may shard.
+ELEMENTWISE = (*sorted({*OPTIMIZERS.values()}), "adamw_torch", "adam")
 
 
 @dataclass(frozen=True)
@@ -96,7 +193,7 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
             error names both) or another value.
     """
     config = read(args.deepspeed)
-    check_keys("", config, (*keys.MAPPED, *keys.PASSED), keys.REFUSED)
+    check_keys("", config, (*MAPPED, *PASSED), REFUSED)
     _check_beside(args)
     resolved: dict[str, Any] = {}
     _batches(args, config, data_parallel_size)
@@ -105,13 +202,13 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     clipping = resolve_setting(args, config, "gradient_clipping", "max_grad_norm", resolved)
     compiled = _optimizer(args, part_of(config, "optimizer"), resolved, offloaded=zero.get("offload_optimizer"))
     schedule = _schedule(args, part_of(config, "scheduler"), resolved)
-    sections.update({name: config[name] for name in keys.PASSED if name in config})
+    sections.update({name: config[name] for name in PASSED if name in config})
     if zero["stage"]:
         _check_optimizer_name(args, resolved)
     return ZeroPlan(
         stage=zero["stage"],
         precision=precision,
-        automatic=tuple(name for name in keys.ZERO_AUTO if zero.get(name) == AUTO),
+        automatic=tuple(name for name in ZERO_AUTO if zero.get(name) == AUTO),
         zero={name: value for name, value in zero.items() if value != AUTO},
         offload_optimizer=_device(zero, "offload_optimizer"),
         offload_param=_device(zero, "offload_param"),
@@ -183,8 +280,8 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
         raise refused(
             key,
             written,
-            f"This contradicts {keys.BATCH_KEYS[key]} = {value}.",
-            f"Remove it, and give {keys.BATCH_KEYS[key]}.",
+            f"This contradicts {BATCH_KEYS[key]} = {value}.",
+            f"Remove it, and give {BATCH_KEYS[key]}.",
         )
 
 
@@ -192,14 +289,14 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
 
 
 def _zero(given: dict[str, Any]) -> dict[str, Any]:
-    known = (*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED)
-    check_keys("zero_optimization.", given, known, keys.ZERO_REFUSED)
+    known = (*ZERO_MAPPED, *OFFLOADS, *ZERO_AUTO, *ZERO_ALWAYS_ON, *ZERO_PASSED)
+    check_keys("zero_optimization.", given, known, ZERO_REFUSED)
     stage = given.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise refused("zero_optimization.stage", stage, "ZeRO has no such stage.", "Give 0, 1, 2 or 3.")
-    zero = {name: value for name, value in given.items() if name in (*keys.ZERO_AUTO, *keys.ZERO_PASSED)}
+    zero = {name: value for name, value in given.items() if name in (*ZERO_AUTO, *ZERO_PASSED)}
     for name, value in zero.items():
-        if value == AUTO and name not in keys.ZERO_AUTO:
+        if value == AUTO and name not in ZERO_AUTO:
             raise refused(
                 f"zero_optimization.{name}",
                 AUTO,
@@ -208,7 +305,7 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
             )
     zero["stage"] = int(stage)
     given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))  # old files have either spelling
-    for name, legacy in zip(keys.OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
+    for name, legacy in zip(OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
         offload = _offload(given, name, legacy, int(stage))
         if offload:
             zero[name] = offload
@@ -302,16 +399,14 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str
     if not section:
         return False
     kind = str(section.get("type", "")).lower()
-    if kind in keys.REFUSED_OPTIMIZERS:
-        raise refused(
-            "optimizer.type", section["type"], "This optimizer is not supported.", keys.REFUSED_OPTIMIZERS[kind]
-        )
-    if kind not in keys.OPTIMIZERS:
-        remedy = suggestion(kind, keys.OPTIMIZERS)
+    if kind in REFUSED_OPTIMIZERS:
+        raise refused("optimizer.type", section["type"], "This optimizer is not supported.", REFUSED_OPTIMIZERS[kind])
+    if kind not in OPTIMIZERS:
+        remedy = suggestion(kind, OPTIMIZERS)
         raise refused("optimizer.type", section.get("type"), "ZeRO cannot shard an optimizer of this name.", remedy)
     params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
-    name = "adam" if kind == "adam" and decoupled is False else keys.OPTIMIZERS[kind]
+    name = "adam" if kind == "adam" and decoupled is False else OPTIMIZERS[kind]
     # `adamw_torch` is the same optimizer without the fused kernel: the file's name does not contradict it.
     if is_given(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
         if str(args.optim) != name:
@@ -353,12 +448,12 @@ def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str
 
 def _check_optimizer_name(args: ArgumentGroups, resolved: Mapping[str, Any]) -> None:
     name = str(resolved.get("optim", args.optim))
-    if name not in keys.ELEMENTWISE:
+    if name not in ELEMENTWISE:
         raise ConfigError(
             "ZeRO cannot shard this optimizer, because it does not update each element by itself.",
             field="optim",
             value=name,
-            remedy=f"Choose one of: {', '.join(keys.ELEMENTWISE)}.",
+            remedy=f"Choose one of: {', '.join(ELEMENTWISE)}.",
         )
 
 
@@ -368,10 +463,10 @@ def _schedule(
     if not section:
         return None
     kind = str(section.get("type"))
-    if kind not in keys.SCHEDULES:
-        remedy = suggestion(kind, keys.SCHEDULES)
+    if kind not in SCHEDULES:
+        remedy = suggestion(kind, SCHEDULES)
         raise refused("scheduler.type", section.get("type"), "DeepSpeed has no schedule of this name.", remedy)
-    equivalent = keys.SCHEDULES[kind]
+    equivalent = SCHEDULES[kind]
     if is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
         raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
     params = part_of({"scheduler.params": section.get("params")}, "scheduler.params")
@@ -396,5 +491,89 @@ def _schedule(
     return kind, params
 
 
-#: Settings of a schedule whose "auto" follows from the arguments and the length of training.
-AUTOMATIC = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+# -- settings that both may give --------------------------------------------------------------------------------------
+
+
+def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a part of the configuration, empty when it is absent. Raises ConfigError for anything else."""
+    value = config.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise refused(name, value, "This must be a section.", 'Write {"name": value, …}.')
+    return dict(value)
+
+
+def check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: Mapping[str, str]) -> None:
+    """Raise ConfigError for a key that is unknown, or known and not supported."""
+    for key, value in given.items():
+        if key in refused_keys and asks(value):
+            raise refused(prefix + key, value, "This setting is not supported.", refused_keys[key])
+        if key not in known and key not in refused_keys:
+            raise refused(prefix + str(key), None, "DeepSpeed has no such setting.", suggestion(str(key), known))
+
+
+def asks(value: Any) -> bool:
+    """Return whether the value of a refused key asks for anything; a key that is switched off may stay."""
+    if isinstance(value, Mapping):
+        return bool(value.get("enabled", bool(value)))
+    return bool(value)
+
+
+def refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
+    """Return the error about a key's value."""
+    return ConfigError(message, field=f"deepspeed.{key}", value=value, remedy=remedy)
+
+
+def is_given(args: ArgumentGroups, name: str) -> bool:
+    """Return whether an argument is given, that is, not at its default."""
+    return bool(getattr(args, name) != field_map(args)[name].default)
+
+
+def resolve_setting(
+    args: ArgumentGroups,
+    given: Mapping[str, Any],
+    key: str,
+    argument: str,
+    resolved: dict[str, Any],
+    *,
+    prefix: str = "",
+    index: int | None = None,
+) -> Any:
+    """Return the number that the file gives for an argument, and record it in `resolved`; None when it gives none.
+
+    Args:
+        args: coerced arguments.
+        given: a section of the file.
+        key: the setting in that section.
+        argument: the argument that means the same.
+        resolved: argument -> value that the file decides; extended here.
+        prefix: the section's name with a dot, for errors.
+        index: position of the number, when the setting is a list.
+
+    Raises:
+        ConfigError: the setting is not a number, or contradicts the argument.
+    """
+    written = given.get(key)
+    if isinstance(written, list | tuple) and index is not None:
+        written = written[index] if index < len(written) else None
+    if written is None or written == AUTO:
+        return None
+    check_number(prefix + key, written)
+    current = resolved.get(argument, getattr(args, argument))
+    # In `resolved`: two sections of a file may give one argument, such as the learning rate.
+    if written != current and (is_given(args, argument) or argument in resolved):
+        raise contradiction(prefix + key, written, argument, current)
+    resolved[argument] = written
+    return written
+
+
+def check_number(key: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise refused(key, value, "This is not a number.", 'Write a number, or "auto".')
+
+
+def contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:
+    """Return the error about a value that contradicts an argument or another key."""
+    return refused(key, written, f"This contradicts {argument} = {current}.", REMEDY)

@@ -1,23 +1,48 @@
 """Read `fsdp` and `fsdp_config` into one form, and refuse what is not supported.
 
 The keys are those of every version of the Trainer's documents and of accelerate's files, with or without the prefix
-``fsdp_``. docs/distributed.md explains each in a table, and a test compares the two. Nothing here imports torch, so a
-spec is refused before a process is started.
+``fsdp_``. docs/distributed.md explains all of them in a table, and a test compares the two. Nothing here imports torch,
+so a spec is refused before a process is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.enums import FSDPOption
-from trainer_lib.arguments.fsdp.fsdp_keys import FIELD, KEYS, MODES, Reading
 from trainer_lib.arguments.io import read_mapping
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
+if TYPE_CHECKING:
+    from trainer_lib.arguments.groups import ArgumentGroups
+
+_log = logging.getLogger(__name__)
+FIELD = "fsdp_config"
+MODES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""The modes in the order of torch's numbers, which start at 1."""
+
+#: Mode -> the mode that differs only in keeping the parameters between forward and backward pass.
+_KEPT = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+_OFF: tuple[Any, ...] = (False, 0, None, "", "false", "False", [], {})
+"""Values that ask for nothing: files that were written out in full have them."""
+
+_FORMATS = {
+    **dict.fromkeys(("fp32", "float32"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+}
+_POLICIES = {"transformer_based_wrap": "classes", "size_based_wrap": "size", "no_wrap": "whole"}
+# backward_post gathers the next layers when the gradients of these are there, as gathering on demand does.
+_PREFETCH = {
+    **dict.fromkeys(("backward_pre", "1"), True),
+    **dict.fromkeys(("backward_post", "backward_pos", "2", "no_prefetch", "3"), False),
+}
 _WHOLE = "It needs every parameter as a whole."
 # Parts of optimizers' names.
 _UNSHARDABLE: Mapping[str, str] = {
@@ -26,21 +51,22 @@ _UNSHARDABLE: Mapping[str, str] = {
     **dict.fromkeys(("lion_32bit", "ademamix"), "bitsandbytes does not support shards."),
     **dict.fromkeys(("_8bit", "paged_", "_4bit", "rmsprop_bnb"), "Its quantised state does not support shards."),
 }
-
-
-class FsdpArguments(Protocol):
-    """The training arguments that this module reads."""
-
-    fsdp: Any
-    fsdp_config: Any
-    bf16: bool
-    fp16: bool
-    optim: Any
-    gradient_checkpointing: bool | None
-    auto_find_batch_size: bool
-    save_on_each_node: bool
-    bf16_full_eval: bool
-    fp16_full_eval: bool
+#: Arguments that are not supported together with sharding: the reason, and the alternative.
+_UNSERVED: Mapping[str, tuple[str, str]] = {
+    "auto_find_batch_size": (
+        "a process that runs out of memory leaves the others waiting for its shard.",
+        "Remove it; a pipeline's own retry halves the micro-batch between two starts.",
+    ),
+    "save_on_each_node": ("no machine has the whole state.", "Give an output_dir that all machines see."),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        ("sharded parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
+    ),
+    "predict_with_generate": (
+        "processes would generate different numbers of tokens and wait for each other.",
+        "Remove it, and generate with a Trainer of its own without fsdp and the saved model.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -86,19 +112,27 @@ class FsdpSettings:
         return self.mode in ("full_shard", "hybrid_shard", "no_shard")
 
 
-def read_settings(args: FsdpArguments) -> FsdpSettings | None:
+def read_settings(args: ArgumentGroups) -> FsdpSettings | None:
     """Return the settings, reading their file if there is one; None when `fsdp` is empty.
 
     Raises:
         ConfigError: the file cannot be read, or a key, a value or a combination is not supported.
     """
     words = str(args.fsdp or "").split()
-    config = read_mapping(Path(args.fsdp_config), field=FIELD) if isinstance(args.fsdp_config, str) else None
-    values = _unprefixed(config if config is not None else args.fsdp_config or {})
+    config = args.fsdp_config
+    values = _unprefixed(read_mapping(Path(config), field=FIELD) if isinstance(config, str) else config or {})
     if not words:
-        _refuse_without_fsdp(values)
+        # A configuration that was written out in full has values that ask for nothing.
+        asked = [key for key, value in values.items() if value not in _OFF]
+        if asked:
+            raise ConfigError(
+                "Without fsdp, these settings have no effect.",
+                field=FIELD,
+                value=asked[0],
+                remedy='Remove it, or set fsdp="full_shard auto_wrap".',
+            )
         return None
-    reading = Reading({"mode": next(word for word in words if word in MODES)})  # validation has left exactly one
+    reading = _Reading({"mode": next(word for word in words if word in MODES)})  # validation has left exactly one
     if FSDPOption.OFFLOAD in words:
         reading.set_value("offload", True, by="fsdp")
     for key, value in values.items():
@@ -106,9 +140,9 @@ def read_settings(args: FsdpArguments) -> FsdpSettings | None:
             raise ConfigError("No setting has this name.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
         # null in a file that was written out in full asks for nothing.
         if value is not None:
-            KEYS[key](reading, key, value)
-    _choose_parts(reading, asked=FSDPOption.AUTO_WRAP in words)
-    _choose_formats(reading, args)
+            KEYS[key](reading, f"{FIELD}.{key}", value)
+    _choose_parts(reading.values, asked=FSDPOption.AUTO_WRAP in words)
+    _choose_formats(reading.values, args)
     settings = replace(FsdpSettings(), **{name: v for name, v in reading.values.items() if v is not None})
     _check(settings, args)
     return settings
@@ -120,97 +154,243 @@ def _unprefixed(config: Mapping[str, Any]) -> dict[str, Any]:
         # transformers accepts every key with and without the prefix.
         name = str(key).removeprefix("fsdp_")
         if name in values and values[name] != value:
-            raise ConfigError(
-                f"The setting is given twice: {values[name]!r} and {value!r}.",
-                field=f"{FIELD}.{name}",
-                remedy="Keep one.",
-            )
+            twice = f"The setting is given twice: {values[name]!r} and {value!r}."
+            raise ConfigError(twice, field=f"{FIELD}.{name}", remedy="Keep one.")
         values[name] = value
     return values
 
 
-def _refuse_without_fsdp(values: Mapping[str, Any]) -> None:
-    # A configuration that was written out in full has these values, and they ask for nothing.
-    asked = [key for key, value in values.items() if value not in (0, False, None, "", "false", "False", [], {})]
-    if asked:
+# -- one key -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """Settings that are being read, with the key that set each, which an error about a contradiction names."""
+
+    values: dict[str, Any]
+    set_by: dict[str, str] = field(default_factory=dict)
+
+    def set_value(self, name: str, value: Any, *, by: str) -> None:
+        """Set `name` on behalf of the key `by`. Raises ConfigError when another key set another value."""
+        if name in self.set_by and self.values[name] != value:
+            raise ConfigError(
+                f"This contradicts {self.set_by[name]}.", field=by, value=value, remedy="Keep one of the two."
+            )
+        self.values[name] = value
+        self.set_by.setdefault(name, by)
+
+
+_Reader = Callable[[_Reading, str, Any], None]
+
+
+def _sets(name: str, convert: Callable[[str, Any], Any]) -> _Reader:
+    """A reader of a key that sets `name` to the converted value."""
+    return lambda reading, key, value: reading.set_value(name, convert(key, value), by=key)
+
+
+def _flag(key: str, value: Any) -> Any:
+    return coerce(value, bool, field=key)
+
+
+def _choice(options: Mapping[str, Any]) -> Callable[[str, Any], Any]:
+    def convert(key: str, value: Any) -> Any:
+        word = str(value).strip().lower()
+        if word not in options:
+            remedy = suggestion(word, options)
+            raise ConfigError("This is not one of the choices.", field=key, value=value, remedy=remedy)
+        return options[word]
+
+    return convert
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError("This is not a list of names.", field=key, value=value, remedy="Give names.")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _count(key: str, value: Any) -> int | None:
+    count: int = coerce(value, int, field=key)
+    if count < 0:
+        raise ConfigError("The number must be at least 0.", field=key, value=count, remedy="Give a number.")
+    return count or None  # 0 is accelerate's way of writing "not given"
+
+
+def sharded_checkpoints(key: str, value: Any) -> bool:
+    """Return whether a state_dict_type asks every process to write its own part of a checkpoint.
+
+    Raises:
+        ConfigError: it is not a type that any number of processes can load. The error names `key`.
+    """
+    options = {"full_state_dict": False, "sharded_state_dict": True}
+    word = str(value).strip().lower()
+    if word not in options:
+        local = "Local pieces are not supported: they fit one number of processes only."
         raise ConfigError(
-            "Without fsdp, these settings have no effect.",
-            field=FIELD,
-            value=asked[0],
-            remedy='Remove it, or set fsdp="full_shard auto_wrap".',
+            local if word == "local_state_dict" else "No state dict type has this name.",
+            field=key,
+            value=value,
+            remedy="Give SHARDED_STATE_DICT, which any number of processes loads, or FULL_STATE_DICT.",
+        )
+    return options[word]
+
+
+def _always(why: str) -> _Reader:
+    """A reader of a setting that FSDP's second version has no switch for, and whose other value changes no result."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        if not _flag(key, value):
+            _log.warning("%s is always True here: %s", key, why)
+
+    return read
+
+
+def _refused(why: str, remedy: str) -> _Reader:
+    """A reader that refuses a setting unless it is off."""
+
+    def read(reading: _Reading, key: str, value: Any) -> None:
+        if value not in _OFF:
+            raise ConfigError(f"This setting is not supported: {why}", field=key, value=value, remedy=remedy)
+
+    return read
+
+
+def _sharding(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``sharding_strategy``, torch's name or number of a mode, which must agree with `fsdp`."""
+    numbers = {str(number): name for number, name in enumerate(MODES, 1)}
+    if _choice({**numbers, **{name: name for name in MODES}})(key, value) != reading.values["mode"]:
+        contradicts = f"This contradicts fsdp = {reading.values['mode']}."
+        raise ConfigError(contradicts, field=key, value=value, remedy="Keep one of the two.")
+
+
+def _reshard(reading: _Reading, key: str, value: Any) -> None:
+    """Read ``reshard_after_forward``: on or off, or in accelerate's first version a mode's name or number."""
+    if isinstance(value, str) and value.strip().lower() not in ("true", "false", "yes", "no", "on", "off"):
+        _sharding(reading, key, value)
+        return
+    mode = reading.values["mode"]
+    # False turns a mode into the one that keeps parameters; True must not contradict such a mode.
+    if not _flag(key, value):
+        reading.values["mode"] = _KEPT.get(mode, mode)
+    elif mode in _KEPT.values():
+        raise ConfigError(
+            f"This contradicts fsdp = {mode}, which keeps the parameters until the backward pass.",
+            field=key,
+            value=value,
+            remedy=f"Remove it, or give fsdp = {next(name for name, kept in _KEPT.items() if kept == mode)}.",
         )
 
+
+def _version(reading: _Reading, key: str, value: Any) -> None:
+    if coerce(value, int, field=key) != 2:
+        raise ConfigError(
+            "Only torch's second version of FSDP (fully_shard) is supported; it has all modes of the first.",
+            field=key,
+            value=value,
+            remedy="Remove it.",
+        )
+
+
+def _precision(reading: _Reading, key: str, value: Any) -> None:
+    parts = {"param_dtype": value, "reduce_dtype": value} if isinstance(value, str) else value
+    if not isinstance(parts, Mapping):
+        raise ConfigError("This is not a mapping.", field=key, value=value, remedy='Give {"param_dtype": "bf16"}.')
+    for name, given in parts.items():
+        if name not in ("param_dtype", "reduce_dtype"):
+            raise ConfigError(
+                "No setting has this name: buffers keep their own format, outputs that of the computation.",
+                field=key,
+                value=name,
+                remedy="Give param_dtype and reduce_dtype.",
+            )
+        if given is not None:
+            # str(torch.bfloat16) is "torch.bfloat16": configurations from Python hold it.
+            chosen = _choice(_FORMATS)(f"{key}.{name}", str(given).removeprefix("torch."))
+            reading.set_value(str(name), chosen, by=f"{key}.{name}")
+
+
+_XLA = _refused(
+    "torch_xla's own FSDP is not served.", "Remove it; on several TPUs use the transformers Trainer with torch_xla."
+)
+
+#: Key without the prefix ``fsdp_`` -> the function that reads it.
+KEYS: Mapping[str, _Reader] = {
+    "sharding_strategy": _sharding,
+    "reshard_after_forward": _reshard,
+    **dict.fromkeys(("offload_params", "cpu_offload"), _sets("offload", _flag)),
+    "auto_wrap_policy": _sets("wrap", _choice(_POLICIES)),
+    **dict.fromkeys(("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap"), _sets("wrap_classes", _names)),
+    "min_num_params": _sets("min_num_params", _count),
+    "hybrid_group_size": _sets("hybrid_group", _count),
+    **dict.fromkeys(("backward_prefetch", "backward_prefetch_policy"), _sets("backward_prefetch", _choice(_PREFETCH))),
+    "forward_prefetch": _sets("forward_prefetch", _flag),
+    "limit_all_gathers": _always("memory for a unit is allocated only when its turn has come."),
+    "use_orig_params": _always("every parameter keeps its name, its shape and its own requires_grad."),
+    "sync_module_states": _sets("sync_module_states", _flag),
+    "cpu_ram_efficient_loading": _sets("cpu_ram_efficient_loading", _flag),
+    "activation_checkpointing": _sets("activation_checkpointing", _flag),
+    "activation_checkpointing_offload": _refused("activations stay on the device.", "Remove it."),
+    "state_dict_type": _sets("sharded_checkpoints", sharded_checkpoints),
+    **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), _precision),
+    "ignored_modules": _sets("ignored_modules", _names),
+    "version": _version,
+    **dict.fromkeys(("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2"), _XLA),
+}
 
 # -- what follows from several of them ---------------------------------------------------------------------------------
 
 
-def _choose_parts(reading: Reading, *, asked: bool) -> None:
+def _error(key: str, value: Any, message: str, remedy: str) -> ConfigError:
+    return ConfigError(message, field=f"{FIELD}.{key}", value=value, remedy=remedy)
+
+
+def _choose_parts(values: dict[str, Any], *, asked: bool) -> None:
     """Choose the units by class or by size: as the policy says, else by the given key; `auto_wrap` is by class."""
-    values = reading.values
-    classes, size = values.get("wrap_classes"), values.get("min_num_params")
+    classes, size, policy = values.get("wrap_classes"), values.get("min_num_params"), values.get("wrap")
     if classes and size:
-        raise ConfigError(
-            "This cannot be used together with transformer_layer_cls_to_wrap: layers are wrapped by class or by size.",
-            field=f"{FIELD}.min_num_params",
-            value=size,
-            remedy="Keep one of them.",
+        both = (
+            "This cannot be used together with transformer_layer_cls_to_wrap: layers are wrapped by class or by size."
         )
-    wanted = "classes" if classes else "size" if size else "classes" if asked else None
-    policy = values.get("wrap")
+        raise _error("min_num_params", size, both, "Keep one of them.")
     if policy == "size" and not size:
-        raise ConfigError(
-            "SIZE_BASED_WRAP needs a size.",
-            field=f"{FIELD}.min_num_params",
-            value=0,
-            remedy="Give the number of parameters that make a unit.",
-        )
+        remedy = "Give the number of parameters that make a unit."
+        raise _error("min_num_params", 0, "SIZE_BASED_WRAP needs a size.", remedy)
+    wanted = "classes" if classes else "size" if size else "classes" if asked else None
     if policy is not None and wanted is not None and policy != wanted:
-        raise ConfigError(
-            f"This contradicts {'auto_wrap' if asked and not (classes or size) else 'the layers to wrap'}.",
-            field=f"{FIELD}.auto_wrap_policy",
-            value=policy,
-            remedy="Remove it: the policy follows from the other settings.",
-        )
+        other = "auto_wrap" if asked and not (classes or size) else "the layers to wrap"
+        remedy = "Remove it: the policy follows from the other settings."
+        raise _error("auto_wrap_policy", policy, f"This contradicts {other}.", remedy)
     values["wrap"] = policy or wanted or "whole"
 
 
-def _choose_formats(reading: Reading, args: FsdpArguments) -> None:
+def _choose_formats(values: dict[str, Any], args: ArgumentGroups) -> None:
     """Choose the default formats: parameters as the forward pass computes, gradients in float32."""
-    values = reading.values
     asked = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     if values.get("param_dtype") == "float16" and not args.fp16:
-        raise ConfigError(
-            "float16 needs a loss scaler.",
-            field=f"{FIELD}.mixed_precision",
-            value="float16",
-            remedy="Set fp16=True, or use bf16.",
-        )
+        remedy = "Set fp16=True, or use bf16."
+        raise _error("mixed_precision", "float16", "float16 needs a loss scaler.", remedy)
     if asked is not None:
         # setdefault: mixed_precision in fsdp_config wins over bf16 and fp16.
         values.setdefault("param_dtype", asked)
         values.setdefault("reduce_dtype", "float32")
 
 
-#: Arguments that are not supported together with sharding: the reason, and the alternative.
-_UNSERVED: Mapping[str, tuple[str, str]] = {
-    "auto_find_batch_size": (
-        "a process that runs out of memory leaves the others waiting for its shard.",
-        "Remove it; a pipeline's own retry halves the micro-batch between two starts.",
-    ),
-    "save_on_each_node": ("no machine has the whole state.", "Give an output_dir that all machines see."),
-    **dict.fromkeys(
-        ("bf16_full_eval", "fp16_full_eval"),
-        ("sharded parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
-    ),
-    "predict_with_generate": (
-        "processes would generate different numbers of tokens and wait for each other.",
-        "Remove it, and generate with a Trainer of its own without fsdp and the saved model.",
-    ),
-}
-
-
-def _check(settings: FsdpSettings, args: FsdpArguments) -> None:
-    _check_parts(settings, args)
+def _check(settings: FsdpSettings, args: ArgumentGroups) -> None:
+    if settings.cpu_ram_efficient_loading and not settings.sync_module_states:
+        why = "This contradicts cpu_ram_efficient_loading: the values of the other processes come from the first."
+        raise _error("sync_module_states", False, why, "Remove it.")
+    if settings.hybrid_group is not None and "hybrid" not in settings.mode:
+        remedy = "Remove it, or give fsdp = hybrid_shard."
+        raise _error("hybrid_group_size", settings.hybrid_group, f"This has no effect on {settings.mode}.", remedy)
+    if settings.activation_checkpointing and args.gradient_checkpointing:
+        why = "This cannot be on together with gradient_checkpointing: both recompute the same activations."
+        remedy = "Keep activation_checkpointing, which saves an all-gather."
+        raise _error("activation_checkpointing", True, why, remedy)
+    if settings.activation_checkpointing and settings.wrap == "whole":
+        why = "This needs wrapped layers whose activations are recomputed."
+        remedy = "Add auto_wrap to fsdp, or give gradient_checkpointing instead."
+        raise _error("activation_checkpointing", True, why, remedy)
     for name, (why, remedy) in _UNSERVED.items():
         if getattr(args, name, False):
             raise ConfigError(f"This is not supported together with fsdp: {why}", field=name, value=True, remedy=remedy)
@@ -224,54 +404,19 @@ def _check(settings: FsdpSettings, args: FsdpArguments) -> None:
             )
 
 
-def _check_parts(settings: FsdpSettings, args: FsdpArguments) -> None:
-    if settings.cpu_ram_efficient_loading and not settings.sync_module_states:
-        raise ConfigError(
-            "This contradicts cpu_ram_efficient_loading: the values of the other processes come from the first.",
-            field=f"{FIELD}.sync_module_states",
-            value=False,
-            remedy="Remove it.",
-        )
-    if settings.hybrid_group is not None and "hybrid" not in settings.mode:
-        raise ConfigError(
-            f"This has no effect on {settings.mode}.",
-            field=f"{FIELD}.hybrid_group_size",
-            value=settings.hybrid_group,
-            remedy="Remove it, or give fsdp = hybrid_shard.",
-        )
-    if not settings.activation_checkpointing:
-        return
-    if args.gradient_checkpointing:
-        raise ConfigError(
-            "This cannot be on together with gradient_checkpointing: both recompute the same activations.",
-            field=f"{FIELD}.activation_checkpointing",
-            value=True,
-            remedy="Keep activation_checkpointing, which saves an all-gather.",
-        )
-    if settings.wrap == "whole":
-        raise ConfigError(
-            "This needs wrapped layers whose activations are recomputed.",
-            field=f"{FIELD}.activation_checkpointing",
-            value=True,
-            remedy="Add auto_wrap to fsdp, or give gradient_checkpointing instead.",
-        )
-
-
 def as_plugin_settings(settings: FsdpSettings) -> dict[str, Any]:
     """Return the settings by the names of accelerate's `FullyShardedDataParallelPlugin`, for code that builds one."""
-    policy = {"classes": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "whole": "NO_WRAP"}[settings.wrap]
     named: dict[str, Any] = {
         "fsdp_version": 2,
         "reshard_after_forward": settings.reshards,
-        "auto_wrap_policy": policy,
+        "auto_wrap_policy": next(policy.upper() for policy, wrap in _POLICIES.items() if wrap == settings.wrap),
         "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
         "state_dict_type": "SHARDED_STATE_DICT" if settings.sharded_checkpoints else "FULL_STATE_DICT",
         "activation_checkpointing": settings.activation_checkpointing,
     }
-    if settings.offload:
-        named["cpu_offload"] = True
-    if settings.wrap_classes:
-        named["transformer_cls_names_to_wrap"] = ",".join(settings.wrap_classes)
-    if settings.min_num_params:
-        named["min_num_params"] = settings.min_num_params
-    return named
+    more = {
+        "cpu_offload": settings.offload,
+        "transformer_cls_names_to_wrap": ",".join(settings.wrap_classes),
+        "min_num_params": settings.min_num_params,
+    }
+    return {**named, **{name: value for name, value in more.items() if value}}

@@ -342,10 +342,6 @@ class DeepSpeedStrategy(ZeroWeights):
         return bool(engine.was_step_applied())
 
     @override
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.comm.sum_tensor(tensor)
-
-    @override
     def numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of the whole parameter: a sharded one is empty between its layer's turns."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, adopt
-from trainer_lib.arguments.deepspeed.deepspeed_resolve import AUTO
+from trainer_lib.arguments.deepspeed.deepspeed_config import AUTO, ZeroPlan, adopt
 from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
 from trainer_lib.errors import ConfigError, MissingExtraError
 

@@ -16,11 +16,11 @@ from typing_extensions import override
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import InfrastructureError
+from trainer_lib.strategies.base import Strategy, refuse_others
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
-from trainer_lib.strategies.single import SingleStrategy, refuse_others
 
 
-class ZeroWeights(SingleStrategy):
+class ZeroWeights(Strategy):
     """The part of the strategy that reads and writes weights, whose parameters or masters are sharded."""
 
     def __init__(self, device: torch.device, comm: Communicator, *, keeps: bool, mixed: bool) -> None:

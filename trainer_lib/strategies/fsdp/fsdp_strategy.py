@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.fsdp.fsdp_config import FsdpArguments, FsdpSettings, read_settings
-from trainer_lib.arguments.fsdp.fsdp_keys import sharded_checkpoints
+from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings, read_settings, sharded_checkpoints
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.base import StrategySettings
+from trainer_lib.strategies.base import Strategy, refuse_others
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations
-from trainer_lib.strategies.single import SingleStrategy, refuse_others
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -178,17 +179,13 @@ class FsdpPlugin:
         Raises:
             ConfigError: the value is neither SHARDED_STATE_DICT nor FULL_STATE_DICT.
         """
-        self.sharded_checkpoints = sharded_checkpoints(state_dict_type, field="state_dict_type")
+        self.sharded_checkpoints = sharded_checkpoints("state_dict_type", state_dict_type)
 
 
 _log = logging.getLogger(__name__)
 
 
-class _Settings(StrategySettings, FsdpArguments, Protocol):
-    """The arguments that this strategy reads."""
-
-
-class FsdpStrategy(SingleStrategy):
+class FsdpStrategy(Strategy):
     """Every rank holds some rows of each parameter. Gradients are averaged, as with replicas."""
 
     name = "fsdp"
@@ -197,7 +194,7 @@ class FsdpStrategy(SingleStrategy):
     # Each forward gathers parameters: a rank without samples has to take part with a dummy batch.
     forward_communicates = True
 
-    def __init__(self, device: torch.device, comm: Communicator, args: _Settings) -> None:
+    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         """Form the mesh of processes.
 
         Raises:
@@ -426,10 +423,6 @@ class FsdpStrategy(SingleStrategy):
             # 1e-6 as in torch's own clipping.
             torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm.to(self.device)
-
-    @override
-    def sum(self, tensor: Tensor) -> Tensor:
-        return self.comm.sum_tensor(tensor)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
