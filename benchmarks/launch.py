@@ -1,11 +1,10 @@
-"""What a launch costs: one and two workers that do nothing, started as interpreters and forked from a warm parent.
+"""What a launch costs: one worker that does nothing, one that waited for its launch, and two.
 
     python -m benchmarks.launch --size full --save
 
-Each launch is whole, from the call to its result, and its recipe imports torch. The two ways alternate with
+Each launch is whole, from the call to its result, and its recipe imports torch. The ways alternate with
 ``python -c "import torch"``, and everything is reported as a multiple of that as well. Processor seconds count every
-process of a launch; those of a parent's start are reported by themselves. Wanted: a forked launch of two workers at
-most 0.5 times an import of torch, in wall and processor seconds.
+process of a launch; a worker that waits has spent most of them before.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ import psutil
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib.launch import LaunchConfig, launch, warm
-from trainer_lib.launch.warm import SWITCH
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 
 SIZES = {"smallest": 1, "full": 9}  # rounds, after one that warms the file cache
+WAIT_S = 10.0
 RECIPE = """
 import torch
 
@@ -48,12 +47,14 @@ def main() -> None:
 def measure(rounds: int) -> dict[str, Any]:
     """Time alternating launches."""
     ways: dict[str, Callable[[], object]] = {"import torch": import_torch}
-    for processes in (1, 2):
-        ways[f"started, {processes}"] = functools.partial(start, processes, "0")
-        ways[f"forked, {processes}"] = functools.partial(start, processes, "1")
+    ways |= {str(processes): functools.partial(start, processes) for processes in (1, 2)}
+    ways["waited"] = functools.partial(start, 1)
     taken: dict[str, dict[str, list[float]]] = {name: {"wall_s": [], "cpu_s": []} for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
+            if name == "waited":
+                warm.expect([("prepare", config(1))])
+                time.sleep(WAIT_S)
             wall, cpu = time.perf_counter(), cpu_seconds()
             way()
             if number:
@@ -67,7 +68,6 @@ def measure(rounds: int) -> dict[str, Any]:
             name: {unit: round(value / one[unit], 3) for unit, value in each.items()} for name, each in quietest.items()
         },
         "spread": {name: {unit: spread(values) for unit, values in each.items()} for name, each in taken.items()},
-        "parent": start_parent(),
     }
 
 
@@ -76,25 +76,18 @@ def import_torch() -> None:
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
 
 
-def start(processes: int, way: str) -> None:
-    """Launch workers that prepare one row. `way` is the value of the switch: "0" starts them, "1" forks them."""
+def config(processes: int) -> LaunchConfig:
+    """Return the settings of a launch."""
+    return LaunchConfig(kind="process" if processes == 1 else "torchrun", processes=processes, threads=1)
+
+
+def start(processes: int) -> None:
+    """Launch workers that prepare one row."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "recipe.py")
         recipe.write_text(RECIPE, encoding="utf-8")
-        config = LaunchConfig(kind="process" if processes == 1 else "torchrun", processes=processes, threads=1)
         asked = PrepareRequest(output=str(Path(folder, "out")), recipe=RecipeFile(str(recipe), folder))
-        launch(asked, config, env={SWITCH: way}, on_line=lambda line: None, on_event=lambda event: None)
-
-
-def start_parent() -> dict[str, float]:
-    """Start a new warm parent; return its processor seconds until it can fork, and the MB that it alone holds."""
-    warm.close()
-    before = cpu_seconds()
-    start(2, "1")
-    [parent] = [each for each in psutil.Process().children() if "warm_parent" in " ".join(each.cmdline()[:5])]
-    found = {"first_launch_cpu_s": cpu_seconds() - before, "private_mb": parent.memory_full_info().uss / 1e6}
-    warm.close()
-    return found
+        launch(asked, config(processes), env={}, on_line=lambda line: None, on_event=lambda event: None)
 
 
 def cpu_seconds() -> float:

@@ -27,7 +27,6 @@ from tests.support.engine_launch import Launch
 from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
 from trainer_lib.errors import MissingExtraError
-from trainer_lib.launch.warm import SWITCH
 from trainer_lib.protocol.requests import PreparedData
 
 SIZES = {"smallest": (1, 60), "full": (5, 400)}  # rounds, steps
@@ -130,7 +129,7 @@ def main() -> None:
         print(f"Not measured. {missing}")  # continuous integration runs every benchmark, and has no Ray
         return
     rounds, steps = SIZES[chosen.size]
-    os.environ.update({**VARIABLES, "PYTHONPATH": str(ROOT), SWITCH: "0"})
+    os.environ.update({**VARIABLES, "PYTHONPATH": str(ROOT)})
     result: dict[str, Any] = {way: {"start_s": [], "step_s": [], "loss_s": []} for way in ("torchrun", "ray")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

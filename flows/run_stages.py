@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
     from prefect.futures import PrefectFuture
 
+_VERBS = {"prepare-data": "prepare", "train": "train", "evaluate": "evaluate", "predict": "predict"}
+
 
 def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     """Run every stage that the plan wants, and add the outcome of every stage to the record's result.
@@ -40,7 +43,13 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     """
     _warn(plan)
     expect_launches(plan)
-    run = _StageRun(plan, record, stop)
+    try:
+        _run_groups(plan, _StageRun(plan, record, stop))
+    finally:
+        end_expected_workers()
+
+
+def _run_groups(plan: Plan, run: _StageRun) -> None:
     for group in plan.groups():
         if any(plan.is_wanted(name) and plan.stages[name].stage.gated for name in group):
             run.enforce_gates()
@@ -90,14 +99,23 @@ def _pass_warning(event: Mapping[str, Any]) -> None:
 
 
 def expect_launches(plan: Plan) -> None:
-    """Start the processes from which the workers of this plan are forked, so that they load torch meanwhile."""
-    names = [name for name, reason in plan.reasons.items() if plan.is_wanted(name) and not reason.hit]
-    wanted = [plan.stages[name] for name in {*names, *plan.context.force} if plan.is_wanted(name)]
-    launches = {each.stage.name: each.launch for each in wanted if each.launch is not None}
+    """Have workers of the stages that will run import torch before their turn."""
+    hits = {name for name, reason in plan.reasons.items() if reason.hit} - {*plan.context.force}
+    launches = [
+        (_VERBS[name], stage.launch)
+        for name, stage in plan.stages.items()
+        if name in _VERBS and name not in hits and plan.is_wanted(name) and stage.launch is not None
+    ]
     if launches:
         from trainer_lib.launch import warm  # an unchanged run launches nothing
 
         warm.expect(launches)
+
+
+def end_expected_workers() -> None:
+    """End a worker that still waits for its launch."""
+    if (warm := sys.modules.get("trainer_lib.launch.warm")) is not None:
+        warm.close()
 
 
 class _StageRun:

@@ -31,7 +31,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -159,34 +159,13 @@ def prctl(option: int, value: int) -> bool:
     return sys.platform == "linux" and int(ctypes.CDLL(None).prctl(option, value, 0, 0, 0)) == 0
 
 
-def execute(command: list[str], environment: dict[str, str]) -> NoReturn:
-    """Turn this process into the command; it ends with exit code 127 if the command cannot be started."""
-    try:
-        os.execvpe(command[0], command, environment)  # noqa: S606 (an argument list, no shell)
-    except OSError as error:
-        os.write(2, f"cannot start {command[0]}: {error.strerror}\n".encode())
-    finally:
-        os._exit(127)
-
-
 class Guard:
-    """Starts one command, keeps track of its descendants, and ends them all.
+    """Starts one command, keeps track of its descendants, and ends them all."""
 
-    Args:
-        become: turns a forked child into the command. A warm parent's guard passes one that needs no new interpreter.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path | None,
-        grace_s: float,
-        command: list[str],
-        become: Callable[[list[str], dict[str, str]], NoReturn] = execute,
-    ) -> None:
+    def __init__(self, run_dir: Path | None, grace_s: float, command: list[str]) -> None:
         self.run_dir = run_dir
         self.grace_s = grace_s
         self.command = command
-        self.become = become
         self.wake = os.pipe()
         self.child = 0
         self.status: int | None = None
@@ -228,15 +207,21 @@ class Guard:
         # A fork instead of Popen: SIGCHLD is handled here, where one waitpid reaps the command and adopted orphans.
         pid = os.fork()
         if pid == 0:
-            try:
-                self._leave_guard(guard)
-            except BaseException:
-                os._exit(127)
-            self.become(self.command, environment)
+            self._become_command(guard, environment)
         self.child = pid
 
-    def _leave_guard(self, guard: int) -> None:
-        """Take from the forked child what is the guard's: it dies with the guard and gets no input."""
+    def _become_command(self, guard: int, environment: dict[str, str]) -> NoReturn:
+        """Turn the forked child into the command, which dies with the guard and gets no input."""
+        try:
+            self._leave_guard(guard)
+            os.execvpe(self.command[0], self.command, environment)  # noqa: S606 (an argument list, no shell)
+        except OSError as error:
+            os.write(2, f"cannot start {self.command[0]}: {error.strerror}\n".encode())
+        finally:
+            os._exit(127)
+
+    @staticmethod
+    def _leave_guard(guard: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != guard:  # the guard died before the call above, so no signal will come
             os._exit(127)
@@ -244,11 +229,7 @@ class Guard:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        # Without an exec nothing else would close them.
-        for descriptor in (nothing, *self.wake):
-            os.close(descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def _wait(self) -> None:
         wake = self.wake[0]

@@ -44,14 +44,10 @@ _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole train
 
 
 def announce_probe(config: TrainConfig, context: StageContext) -> None:
-    """Have the workers of an estimate and a probe forked as those of a run are, so that a start takes as long as there.
-
-    Call it first: the process that they are forked from loads torch meanwhile. It is not asked to train: in a run whose
-    data is prepared, as after a probe, it loads what the first optimizer step needs when the training is launched.
-    """
+    """Have the workers of an estimate and a probe import torch while the data is prepared."""
     args = context.resolver.arguments(config.args, prefix="train.args")
     own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
-    warm.expect({"estimate": own, "probe": own})
+    warm.expect([("estimate", _alone(own)), ("probe", own)])
 
 
 def estimate_training(config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts]) -> Estimate:
@@ -135,7 +131,7 @@ def _alone(own: LaunchConfig) -> LaunchConfig:
     return LaunchConfig(
         kind="in_process" if own.kind == "in_process" else "process",
         processes=1,
-        # As many as each of all has, or it could not be forked from the same process.
+        # As many as each of all has: the number decides the order of additions.
         threads=int(threads_of(own, {**os.environ, **own.env})) if here else None,
         env=own.env,
         devices=own.devices,

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.launched import WAITING_RECIPE, Owner, kept_files, patience_s, request, wait_until
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Preempted
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch import LaunchConfig, launch, resolve_config, warm
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.locks import tickets
 from trainer_lib.protocol.requests import Request
@@ -319,9 +319,11 @@ def test_without_a_limit_launches_share_the_cpu(tmp_path: Path) -> None:
         assert not waiting()
 
 
-def test_workers_hold_the_device_themselves_forked_or_started(tmp_path: Path) -> None:
+def test_workers_hold_the_device_themselves_also_where_they_waited(tmp_path: Path) -> None:
     lines: list[str] = []
-    for number in range(3):  # the second and third are forked from a warm parent
+    for number in range(2):
+        if number:
+            warm.expect([("prepare", resolve_config(LaunchConfig(kind="process", per_device=1)))])
         launch(
             request(tmp_path / str(number), HOLDS),
             LaunchConfig(kind="process", per_device=1),
@@ -329,7 +331,8 @@ def test_workers_hold_the_device_themselves_forked_or_started(tmp_path: Path) ->
             on_line=lines.append,
             on_event=lambda event: None,
         )
-    assert [line for line in lines if line.startswith("holds")] == ["holds 1"] * 3
+    assert [line for line in lines if line.startswith("holds")] == ["holds 1"] * 2
+    assert not warm._waiting
 
 
 def test_threads_of_one_process_wait_for_each_other_in_the_order_of_asking(tmp_path: Path) -> None:

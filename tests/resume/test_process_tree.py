@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support.launched import Owner, request, wait_until
-from trainer_lib.launch.warm import SWITCH
 
 Start = Callable[..., Owner]
 Act = Callable[[Owner, Path], None]
@@ -23,7 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     owners: list[Owner] = []
 
     def begin(mode: str = "", *, ready: bool = True, **config: Any) -> Owner:
-        defaults: dict[str, Any] = {"processes": 2, "grace_s": 2.0, "env": {"MODE": mode, SWITCH: "1"}}
+        defaults: dict[str, Any] = {"processes": 2, "grace_s": 2.0, "env": {"MODE": mode}}
         settings = {**defaults, **config}
         owner = Owner(tmp_path, request(tmp_path), **settings)
         owners.append(owner)
@@ -60,7 +59,6 @@ def kill_worker(owner: Owner, folder: Path) -> None:
 
 ENDS: dict[str, tuple[Act, str | None]] = {
     "owner killed": (kill(owner_too=True), None),
-    "warm parent and owner killed": (kill("trainer_lib.worker.warm_parent", owner_too=True), None),
     "owner terminated": (send(signal.SIGTERM), None),
     "ctrl-c": (send(signal.SIGINT), ""),
     "torchrun killed": (kill(AGENT), "The launcher was killed by SIGKILL (9)."),
@@ -83,13 +81,6 @@ def test_whatever_ends_nothing_is_left(name: str, start: Start, tmp_path: Path) 
         assert said in outcome["message"]
     if name == "ctrl-c":
         assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_owner_killed_while_the_warm_parent_starts(start: Start) -> None:
-    owner = start(ready=False)
-    wait_until(lambda: owner.tree() != [], 30)
-    owner.process.kill()
-    assert owner.gone() == []
 
 
 def test_workers_that_do_not_listen_are_ended_after_the_grace_or_a_second_ctrl_c(start: Start, tmp_path: Path) -> None:

@@ -108,8 +108,6 @@ def draw_case(seed: int, number: int, *, steps: tuple[int, ...], local: bool = T
     moment = _draw_moment(draw, family, steps)
     target = _draw_target(draw, family, fault, moment)
     whole = family in ("store", "twice") or (draw.random() < 0.2 and not is_quick)
-    if whole and target == "worker" and draw.random() < 0.3:
-        target = "warm parent"  # one launch alone has none
     many = moment.stage == "train" and family == "process" and (target == "agent" or draw.random() < 0.2)
     if many and is_quick:
         many, target = False, "worker" if target == "agent" else target

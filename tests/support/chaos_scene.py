@@ -34,9 +34,8 @@ FILES = {
     "record": "runs",
     "books": "stages/*/*/{key.json,attempts,lease,history.json}",
 }
-# In this order: the words of a worker are part of the warm parent's, and a guard's end with those of what it guards.
+# In this order: the words of a guard end with those of what it guards.
 ROLES = {
-    "warm_parent": "warm parent",
     "guard.py": "guard",
     "trainer_lib.machines.agent": "agent",
     "trainer_lib.worker": "worker",

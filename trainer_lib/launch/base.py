@@ -15,8 +15,8 @@ With `engine` set, all of this happens on the machines of a cluster, which the e
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
-from trainer_lib.guard import OWNER, start_time
 from trainer_lib.launch import accelerate, engine_files, in_process, nodes, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.gpu_selection import name_devices, selection_variables
 from trainer_lib.launch.installed import require_torch
-from trainer_lib.launch.run_dir import MARK, RunDir
-from trainer_lib.launch.supervise import Listener, Supervisor
+from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.supervise import Listener, Supervisor, start_guard
 from trainer_lib.launch.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.locks.tickets import POLL_S, Place, Queue, Ticket
 from trainer_lib.protocol.requests import Request
@@ -175,19 +174,14 @@ def launch(
     restarts = _Restarts(config.max_restarts, on_event)
     listener = Listener(on_line, restarts.pass_on, should_cancel or (lambda: False))
     while True:
-        run_dir = RunDir.create(
-            request.to_json(), config.grace_s, listener.should_cancel, shared=shared, engine=config.engine
-        )
         try:
             left = replace(config, max_restarts=restarts.left)
-            return _attempt_when_free(request, left, run_dir, env, listener, what or request.verb)
+            return _attempt(request, left, env, listener, what or request.verb, shared=shared)
         except InfrastructureError as error:
             if not restarts.left or restarts.repeats(error) or listener.should_cancel():
                 raise
             # Only for failures of the surroundings: a mistake in the code or the data would fail again.
             restarts.count(error)
-        finally:
-            _put_away(run_dir, on_line, debug=request.debug)
 
 
 def _put_away(run_dir: RunDir, on_line: Callable[[str], None], *, debug: bool) -> None:
@@ -233,54 +227,68 @@ class _Restarts:
         return repeats
 
 
-def _attempt_when_free(
-    request: Request[R],
-    config: LaunchConfig,
-    run_dir: RunDir,
-    env: Mapping[str, str],
-    listener: Listener,
-    what: str,
+def _attempt(
+    request: Request[R], config: LaunchConfig, env: Mapping[str, str], listener: Listener, what: str, *, shared: bool
 ) -> R:
     """Wait for the devices, once the processes that an earlier launch of this output left behind have ended."""
-    if config.engine is None:
-        require_torch()
-    with held_devices(
-        config,
-        on_devices=request.uses_devices and not request.use_cpu,
-        what=what,
-        on_event=listener.on_event,
-        should_cancel=listener.should_cancel,
-    ) as held:
-        return _attempt(request, config, run_dir, env, listener, held)
+    variables = worker_environment if config.engine is None else engine_environment
+    environment = variables(config, env)
+    worker = warm.take(request.verb, config, environment)
+    with contextlib.ExitStack() as stack:
+        if worker is not None:
+            stack.callback(worker.close)
+        run_dir = RunDir.create(
+            request.to_json(),
+            config.grace_s,
+            listener.should_cancel,
+            shared=shared,
+            engine=config.engine,
+            made=None if worker is None else worker.run_dir,
+        )
+        stack.callback(_put_away, run_dir, listener.on_line, debug=request.debug)
+        if config.engine is None:
+            require_torch()
+        held = stack.enter_context(
+            held_devices(
+                config,
+                on_devices=request.uses_devices and not request.use_cpu,
+                what=what,
+                on_event=listener.on_event,
+                should_cancel=listener.should_cancel,
+            )
+        )
+        # The ranks of an enclosing job must not reach it: it is a world of one.
+        if config.kind == "in_process":
+            own = {**config.env, **env, **single_process()}
+            return in_process.run_request(request, run_dir, own, listener.on_event)
+        environment |= warm.launch_variables(run_dir)
+        return _supervise(request, config, run_dir, env, environment, listener, held, worker)
 
 
-def _attempt(
+def _supervise(
     request: Request[R],
     config: LaunchConfig,
     run_dir: RunDir,
     env: Mapping[str, str],
+    environment: Mapping[str, str],
     listener: Listener,
     held: tuple[int, ...],
+    worker: warm.WarmWorker | None,
 ) -> R:
-    # The ranks of an enclosing job must not reach it: it is a world of one.
-    if config.kind == "in_process":
-        return in_process.run_request(request, run_dir, {**config.env, **env, **single_process()}, listener.on_event)
-    variables = worker_environment if config.engine is None else engine_environment
-    environment = {
-        **variables(config, env),
-        MARK: str(run_dir.path),
-        OWNER: f"{os.getpid()}:{start_time(os.getpid())}",
-    }
+    """Start the guard of the launch, or take that of a worker that waits, and stay until nothing of it is left."""
     command = _command(request.verb, config, run_dir, environment)
-    fork = functools.partial(warm.start_guard, config, run_dir, command, environment, held)
     if config.engine is None:
         grace_s, timeout_s = config.grace_s, config.timeout_s
     else:
         engine_files.write(run_dir, config, env)
         # The leading machine watches its workers; ending a job takes longer than ending a process.
         grace_s, timeout_s = config.grace_s + engine_files.END_S, None
-    supervisor = Supervisor(command, environment, run_dir, grace_s, timeout_s, listener, fork, held)
-    ending = supervisor.run_command()
+
+    def start() -> subprocess.Popen[bytes]:
+        begun = None if worker is None else worker.begin(environment, held)
+        return begun or start_guard(command, environment, run_dir, grace_s, held)
+
+    ending = Supervisor(start, run_dir, grace_s, timeout_s, listener).run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
     if result is not None and not run_dir.read_errors():
@@ -305,7 +313,7 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
     if config.kind == "deepspeed":
         return _deepspeed_command(verb, path, processes, environment)
     if config.kind == "process":
-        return [*_PYTHON, "trainer_lib.worker", verb, str(path)]
+        return warm.worker_command(verb, run_dir)
     raise ConfigError(
         "This launcher starts no command.",
         field="train.launch.kind",

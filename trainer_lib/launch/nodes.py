@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, from_settings, resolve_config
 from trainer_lib.launch.run_dir import MARK, RunDir
-from trainer_lib.launch.supervise import Listener, Supervisor
+from trainer_lib.launch.supervise import Ending, Listener, Supervisor, start_guard
 from trainer_lib.launch.variables import worker_environment
 
 SETTINGS = "launch.json"
@@ -74,9 +75,7 @@ def follow(
     run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
     try:
         write_settings(run_dir, config)
-        environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
-        supervisor = Supervisor(build_command(run_dir.path), environment, run_dir, config.grace_s, None, listener)
-        ending = supervisor.run_command()
+        ending = _run_agent(run_dir, checked, config.grace_s, listener)
         outcome = run_dir.read_json("outcome.json")
     finally:
         run_dir.remove()
@@ -101,11 +100,18 @@ def dismiss(config: LaunchConfig) -> None:
     run_dir = RunDir.create({"output": f"dismiss {config.rendezvous}", "verb": NOTHING}, 0.0, lambda: False)
     try:
         write_settings(run_dir, config)
-        environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
-        listener = Listener(lambda line: None, lambda event: None, lambda: False)
-        Supervisor(build_command(run_dir.path), environment, run_dir, 0.0, None, listener).run_command()
+        _run_agent(run_dir, config, 0.0, Listener(lambda line: None, lambda event: None, lambda: False))
     finally:
         run_dir.remove()
+
+
+def _run_agent(run_dir: RunDir, config: LaunchConfig, grace_s: float, listener: Listener) -> Ending:
+    environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
+
+    def start() -> subprocess.Popen[bytes]:
+        return start_guard(build_command(run_dir.path), environment, run_dir, grace_s)
+
+    return Supervisor(start, run_dir, grace_s, None, listener).run_command()
 
 
 def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:

@@ -2,8 +2,9 @@
 
 ::
 
-    <tmp>/trainflow-<uid>/<output digest>-<random>/     mode 0700, removed when the launch ends
+    <tmp>/trainflow-<uid>/<random>/     mode 0700, removed when the launch ends
         request.json        what to do; no secrets
+        place               digest of the output, or of what else two launches must not share
         owner.pid guard.pid agent.pid worker-<rank>.pid     "pid start-time", one each
         events.jsonl        progress, appended by rank 0
         result.json         written last by rank 0, when everything is done and on the store
@@ -39,8 +40,10 @@ from trainer_lib.guard import Process, is_alive, send_signal, start_time
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
 _LOADING_S = 0.01
+_PLACE = "place"
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
+WARM_SOCKET = "TRAINFLOW_WARM_SOCKET"  # the descriptor at which a worker waits for its launch (`launch.warm`)
 
 
 class RunDir:
@@ -56,6 +59,22 @@ class RunDir:
         self._events_read = 0
 
     @classmethod
+    def make(cls) -> RunDir:
+        """Make a folder for a launch to come.
+
+        Raises:
+            ConfigError: the folder for run files belongs to another user. StorageFullError: the disk is full.
+        """
+        while True:
+            # Suppressed: another launch that ended has just removed the empty base.
+            with suppress(FileNotFoundError), _typed_if_full():
+                run_dir = cls(Path(tempfile.mkdtemp(dir=_private_base())))
+                break
+        with _typed_if_full(run_dir):
+            run_dir.record_process("owner", os.getpid())
+        return run_dir
+
+    @classmethod
     def create(
         cls,
         request: dict[str, Any],
@@ -64,12 +83,14 @@ class RunDir:
         *,
         shared: bool = False,
         engine: str | None = None,
+        made: RunDir | None = None,
     ) -> RunDir:
         """Make a folder for `request`, after the processes of earlier, killed launches of the same output have ended.
 
         Args:
             shared: other launches may work on this output at the same time.
             engine: what places the launch, whose leading machine may be this one.
+            made: the folder, where a worker waits in it already.
 
         Raises:
             ConfigError: the folder for run files belongs to another user.
@@ -79,17 +100,13 @@ class RunDir:
         # Of its own for each of those that share an output, so that none takes another for one that was killed.
         place = uuid.uuid4().hex if shared else f"{engine or ''}{request.get('output', '')}"
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
-        while True:
-            with _typed_if_full():
-                base = _private_base()
-            _sweep(base, digest, grace_s, should_cancel)
-            # Suppressed: another launch that ended has just removed the empty base.
-            with suppress(FileNotFoundError), _typed_if_full():
-                run_dir = cls(Path(tempfile.mkdtemp(prefix=f"{digest}-", dir=base)))
-                break
+        with _typed_if_full():
+            base = _private_base()
+        _sweep(base, digest, grace_s, should_cancel)
+        run_dir = made or cls.make()
         run_dir.is_shared = shared
         with _typed_if_full(run_dir):
-            run_dir.record_process("owner", os.getpid())
+            run_dir._write(_PLACE, digest)
             run_dir.write_json("request.json", request)
             (run_dir.path / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
         return run_dir
@@ -303,12 +320,14 @@ def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], 
     """Remove the folders of killed launches; wait for processes that still work on our output, then end them."""
     for path in list(base.iterdir()):
         with suppress(FileNotFoundError):  # the folder's owner has just removed it
-            _sweep_one(path, path.name.startswith(f"{digest}-"), grace_s, should_cancel)
+            _sweep_one(path, digest, grace_s, should_cancel)
 
 
-def _sweep_one(path: Path, same_output: bool, grace_s: float, should_cancel: Callable[[], bool]) -> None:
+def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
     if (path / "keep").exists():
         return
+    place = path / _PLACE
+    same_output = place.exists() and place.read_text() == digest
     owner, leftover = read_process(path / "owner.pid"), RunDir(path)
     if owner is not None and is_alive(owner):
         if same_output and leftover.find_processes():

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from trainer_lib import guard
 from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.launch.warm import GuardProcess
 
 T = TypeVar("T")
 
@@ -63,33 +62,40 @@ class Listener:
         return Listener(_quietly(self.on_line), _quietly(self.on_event), self.should_cancel)
 
 
-class Supervisor:
-    """Runs one command under a guard.
+def start_guard(
+    command: list[str], environment: Mapping[str, str], run_dir: RunDir, grace_s: float, held: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start the guard of a command; both inherit the open files `held`."""
+    arguments = ["--run-dir", str(run_dir.path), "--grace", str(grace_s), "--", *command]
+    # -I -S: the guard needs the standard library only, and no folder of the user's can shadow a module of it.
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(environment),
+        pass_fds=held,
+        start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
+        bufsize=0,
+    )
 
-    Args:
-        fork: has the guard forked by a warm parent; returns None where the guard's file has to be started.
-        held: open files that the guard and its command inherit.
-    """
+
+class Supervisor:
+    """Watches one command under its guard, from `start_guard`."""
 
     def __init__(
         self,
-        command: list[str],
-        environment: Mapping[str, str],
+        start: Callable[[], subprocess.Popen[bytes]],
         run_dir: RunDir,
         grace_s: float,
         timeout_s: float | None,
         listener: Listener,
-        fork: Callable[[], GuardProcess | None] = lambda: None,
-        held: tuple[int, ...] = (),
     ) -> None:
-        self._command = command
-        self._environment = environment
+        self._start = start
         self._run_dir = run_dir
         self._grace_s = grace_s
         self._timeout_s = timeout_s
         self._listener = listener
-        self._fork = fork
-        self._held = held
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self._step: int | None = None
@@ -101,7 +107,7 @@ class Supervisor:
     def run_command(self) -> Ending:
         """Start the command and stay until nothing of it is left."""
         oom = OomWatch()
-        self._guard = self._fork() or self._start_guard()
+        self._guard = self._start()
         self._selector = selectors.DefaultSelector()
         try:
             if self._guard.stdout is not None:
@@ -120,20 +126,6 @@ class Supervisor:
             out_of_memory=oom.has_risen(),
             step=self._step,
             tail="\n".join(self._tail),
-        )
-
-    def _start_guard(self) -> GuardProcess:
-        arguments = ["--run-dir", str(self._run_dir.path), "--grace", str(self._grace_s), "--", *self._command]
-        # -I -S: the guard needs the standard library only, and no folder of the user's can shadow a module of it.
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve()), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(self._environment),
-            pass_fds=self._held,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the owner only, which decides how to end the rest
-            bufsize=0,
         )
 
     def _watch(self, oom: OomWatch) -> float | None:

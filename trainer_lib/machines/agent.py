@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from typing_extensions import override
 
 from trainer_lib.guard import is_alive
 from trainer_lib.launch.run_dir import RunDir, read_process
-from trainer_lib.machines.forked import is_forked
 from trainer_lib.machines.rendezvous import open_store
-from trainer_lib.machines.seeds import Seed, growing, sow
 
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.05
@@ -35,11 +32,9 @@ def main(argv: list[str]) -> int:
     processes, verb, path = argv
     run_dir = RunDir(Path(path))
     run_dir.record_process("agent", os.getpid())
-    # Before the store, which has threads.
-    seeds = sow(int(processes)) if is_forked() else []
     store = open_store(LOOPBACK, 0)
     try:
-        failures = run_workers(run_dir, verb, int(processes), master=(LOOPBACK, store.port), seeds=seeds)
+        failures = run_workers(run_dir, verb, int(processes), master=(LOOPBACK, store.port))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     if failures:
@@ -55,13 +50,11 @@ def run_workers(
     master: tuple[str, int],
     nodes: int = 1,
     node_rank: int = 0,
-    seeds: Sequence[Seed] = (),
 ) -> list[dict[str, Any]]:
     """Start this machine's workers through torchrun and wait for their end.
 
     Args:
         master: host and port at which the store of the whole job listens.
-        seeds: forked processes that become the workers; empty: torchrun starts interpreters.
 
     Returns:
         How each failed rank ended (rank, exit code, pid, time); empty if all ended well.
@@ -83,8 +76,7 @@ def run_workers(
     deaths = DeathWatch(run_dir)
     deaths.start()
     try:
-        with growing(seeds):
-            run.run(options)  # type: ignore[no-untyped-call]
+        run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         return deaths.describe_endings(error)
     finally:

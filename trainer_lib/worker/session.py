@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -27,8 +28,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
 from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
-from trainer_lib.guard import descendants, send_signal
-from trainer_lib.launch.run_dir import RunDir, read_process
+from trainer_lib.guard import GUARD, descendants, send_signal
+from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir, read_process
 from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.protocol.requests import Request, read_request
@@ -151,7 +152,9 @@ class Work(Generic[Q]):
 
 def main(argv: list[str]) -> int:
     """Run one rank to its end. Returns the exit code: 0, or that of the failure."""
-    path = argv[1]  # argv[0], the verb, only names the process in a list of processes: the request holds it
+    verb, path = argv  # the verb only names the process in a list of processes: the request holds it
+    if WARM_SOCKET in os.environ:
+        _await_launch(verb)
     run_dir = RunDir(Path(path))
     _take_local_rank()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -179,6 +182,26 @@ def main(argv: list[str]) -> int:
         run_dir.write_json("result.json", to_record(result))
     watch.close()
     return _leaving.within(EXIT_S, 0)
+
+
+def _await_launch(verb: str) -> None:
+    """Import what the verb will need, and wait for the variables of the launch, as `launch.warm` sends them."""
+    # The first optimizer step imports torch's compiler, and pyarrow's first conversion of a list imports pandas.
+    first_step = ("torch._dynamo",) if verb in ("train", "probe") else ()
+    for name in ("torch", f"trainer_lib.worker.{verb}", *first_step, "pandas"):
+        with suppress(ModuleNotFoundError):  # a verb of another package; pandas is optional
+            importlib.import_module(name)
+    with socket.socket(fileno=int(os.environ[WARM_SOCKET])) as channel:
+        data, held, _, _ = socket.recv_fds(channel, 1 << 16, 8)
+        while more := channel.recv(1 << 16):
+            data += more
+    if not data:  # the owner has ended, or will launch nothing more
+        os._exit(1)
+    for number in held:
+        os.set_inheritable(number, True)  # as where the guard hands them on
+    guard = os.environ[GUARD]
+    os.environ.clear()
+    os.environ.update({**parse_json(data, dict), GUARD: guard})
 
 
 def _take_local_rank() -> None:

@@ -15,8 +15,6 @@ from tests.support.recorded import commit_facts, record_run
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
 from trainer_lib.launch import LaunchConfig, warm
-from trainer_lib.launch.variables import worker_environment
-from trainer_lib.launch.warm import read_conditions
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
@@ -266,9 +264,9 @@ LAUNCHES = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": N
 @pytest.mark.parametrize(
     ("hits", "wanted", "force", "announced"),
     [
-        (set(), set(LAUNCHES), set(), [{"prepare-data": ONE, "train": TWO, "evaluate": TWO}]),
-        ({"prepare-data"}, {"prepare-data", "train"}, set(), [{"train": TWO}]),
-        ({"prepare-data", "train"}, {"prepare-data", "train"}, {"train"}, [{"train": TWO}]),
+        (set(), set(LAUNCHES), set(), [[("prepare", ONE), ("train", TWO), ("evaluate", TWO)]]),
+        ({"prepare-data"}, {"prepare-data", "train"}, set(), [[("train", TWO)]]),
+        ({"prepare-data", "train"}, {"prepare-data", "train"}, {"train"}, [[("train", TWO)]]),
         ({"prepare-data", "train"}, {"prepare-data", "train"}, set(), []),
     ],
 )
@@ -287,23 +285,10 @@ def test_stages_that_will_run_are_announced(
     assert launches == announced
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        ONE,
-        LaunchConfig(kind="process", processes=1, threads=1),
-        TWO,
-        LaunchConfig(kind="torchrun", processes=2, threads=3),
-        LaunchConfig(kind="torchrun", processes=2, env={"OMP_NUM_THREADS": "5"}),
-    ],
-)
-def test_one_worker_and_all_of_them_have_one_parent(config: LaunchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_alone_has_the_threads_of_one_of_all_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    alone = worker_environment(rehearsal._alone(config), {})
-    assert read_conditions(alone) == read_conditions(worker_environment(config, {}))
-
-
-def test_where_nothing_is_forked_no_threads_are_counted() -> None:
+    assert rehearsal._alone(LaunchConfig(kind="torchrun", processes=2, threads=3)).threads == 3
+    assert rehearsal._alone(LaunchConfig(kind="torchrun", processes=2, env={"OMP_NUM_THREADS": "5"})).threads == 5
     here, elsewhere = LaunchConfig(kind="in_process", processes=1), LaunchConfig(engine="slurm", processes="auto")
     assert (rehearsal._alone(here).threads, rehearsal._alone(elsewhere).threads) == (None, None)
 
@@ -312,14 +297,13 @@ def test_where_nothing_is_forked_no_threads_are_counted() -> None:
 def test_a_plan_with_a_probe_announces_its_launches_first(
     path: Path, monkeypatch: pytest.MonkeyPatch, probe: bool, done: list[Any]
 ) -> None:
-    """Two launches: for one, no parent would be worth its start."""
     calls: list[Any] = []
 
     def ask(*_: Any, **__: Any) -> Found:
         calls.append("asked")
         return Found()
 
-    monkeypatch.setattr(warm, "expect", lambda launches: calls.append(sorted(launches)))
+    monkeypatch.setattr(warm, "expect", lambda launches: calls.append([verb for verb, _ in launches]))
     monkeypatch.setattr(full_plan, "_ask", ask)
     full_plan.plan_in_full(prepared(load_spec(path)), probe=probe)
     assert calls == done
