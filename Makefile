@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Test processes of `make test`: one more than cores, since tests of whole runs wait for servers and for processes.
 TESTERS ?= $(shell expr $(CORES) + 1)
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
-FUZZ_SECONDS ?= 180
+FUZZ_CASES ?= 1000
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo unit test slow nightly clients benchmarks mutants check docs chaos chaos-pipeline fuzz format clean
@@ -103,8 +103,8 @@ chaos-pipeline: install  ## Faults from outside over whole pipelines, N cases (a
 	$(BIN)/python -m benchmarks.chaos_pipeline --count $(N) --seconds $(SECONDS) --recipe $(RECIPE) --ledger $(LEDGER) \
 		--keep $(basename $(LEDGER)).kept
 
-fuzz: install  ## Feed every reader of checkpoint bytes with damaged and crafted input for FUZZ_SECONDS
-	$(BIN)/python -W ignore -m tests.support.fuzz --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED))
+fuzz: install  ## Feed every reader of checkpoint bytes with damaged and crafted input FUZZ_CASES times
+	FUZZ_CASES=$(FUZZ_CASES) SEED=$(or $(SEED),0) $(BIN)/pytest -n0 -q tests/unit/checkpoint/test_checkpoint_damage.py -k no_reader
 
 format: install  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -216,7 +216,7 @@ def _resuming(folder: Path) -> dict[str, Target]:
         return read
 
     files = ("trainer_state.json", "data.json", "scheduler.json", "optimizer.json")
-    return {f"resume {file}": Target(reader(file), [store.read_bytes(file)], in_json, 3.0) for file in files}
+    return {f"resume {file}": Target(reader(file), [store.read_bytes(file)], in_json) for file in files}
 
 
 # -- other programs' ---------------------------------------------------------------------------------------------------
