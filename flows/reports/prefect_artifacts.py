@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
@@ -25,6 +25,9 @@ from trainflow.flows.reports.report_facts import collect_facts
 from trainflow.flows.reports.run_summary import summarize
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.progress import Event, describe, subscribe
+
+if TYPE_CHECKING:
+    from trainflow.flows.reports.run_record import RunRecord
 
 # The report while the run is at work: rewritten every few seconds from the events of its stages.
 #
@@ -121,14 +124,8 @@ LIMIT_S = 3.0
 _log = logging.getLogger(__name__)
 
 
-class HasPictures(Protocol):
-    """What has the curves as PNG by name; none where this command trained nothing."""
-
-    pictures: dict[str, bytes]
-
-
 @contextlib.contextmanager
-def run_artifacts(result: PipelineResult, record: HasPictures) -> Iterator[None]:
+def run_artifacts(result: PipelineResult, record: RunRecord) -> Iterator[None]:
     """After the block, give the Prefect run that this code runs in its artifacts.
 
     Args:

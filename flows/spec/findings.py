@@ -89,7 +89,7 @@ def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseM
         found.setdefault(key, []).append(_finding(item, key, value, model))
         values[key] = value
     key, findings = next(iter(found.items()))
-    first = _joined(key, values[key], findings)
+    first = _joined(values[key], findings)
     others = f" (Also wrong: {', '.join(list(found)[1:])}.)" if len(found) > 1 else ""
     # An address of a chat is a secret, in whatever form it stands there.
     value = MASK if key == "notify" or key.startswith("notify.to") else values[key]
@@ -128,7 +128,7 @@ def _finding(item: ErrorDetails, key: str, value: Any, model: type[BaseModel]) -
     return _Finding("There is no value." if value is None else what, remedy, wanted)
 
 
-def _joined(key: str, value: Any, findings: Sequence[_Finding]) -> _Finding:
+def _joined(value: Any, findings: Sequence[_Finding]) -> _Finding:
     """One finding of those that the types of one setting gave."""
     if len(findings) == 1:
         return findings[0]

@@ -238,7 +238,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     field = "sweep.objective"
     if name.startswith(_EVALUATED):
         _require_evaluations(spec, resolver, field=field, value=name)
-        _check_measured(spec, name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
+        _check_measured(name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
         return
     if name.startswith(_TRAINED):
         _check_trained(spec, name, resolver, field)
@@ -254,7 +254,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
         raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
     names = [f"{split}_{each}" for split in spec.evaluate.splits for each in _measured(spec, resolver)]
     if not name.startswith("overall_"):
-        _check_measured(spec, name, names, field)
+        _check_measured(name, names, field)
 
 
 def _check_trained(spec: PipelineSpec, name: str, resolver: Resolver, field: str) -> None:
@@ -300,7 +300,7 @@ def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
     return [] if found is None else [*found, *_ALWAYS]
 
 
-def _check_measured(spec: PipelineSpec, name: str, names: Sequence[str], field: str) -> None:
+def _check_measured(name: str, names: Sequence[str], field: str) -> None:
     if names and name not in names:
         raise ConfigError("No evaluation reports this metric.", field=field, value=name, remedy=suggestion(name, names))
 
@@ -308,7 +308,7 @@ def _check_measured(spec: PipelineSpec, name: str, names: Sequence[str], field: 
 def _check_pruner(spec: PipelineSpec, resolver: Resolver) -> None:
     name = pruning_metric(spec) or ""
     _require_evaluations(spec, resolver, field="sweep.pruner", value=None)
-    _check_measured(spec, name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], "sweep.pruner.metric")
+    _check_measured(name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], "sweep.pruner.metric")
 
 
 def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:

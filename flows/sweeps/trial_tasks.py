@@ -117,9 +117,6 @@ class UnseenTrials:
     def lose(self, slot: SlotProcess, why: str) -> None:
         """A slot has ended, and with it the trial that it was at work on, if any."""
 
-    def stop(self) -> None:
-        """All slots are ended."""
-
 
 @contextlib.contextmanager
 def listening(slots: list[SlotProcess]) -> Iterator[selectors.BaseSelector]:
@@ -312,7 +309,6 @@ class TrialTasks(UnseenTrials):
 
         self._finish(slot, Crashed(message=why))
 
-    @override
     def stop(self) -> None:
         """End the tasks of what is still at work, and wait until Prefect knows the ends of all."""
         from prefect.states import Cancelled

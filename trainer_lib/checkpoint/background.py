@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
@@ -56,7 +57,7 @@ class BackgroundSaver:
         # Connections of its own: the thread's messages must not meet those of the step.
         self._channel = disk.twin(timeout_s)
         self._keep = keep
-        self._job: _Job | None = None
+        self._job: Future[CheckpointInfo] | None = None
         self._unfinished: Pending | None = None
         """The question, on its way since the last `has_ended`, whether any rank is still writing."""
 
@@ -81,7 +82,7 @@ class BackgroundSaver:
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
         frozen = run_on_all_ranks(self._disk, lambda: freeze_snapshot(snapshot, self._disk.rank, self.memory))
-        self._job = _Job(lambda: self._save(root, frozen, after_commit), name=f"trainflow-save-{snapshot.step}")
+        self._job = _started(lambda: self._save(root, frozen, after_commit), f"trainflow-save-{snapshot.step}")
 
     def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not, on every rank. Collective while there is one.
@@ -92,10 +93,10 @@ class BackgroundSaver:
         if self._job is None:
             return False
         if self._comm.world_size == 1:
-            return self._job.is_done
+            return self._job.done()
         # The answer to the question of the step before: nothing waits for a message here.
         has_ended = self._unfinished is not None and not self._unfinished.result()
-        self._unfinished = None if has_ended else self._comm.any_later(not self._job.is_done)
+        self._unfinished = None if has_ended else self._comm.any_later(not self._job.done())
         return has_ended
 
     def finish(self) -> CheckpointInfo:
@@ -121,7 +122,7 @@ class BackgroundSaver:
         """
         if self._job is None:
             raise RuntimeError("No save is under way.")
-        self._job.wait()
+        wait([self._job])  # an interrupt leaves the job as it is
         # Cleared before the result is raised, so that the next save can start after a failed one.
         job, self._job, self._unfinished = self._job, None, None
         return job.result()
@@ -137,40 +138,15 @@ class BackgroundSaver:
         return info
 
 
-class _Job:
-    """One save in its thread."""
+def _started(work: Callable[[], CheckpointInfo], name: str) -> Future[CheckpointInfo]:
+    """Work in a thread; a daemon, because a user may press Ctrl-C once more to leave without waiting for it."""
+    outcome: Future[CheckpointInfo] = Future()
 
-    def __init__(self, work: Callable[[], CheckpointInfo], *, name: str) -> None:
-        self._work = work
-        self._info: CheckpointInfo | None = None
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        # A daemon, because a user may press Ctrl-C once more to leave without waiting for it.
-        self._thread = threading.Thread(target=self._run_work, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the work has ended, well or not."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Wait until the work has ended. An interrupt leaves the job as it is."""
-        self._done.wait()  # not `join` alone: an interrupt inside it makes the thread look ended
-        self._thread.join()
-
-    def result(self) -> CheckpointInfo:
-        """What was committed; raises what ended the work."""
-        if self._error is not None:
-            raise self._error
-        if self._info is None:
-            raise RuntimeError("The thread is still at work.")
-        return self._info
-
-    def _run_work(self) -> None:
+    def run() -> None:
         try:
-            self._info = self._work()
+            outcome.set_result(work())
         except BaseException as error:  # raised again where the result is asked for
-            self._error = error
-        finally:
-            self._done.set()
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
