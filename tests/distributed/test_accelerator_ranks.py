@@ -31,8 +31,14 @@ def _loaded() -> Iterator[None]:
 
 def exchanging(folder: str) -> None:
     """One call of everything that ranks do together, with values that differ between them."""
+    from accelerate.state import AcceleratorState, PartialState
+
     training = trainer(folder, ROWS)
     helper, rank = training.accelerator, training.args.process_index
+    for state in (PartialState(), AcceleratorState(), helper.state, helper):
+        facts = (state.num_processes, state.process_index, state.local_process_index, str(state.device))
+        assert (*facts, state.use_distributed) == (2, rank, rank, "cpu", True)
+    assert str(helper.distributed_type) == "DistributedType.MULTI_CPU" and torch.get_num_threads() == 1
     mine = torch.arange(rank + 1) + 10 * rank
     gathered = helper.gather({"a": mine, "b": [torch.tensor(rank), (mine.float().bfloat16(), mine > 10)]})
     assert isinstance(gathered["b"], list) and isinstance(gathered["b"][1], tuple)
@@ -221,22 +227,6 @@ def preparing(folder: str) -> None:
 
 def test_what_is_prepared_beside_the_trainers_own(tmp_path: Path) -> None:
     run_distributed(preparing, 2, str(tmp_path))
-
-
-def state_of_accelerate(folder: str) -> list[Any]:
-    from accelerate.state import AcceleratorState, PartialState
-
-    helper = trainer(folder, ROWS).accelerator
-    partial, whole = PartialState(), AcceleratorState()
-    return [
-        [state.num_processes, state.process_index, state.local_process_index, str(state.device), state.use_distributed]
-        for state in (partial, whole, helper.state, helper)
-    ] + [str(partial.distributed_type), torch.get_num_threads()]
-
-
-def test_accelerates_own_state_has_the_trainers_ranks(tmp_path: Path) -> None:
-    for rank, states in enumerate(run_distributed(state_of_accelerate, 2, str(tmp_path))):
-        assert states == [[2, rank, rank, "cpu", True]] * 4 + ["DistributedType.MULTI_CPU", 1]
 
 
 def under_the_state_of_accelerate(folder: str) -> list[Any]:

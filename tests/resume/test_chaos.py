@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos_pipeline import Ledger, table
 from tests.support import chaos_checks as checks
-from tests.support.chaos_cases import STAGES, Moment, draw_case
+from tests.support.chaos_cases import STAGES, Moment
 from tests.support.chaos_checks import Expected
 from tests.support.chaos_scene import has_come
 from tests.support.repository import ROOT
@@ -33,27 +32,7 @@ def test_ten_kills_cost_no_more_than_a_save_interval_and_not_a_bit(tmp_path: Pat
     assert ours["runs_equal_in_everything"] == ours["runs_finished"] > 0
 
 
-STEPS = (2, 4, 6)
 POINTS = frozenset({("loss", 1, 0.5), ("loss", 2, 0.25)})
-
-
-def test_a_case_is_drawn_from_its_seed_and_number_alone() -> None:
-    cases = [draw_case(0, number, steps=STEPS) for number in range(80)]
-    assert cases == [draw_case(0, number, steps=STEPS) for number in range(80)]
-    assert cases != [draw_case(1, number, steps=STEPS) for number in range(80)]
-
-
-def test_the_ledger_goes_on_after_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    line = {"case": 1, "seed": 0, "recipe": "small", "kind": "process: kill", "held": True, "injected": True}
-    other = {**line, "case": 2, "seed": 5}
-    path.write_text("\n".join([json.dumps(line), json.dumps(other), '{"case": 3, "se']))
-    ledger = Ledger(path, 0, "small")
-    assert ledger.left(4) == [0, 2, 3]
-    ledger.add({**line, "case": 3, "held": False, "seconds": 1.0, "what": "", "problems": ["results: other bytes"]})
-    assert Ledger(path, 0, "small").left(4) == [0, 2]
-    assert Ledger(path, 0, "small").left(4, again=True) == [0, 2, 3]
-    assert "| process: kill | 2 | 1 | 0 | 3 |" in table(ledger.lines)
 
 
 def commit(folder: Path, files: dict[str, bytes]) -> None:

@@ -19,7 +19,7 @@ from tests.support.distributed import RemoteFailure, run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import Note, arguments, assert_equal, final_state
 from trainer_lib import Trainer, TrainerCallback
-from trainer_lib.arguments import TrainingArguments, numeric_fields
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.collators import default_data_collator
 from trainer_lib.distributed import communicator as distributed
@@ -323,17 +323,6 @@ def test_checkpoints_that_a_rollback_takes_back_are_removed(tmp_path: Path) -> N
     resumed = make(str(tmp_path / "cut"), rows, **given)
     resumed.train(resume_from_checkpoint="auto")
     assert_equal(final_state(resumed), final_state(whole))
-
-
-def test_the_key_has_the_settings_only_when_a_spike_goes_back() -> None:
-    def key(**given: Any) -> dict[str, Any]:
-        return numeric_fields(TrainingArguments("out", **given), data_parallel_size=1)
-
-    assert key(loss_spike_window=7, max_loss_spikes=9, save_steps=3) == key()
-    assert not any("spike" in name for name in key())
-    assert key(loss_spike_sigma=6.0) != key()
-    assert key(loss_spike_sigma=6.0, save_steps=3) != key(loss_spike_sigma=6.0)
-    assert key(loss_spike_sigma=6.0, max_loss_spikes=9) == key(loss_spike_sigma=6.0)
 
 
 def test_checkpoints_that_cannot_be_continued_are_refused() -> None:

@@ -99,7 +99,6 @@ EVENTS = (
 ON_RANK_0 = ("compute_metrics", "writing", "committing")  # elsewhere the last rank is told
 INSIDE = ("data", "forward", "evaluating", "compile", *ON_RANK_0)  # between events: test_exact_resume.py has those
 PHASES = (*EVENTS, *INSIDE)
-SAVING = ("on_save", "forward", "writing", "committing")
 
 
 class Model(Classifier):
@@ -241,9 +240,7 @@ def through(folder: str, kinds: tuple[str, ...], save_async: bool) -> dict[str, 
     return result
 
 
-@pytest.mark.parametrize(
-    ("world", "save_async", "kinds"), [(1, False, INSIDE), (1, True, SAVING), (2, False, SAVING), (2, True, PHASES)]
-)
+@pytest.mark.parametrize(("world", "save_async", "kinds"), [(1, False, INSIDE), (2, True, PHASES)])
 def test_stopped_in_any_phase(world: int, save_async: bool, kinds: tuple[str, ...], tmp_path: Path) -> None:
     with Signaller(tmp_path):
         ranks = run_distributed(through, world, str(tmp_path), kinds, save_async, timeout_s=180)

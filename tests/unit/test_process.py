@@ -23,7 +23,7 @@ from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import in_flight
 from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
 from trainer_lib.distributed.communicator import SingleProcess, choose_device
-from trainer_lib.distributed.precision import create_precision, full_eval_dtype
+from trainer_lib.distributed.precision import apply_tf32, create_precision, full_eval_dtype
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -110,6 +110,18 @@ def test_products_are_computed_in_the_format_asked_for(given: dict[str, Any], na
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
     assert precision.name == name
     assert (precision.scaler is not None) == (name == "fp16")
+
+
+def test_tf32_is_what_is_asked_for_or_stays() -> None:
+    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    try:
+        for asked, allowed in ((False, False), (None, False), (True, True), (None, True)):
+            apply_tf32(TrainingArguments(tf32=asked))
+            assert [place.allow_tf32 for place in places] == [allowed] * 2
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.allow_tf32 = value
 
 
 def test_the_scalers_state_is_plain_numbers_and_comes_back() -> None:

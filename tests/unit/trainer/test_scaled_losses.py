@@ -24,8 +24,6 @@ from trainer_lib.errors import DataError
 from trainer_lib.trainer.forward import LossRule
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
-STEP: dict[str, Any] = {"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential", "use_cpu": True}
-STEP |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 EXACT = Bounds(1e-6, 1e-6, 1e-6)
 ROWS = [{"x": torch.tensor([0.1 * place, 1.0 - place]), "labels": place % 3} for place in range(16)]
 
@@ -182,106 +180,14 @@ def test_a_step_whose_items_are_not_known_is_the_mean_of_its_micro_batches() -> 
 
 # -- batches without a tensor ------------------------------------------------------------------------------------------
 
-TEXTS = [{"text": "ab" * (place % 4 + 1), "y": place % 3} for place in range(14)]
 
+def test_a_batch_whose_samples_nothing_tells_is_refused(tmp_path: Path) -> None:
+    class Bag:
+        """A batch of the user's own, without a length."""
 
-class Texts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(256, 3)
-
-    def forward(self, texts: list[str]) -> torch.Tensor:
-        return torch.stack([self.table(torch.tensor(list(text.encode()))).mean(0) for text in texts])
-
-
-class Bag:
-    """A batch of the user's own, without a length."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-
-def _as_columns(rows: list[Any]) -> dict[str, Any]:
-    return {"text": [row["text"] for row in rows], "y": [row["y"] for row in rows]}
-
-
-def _with_tensors_of_other_rows(rows: list[Any]) -> list[Any]:
-    return [{**row, "tokens": torch.zeros(7)} for row in rows]
-
-
-def _rows_of(batch: Any) -> list[Any]:
-    if isinstance(batch, dict):
-        return [{"text": text, "y": y} for text, y in zip(batch["text"], batch["y"], strict=True)]
-    return batch.rows if isinstance(batch, Bag) else list(batch)
-
-
-class OfTexts(Trainer):
-    loader: Any = None
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None) -> Any:
-        rows = _rows_of(inputs)
-        return cross_entropy(model([row["text"] for row in rows]), torch.tensor([row["y"] for row in rows]))
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs
-
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            return self.compute_loss(model, inputs), None, None
-
-    def get_train_dataloader(self) -> Any:
-        return self.loader or super().get_train_dataloader()
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self.loader or super().get_eval_dataloader(eval_dataset)
-
-
-def _train_on_texts(collate: Any, *, micro: int, loader: Any = None, rows: Any = TEXTS) -> tuple[Any, ...]:
-    found: dict[str, torch.Tensor] = {}
-
-    class Watching(OfTexts):
-        def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-            found.update({name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None})
-            return torch.ones(())
-
-    with tempfile.TemporaryDirectory() as folder:
-        given: dict[str, Any] = {"per_device_eval_batch_size": 4, "remove_unused_columns": False, **STEP}
-        given |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": -(-14 // micro)}
-        args = trainer_lib.TrainingArguments(folder, **given)
-        one = Watching(Texts(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
-        one.loader = loader
-        one.train()
-        return (found, one.state.log_history[0]["loss"]), one.evaluate()["eval_loss"], one
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(TEXTS)
-
-
-KINDS: list[Any] = [lambda rows: rows, tuple, Bag, _as_columns, _with_tensors_of_other_rows]
-
-
-@pytest.mark.parametrize("collate", KINDS)
-def test_batches_without_a_tensor_weigh_as_their_samples(collate: Any) -> None:
-    whole, loss, _ = _train_on_texts(lambda rows: rows, micro=14)
-    for rows in (TEXTS, Stream()):
-        found, evaluated, _ = _train_on_texts(collate, micro=4, rows=rows)
-        assert_close(found, whole, rtol=1e-5, atol=1e-7)
-        assert evaluated == pytest.approx(loss, rel=1e-5)
-    assert whole[1] > 0.5
-    own: Any = torch.utils.data.DataLoader(TEXTS[:12], batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
-    whole, _, _ = _train_on_texts(lambda rows: rows, micro=12, rows=TEXTS[:12])
-    found, _, _ = _train_on_texts(collate, micro=4, rows=TEXTS[:12], loader=own)
-    assert_close(found, whole, rtol=1e-5, atol=1e-7)
-
-
-def test_a_batch_whose_samples_nothing_tells_is_refused() -> None:
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(TEXTS), 4, drop_last=False)
-    loader: Any = torch.utils.data.DataLoader(TEXTS, batch_sampler=sampler, collate_fn=Bag)  # type: ignore[arg-type]
+    one = Make(trainer_lib, tmp_path)(model=Model(), train_dataset=ROWS)
     with pytest.raises(DataError, match="__len__") as refused:
-        _train_on_texts(Bag, micro=4, loader=loader)
+        one._trainflow.forward.target_items(Bag())
     assert refused.value.field == "data_collator"
 
 

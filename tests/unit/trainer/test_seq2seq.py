@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import trainer_lib
 from tests.support.seq2seq import END, PAD, WORDS, Copier, Tokens, rows, seq2seq_trainer, t5
 from tests.support.toys import Classifier, classification_rows
 from trainer_lib import (
@@ -301,41 +300,6 @@ def test_a_decoder_only_model_continues_its_input(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------- collators against transformers'
 ANSWERED = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10, 11]}]
-NAMED = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [5], "label": 0}]
-LONGEST: dict[str, Any] = {"padding": "longest", "label_pad_token_id": 0}
-FIXED: dict[str, Any] = {"padding": "max_length", "max_length": 6}
-COLLATED: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
-    ("DataCollatorForSeq2Seq", ANSWERED, [{}, {"pad_to_multiple_of": 8}, FIXED, LONGEST]),
-    ("DataCollatorForSeq2Seq", [{"input_ids": [3, 4], "label": [5]}], [{}]),
-    ("DataCollatorForSeq2Seq", [{"input_ids": [3]}], [{}, FIXED]),
-    ("DataCollatorWithPadding", NAMED, [{}, {"pad_to_multiple_of": 4}, FIXED]),
-    (
-        "DataCollatorForLanguageModeling",
-        [{"input_ids": [5, 6, 7]}, {"input_ids": [5]}],
-        [{}, {"pad_to_multiple_of": 4}],
-    ),
-    ("DataCollatorForLanguageModeling", [[5, 6], [7]], [{}]),
-]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize(("name", "rows", "settings"), COLLATED)
-def test_batches_are_transformers_own(name: str, rows: list[Any], settings: list[Any], side: str) -> None:
-    import transformers
-
-    tokens = _tokenizer(padding_side=side)
-    more = {"DataCollatorForSeq2Seq": {"model": t5()}, "DataCollatorForLanguageModeling": {"mlm": False}}.get(name, {})
-    for given in settings:
-        ours, theirs = (
-            getattr(lib, name)(tokens, **more, **given)([dict(row) if isinstance(row, dict) else row for row in rows])
-            for lib in (trainer_lib, transformers)
-        )
-        if "attention_mask" not in theirs:  # of bare lists theirs makes none, and padding is attended to
-            assert torch.equal(ours.pop("attention_mask"), (ours["input_ids"] != PAD).long())
-        theirs = {key: value for key, value in theirs.items() if value is not None}
-        assert set(ours) == set(theirs)
-        for key, value in theirs.items():
-            assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(value)), key
 
 
 def test_labels_as_arrays_and_tensors_are_padded_like_lists() -> None:

@@ -171,14 +171,6 @@ def test_signatures_are_the_references() -> None:
 class OfOld(Trainer):
     """Overrides as written for the Trainers of five years, none of which knew the newest parameters."""
 
-    def training_step(self, model: Any, inputs: Any) -> torch.Tensor:  # type: ignore[override]
-        seen.append("training_step")
-        return super().training_step(model, inputs)
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False) -> Any:  # type: ignore[override]
-        seen.append("compute_loss")
-        return super().compute_loss(model, inputs, return_outputs)
-
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         seen.append("prediction_step")
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -198,10 +190,6 @@ class OfOld(Trainer):
     def _wrap_model(self, model: Any, training: bool = True) -> Any:  # type: ignore[override]
         seen.append("_wrap_model")
         return super()._wrap_model(model, training)
-
-    def log(self, logs: dict[str, float]) -> None:  # type: ignore[override]
-        seen.append("log")
-        super().log(logs)
 
     def floating_point_ops(self, inputs: Any) -> int:
         seen.append("floating_point_ops")

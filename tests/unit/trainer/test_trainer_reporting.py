@@ -14,7 +14,7 @@ import trainer_lib
 from tests.support.surface import SURFACE
 from tests.support.toys import classification_rows
 from tests.support.training import StopAt, preempted_at, trained, trainer
-from trainer_lib import JsonlCallback, MLflowCallback, PrinterCallback, ProgressCallback, TensorBoardCallback
+from trainer_lib import MLflowCallback, TensorBoardCallback
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trackers.vendors import OURS, VENDORS, VendorCallback
 
@@ -121,18 +121,6 @@ def test_a_tracker_of_another_package_is_served_by_its_own_callback_and_cannot_e
 
 
 # --------------------------------------------------------------------------------------------------- removing by class
-def test_callbacks_are_removed_and_popped_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = trainer(tmp_path, ROWS, report_to=["jsonl", "mlflow"], disable_tqdm=False, **LOGGED)
-    one.remove_callback(MLflowCallback)
-    one.remove_callback(ProgressCallback)
-    popped = one.pop_callback(JsonlCallback)
-    assert isinstance(popped, JsonlCallback) and names(one) == ["DefaultFlowCallback"]
-    assert one.pop_callback(JsonlCallback) is None
-    one.add_callback(PrinterCallback)
-    one.remove_callback(PrinterCallback)
-    one.train()
-    assert not list(tmp_path.glob("*.jsonl"))
-    assert capsys.readouterr().out == ""
 
 
 def test_ours_is_found_by_the_class_that_transformers_has_for_it(tmp_path: Path) -> None:
