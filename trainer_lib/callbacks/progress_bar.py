@@ -31,7 +31,7 @@ class ProgressCallback(TrainerCallback):
         self.training_bar: Any = None
         self.prediction_bar: Any = None
         self.current_step = 0
-        self._clock = _StepClock()
+        self._began, self._first_step = time.monotonic(), 0
 
     @override
     def on_train_begin(
@@ -39,7 +39,7 @@ class ProgressCallback(TrainerCallback):
     ) -> None:
         self.current_step = state.global_step
         # The steps before a resume took another process's time.
-        self._clock = _StepClock(state.global_step)
+        self._began, self._first_step = time.monotonic(), state.global_step
         if state.is_world_process_zero and _is_interactive():
             # initial: a resumed run's bar starts where it stopped.
             self.training_bar = _open_bar(total=state.max_steps, initial=state.global_step)
@@ -83,7 +83,7 @@ class ProgressCallback(TrainerCallback):
             # Through the bar, which a print would tear.
             self.training_bar.write(str(shown))
         else:
-            _write(_format_line(state, shown, self._clock))
+            _write(self._line(state, shown))
 
     @override
     def on_train_end(
@@ -97,6 +97,17 @@ class ProgressCallback(TrainerCallback):
         if self.prediction_bar is not None:
             self.prediction_bar.close()
             self.prediction_bar = None
+
+    def _line(self, state: TrainerState, shown: Mapping[str, Any]) -> str:
+        """`step 20/100  epoch 0.4  loss 1.23  …  left 0:00:12`, by the steps that this process has trained."""
+        step, last = state.global_step, state.max_steps
+        parts = [f"step {step}/{last}"] if last else []
+        parts += [f"{name} {value}" for name, value in shown.items()]
+        done = step - self._first_step
+        if done > 0 and step < last:
+            seconds = int((time.monotonic() - self._began) / done * (last - step))
+            parts.append(f"left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
+        return "  ".join(parts)
 
     def _format(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -113,29 +124,6 @@ class PrinterCallback(TrainerCallback):
         if logs is not None and state.is_local_process_zero:
             shown = {name: value for name, value in logs.items() if name not in _HIDDEN}
             _write(str({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()}))
-
-
-class _StepClock:
-    """Estimates the time left from the steps that this process has trained."""
-
-    def __init__(self, step: int = 0) -> None:
-        self.start = time.monotonic()
-        self.first_step = step
-
-    def format_time_left(self, step: int, max_steps: int) -> str | None:
-        done = step - self.first_step
-        if done <= 0 or max_steps <= step:
-            return None
-        seconds = int((time.monotonic() - self.start) / done * (max_steps - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
-def _format_line(state: TrainerState, shown: Mapping[str, Any], clock: _StepClock) -> str:
-    """`step 20/100  epoch 0.4  loss 1.23  …  left 0:00:12`."""
-    parts = [f"step {state.global_step}/{state.max_steps}"] if state.max_steps else []
-    parts += [f"{name} {value}" for name, value in shown.items()]
-    left = clock.format_time_left(state.global_step, state.max_steps)
-    return "  ".join([*parts, f"left {left}"] if left else parts)
 
 
 def _write(text: str) -> None:

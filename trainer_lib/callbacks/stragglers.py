@@ -56,7 +56,7 @@ class StragglerCallback(TrainerCallback):
     ) -> None:
         self._factor, self._windows, self._every_s = factor, windows, every_s
         self._report = report or _log.warning
-        self._clock: _HostClock | _StreamClock | None = None
+        self._clock: _Clock | None = None
         self._hooks: list[Any] = []
         self._comm: ProcessGroup | None = None
         self._store: Any = None
@@ -75,7 +75,7 @@ class StragglerCallback(TrainerCallback):
             return
         self._comm = comm
         self._store = dist.PrefixStore("trainflow/own-time", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-        self._clock = _StreamClock() if args.device.type == "cuda" else _HostClock()
+        self._clock = _Clock(on_gpu=args.device.type == "cuda")
         # Wrapped models exchange inside of their forward: a wait would be measured as work.
         if isinstance(model, nn.Module) and not (args.fsdp or args.deepspeed or args.torch_compile):
             begin, end = self._clock.begin, self._clock.end
@@ -154,50 +154,34 @@ class StragglerCallback(TrainerCallback):
             self._counted[rank] = text
 
 
-class _HostClock:
-    """Measures the forwards of a step on the host."""
+class _Clock:
+    """Measures the forwards of a step; on a GPU one step late, so that the host never waits for an event."""
 
-    def __init__(self) -> None:
-        self._started = self._seconds = 0.0
-
-    def begin(self, *_: Any) -> None:
-        """Note the start of a forward."""
-        self._started = time.perf_counter()
-
-    def end(self, *_: Any) -> None:
-        """Note the end of a forward."""
-        self._seconds += time.perf_counter() - self._started
-
-    def lap(self) -> float:
-        """Seconds of the forwards since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-class _StreamClock:
-    """Measures the forwards of a step on the GPU, one step late, so that the host never waits for an event."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
         self._started: Any = None
         self._pairs: list[tuple[Any, Any]] = []
         self._before: list[tuple[Any, Any]] = []
 
     def begin(self, *_: Any) -> None:
         """Note the start of a forward."""
-        self._started = _record_event()
+        self._started = self._now()
 
     def end(self, *_: Any) -> None:
         """Note the end of a forward."""
-        self._pairs.append((self._started, _record_event()))
+        self._pairs.append((self._started, self._now()))
 
     def lap(self) -> float:
-        """Seconds of the previous step's forwards, as far as the device has passed them."""
-        passed = sum(start.elapsed_time(end) for start, end in self._before if end.query()) / 1000
-        self._before, self._pairs = self._pairs, []
-        return float(passed)
+        """Seconds of the forwards since the last call; on a GPU of the step before, as far as it has passed them."""
+        pairs, self._pairs = self._pairs, []
+        if not self._on_gpu:
+            return float(sum(end - start for start, end in pairs))
+        before, self._before = self._before, pairs
+        return float(sum(start.elapsed_time(end) for start, end in before if end.query()) / 1000)
 
-
-def _record_event() -> Any:
-    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
