@@ -38,8 +38,8 @@ from trainer_lib import (
 )
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
-from trainer_lib.arguments.tf_arguments import TFArguments
+from trainer_lib.arguments.groups import Seq2SeqArguments
+from trainer_lib.arguments.training import TFArguments
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import build_optimizer

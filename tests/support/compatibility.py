@@ -18,9 +18,8 @@ from trainer_lib.arguments import OptimizerNames
 from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.groups import ArgumentGroups
-from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
-from trainer_lib.arguments.tf_arguments import TFArguments
+from trainer_lib.arguments.groups import ArgumentGroups, Seq2SeqArguments
+from trainer_lib.arguments.training import TFArguments
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
 

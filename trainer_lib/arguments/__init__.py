@@ -1,4 +1,4 @@
-"""Training arguments: inert, validated, without torch. Each group of fields is a file `*_arguments.py`."""
+"""Training arguments: inert, validated, without torch. The groups of fields are classes of `groups`."""
 
 from trainer_lib.arguments.enums import (
     DebugOption,
@@ -15,8 +15,7 @@ from trainer_lib.arguments.fields import arg
 from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.numeric import evaluation_fields, evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
-from trainer_lib.arguments.tf_arguments import TFTrainingArguments
-from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
+from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TFTrainingArguments, TrainingArguments
 from trainer_lib.base.suggestions import nearest, suggestion
 
 __all__ = [

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 from trainer_lib.arguments import compat, io
-from trainer_lib.arguments.checked_fields import check_bounds
-from trainer_lib.arguments.coerce import NONE_WORDS, coerce
+from trainer_lib.arguments.coerce import NONE_WORDS, check_bounds, coerce
 from trainer_lib.arguments.fields import Declaration, declarations, field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
 from trainer_lib.base.json_text import parse_json

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
-from trainer_lib.arguments.checked_fields import coerce_fields
-from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.coerce import coerce, coerce_fields
 from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
 from trainer_lib.arguments.deepspeed.deepspeed_config import AUTO
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType

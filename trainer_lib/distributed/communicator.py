@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from trainer_lib.arguments import environment, schedulers
+from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.distributed import in_flight, xla
@@ -412,7 +412,7 @@ def _form_group(backend: str, ranks: Ranks, timeout: timedelta) -> None:
 
 def _warn_of_machines(ranks: Ranks) -> None:
     """Warn when a scheduler started this script on several machines and no launcher joined their processes."""
-    machines = schedulers.find_machines() if ranks is environment.ALONE else None
+    machines = environment.find_machines() if ranks is environment.ALONE else None
     if machines is not None and machines.most > 1:
         _log.warning(
             "This process trains alone although the job has %s machines (%s): start the script through torchrun.",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainer_lib.arguments import environment, schedulers
+from trainer_lib.arguments import environment
 from trainer_lib.launch.refusal import refused
 
 if TYPE_CHECKING:
-    from trainer_lib.arguments.environment import Ranks
-    from trainer_lib.arguments.schedulers import Machines
+    from trainer_lib.arguments.environment import Machines, Ranks
     from trainer_lib.launch.config import LaunchConfig
 
 
@@ -18,12 +17,12 @@ def with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
     """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
     found = environment.ranks()
     # A PyTorchJob sets RANK as well, which numbers its pods, however many processes each has.
-    machines = schedulers.find_machines()
+    machines = environment.find_machines()
     if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
         return _with_machines(config, machines, use_cpu=use_cpu)
     # One process of one is a job too; no variable at all means that each machine would train alone.
-    if found is environment.ALONE and not schedulers.is_whole_job():
-        looked = ", ".join(schedulers.LOOKED_FOR)
+    if found is environment.ALONE and not environment.is_whole_job():
+        looked = ", ".join(environment.LOOKED_FOR)
         raise refused(
             "kind",
             config.kind,

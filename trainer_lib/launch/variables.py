@@ -7,8 +7,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer_lib.arguments import schedulers
-from trainer_lib.arguments.environment import ALONE, RANK_VARIABLES
+from trainer_lib.arguments.environment import ALONE, PREFIXES, RANK_VARIABLES
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.gpu_selection import core_share, selection_variables
 
@@ -21,7 +20,7 @@ _FOREIGN = (
     "SLURM_STEP",
     "SLURM_PROCID",
     "JOB_COMPLETION_",
-    *schedulers.PREFIXES,
+    *PREFIXES,
 )
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

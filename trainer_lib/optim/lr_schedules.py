@@ -49,66 +49,33 @@ class GreedyLR:
     Args:
         optimizer: the optimizer whose learning rates it sets.
         mode: "min" = a smaller metric is better, "max" = a larger one.
-        factor: the rate is divided by it to raise, multiplied by it to lower; between 0 and 1.
-        patience: evaluations in a row, improving or not, that leave the rate as it is.
-        threshold, threshold_mode: by how much a metric must beat the best: "abs" in its unit, "rel" as a share of it.
-        cooldown, warmup: evaluations that count for nothing after the rate went down, up.
-        min_lr, max_lr: bounds of the rate; one number, or one per parameter group. A rate outside of them is not
-            moved to the bound.
-        eps: smaller changes of the rate are not made.
-        smooth, window_size: judge the mean of the last `window_size` metrics instead of each.
-        reset_start: reductions at the lower bound after which rates and counts return to their first values.
         verbose: log every change of the rate.
+        settings: of transformers' class, with its defaults: `factor` (the rate is divided by it to raise, multiplied by
+            it to lower), `patience`, `threshold`, `threshold_mode` ("abs", "rel"), `cooldown` and `warmup` (evaluations
+            that count for nothing after the rate went down, up), `min_lr` and `max_lr` (one number, or one per
+            parameter group), `eps`, `smooth` and `window_size` (judge the mean of the last metrics), `reset_start`
+            (reductions at the lower bound after which rates and counts return to their first values).
 
     Raises:
         ConfigError: a setting is out of range.
         MissingExtraError: transformers is not installed, or too old to have the schedule.
     """
 
-    # The defaults are those of transformers' class.
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        mode: str = "min",
-        factor: float = 0.95,
-        patience: int = 10,
-        threshold: float = 1e-6,
-        threshold_mode: str = "abs",
-        cooldown: int = 0,
-        warmup: int = 0,
-        min_lr: float | Sequence[float] = 1e-3,
-        max_lr: float | Sequence[float] = 1.0,
-        eps: float = 1e-8,
-        verbose: bool = False,
-        smooth: bool = False,
-        window_size: int = 50,
-        reset_start: int = 500,
-    ) -> None:
-        _require(0 < factor < 1, "factor", factor, "Give a number between 0 and 1.")
+    def __init__(self, optimizer: Optimizer, mode: str = "min", *, verbose: bool = False, **settings: Any) -> None:
+        value = settings.get("factor", 0.5)
+        _require(0 < value < 1, "factor", value, "Give a number between 0 and 1.")
         _require(mode in ("min", "max"), "mode", mode, 'Give "min" or "max".')
-        _require(threshold_mode in ("rel", "abs"), "threshold_mode", threshold_mode, 'Give "rel" or "abs".')
-        _require(window_size >= 1, "window_size", window_size, "Give a number of evaluations.")
+        value = settings.get("threshold_mode", "abs")
+        _require(value in ("rel", "abs"), "threshold_mode", value, 'Give "rel" or "abs".')
+        value = settings.get("window_size", 1)
+        _require(value >= 1, "window_size", value, "Give a number of evaluations.")
         groups = len(optimizer.param_groups)
-        for name, value in (("min_lr", min_lr), ("max_lr", max_lr)):
-            fits = not isinstance(value, Sequence) or len(value) == groups
-            _require(fits, name, value, f"Give one number, or {groups}: one per parameter group.")
+        for name in ("min_lr", "max_lr"):
+            if isinstance(value := settings.get(name), Sequence):
+                _require(len(value) == groups, name, value, f"Give one number, or {groups}: one per parameter group.")
+                settings[name] = list(value)
         self.mode, self.verbose = mode, verbose
-        self._schedule = _load_class()(
-            optimizer,
-            mode=mode,
-            factor=factor,
-            patience=patience,
-            threshold=threshold,
-            threshold_mode=threshold_mode,
-            cooldown=cooldown,
-            warmup=warmup,
-            min_lr=_as_list(min_lr),
-            max_lr=_as_list(max_lr),
-            eps=eps,
-            smooth=smooth,
-            window_size=window_size,
-            reset_start=reset_start,
-        )
+        self._schedule = _load_class()(optimizer, mode=mode, **settings)
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
         """Judge one evaluation and adjust the learning rates.
@@ -167,10 +134,6 @@ def _load_class() -> Any:
     return Theirs
 
 
-def _as_list(rates: float | Sequence[float]) -> float | list[float]:
-    return list(rates) if isinstance(rates, Sequence) else rates
-
-
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise ConfigError("The value is out of range.", field=f"lr_scheduler_kwargs.{name}", value=value, remedy=remedy)
@@ -193,16 +156,15 @@ class ScheduleArguments(Protocol):
         """Return the optimizer steps of the warm-up."""
 
 
+def _after_warmup(warmup: int, factor: Factor) -> Factor:
+    """Rise from 0 to 1 over the warm-up, then follow `factor`."""
+    return lambda step: step / max(1, warmup) if step < warmup else factor(step)
+
+
 def linear(*, warmup: int, total: int) -> Factor:
     """Rise from 0 to 1 over the warm-up, then fall to 0 on a straight line."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / max(1, warmup)
-        # max: training may end within the warm-up.
-        return max(0.0, (total - step) / max(1, total - warmup))
-
-    return factor
+    # max: training may end within the warm-up.
+    return _after_warmup(warmup, lambda step: max(0.0, (total - step) / max(1, total - warmup)))
 
 
 def constant() -> Factor:
@@ -212,35 +174,31 @@ def constant() -> Factor:
 
 def constant_with_warmup(*, warmup: int) -> Factor:
     """Rise from 0 to 1 over the warm-up, then stay at 1."""
-    return lambda step: step / max(1, warmup) if step < warmup else 1.0
+    return _after_warmup(warmup, constant())
 
 
 def cosine(*, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0.0) -> Factor:
     """Rise from 0 to 1 over the warm-up, then follow ½(1 + cos 2π·num_cycles·p) between 1 and `floor`."""
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return step / max(1, warmup)
         progress = (step - warmup) / max(1, total - warmup)
         wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
         return max(0.0, wave * (1.0 - floor) + floor)
 
-    return factor
+    return _after_warmup(warmup, factor)
 
 
 def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> Factor:
     """Rise from 0 to 1 over the warm-up, then follow `num_cycles` half cosines, each from 1 to 0 (SGDR)."""
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return step / max(1, warmup)
         progress = (step - warmup) / max(1, total - warmup)
         # Otherwise the remainder would be 0 again and the rate would jump back to 1.
         if progress >= 1.0:
             return 0.0
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
-    return factor
+    return _after_warmup(warmup, factor)
 
 
 def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
@@ -249,14 +207,12 @@ def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, powe
         raise _refused("lr_end", lr_end, f"The final rate must be below the learning rate ({lr}).", "Lower it.")
 
     def factor(step: int) -> float:
-        if step < warmup:
-            return step / max(1, warmup)
         if step > total:  # beyond the end the power of a negative number would not be real
             return lr_end / lr
         left = 1.0 - (step - warmup) / max(1, total - warmup)
         return float(((lr - lr_end) * left**power + lr_end) / lr)
 
-    return factor
+    return _after_warmup(warmup, factor)
 
 
 def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
@@ -266,13 +222,7 @@ def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
     """
     # 10,000 as in the reference, which has it from big_vision.
     scale = timescale or warmup or 10_000
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return step / max(1, warmup)
-        return 1.0 / math.sqrt((step + scale - warmup) / scale)
-
-    return factor
+    return _after_warmup(warmup, lambda step: 1.0 / math.sqrt((step + scale - warmup) / scale))
 
 
 def cosine_with_min_lr(
@@ -440,7 +390,8 @@ def get_scheduler(
         ) from None
     settings = {**(scheduler_specific_kwargs or {}), **kwargs}
     if kind in METRIC_SCHEDULES:
-        return METRIC_SCHEDULES[kind](optimizer, **_checked(METRIC_SCHEDULES[kind], settings, kind))
+        declared = _load_class() if kind is SchedulerType.GREEDY else ReduceLROnPlateau
+        return METRIC_SCHEDULES[kind](optimizer, **_checked(declared, settings, kind))
     maker = FACTORS[kind]
     parameters = inspect.signature(maker).parameters
     given: dict[str, Any] = {

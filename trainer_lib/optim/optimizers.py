@@ -22,8 +22,7 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.distributed import xla
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
-from trainer_lib.optim.packages import PACKAGED, adafactor
-from trainer_lib.optim.request import OptimizerRequest, Served
+from trainer_lib.optim.packages import PACKAGED, OptimizerRequest, Served, adafactor
 
 # Muon for the hidden matrices, AdamW for everything else, as one optimizer.
 #

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.seq2seq_arguments import Seq2SeqArguments
-from trainer_lib.arguments.tf_arguments import TFArguments
+from trainer_lib.arguments.groups import Seq2SeqArguments
+from trainer_lib.arguments.training import TFArguments
 from trainer_lib.data.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
