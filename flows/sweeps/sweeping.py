@@ -17,7 +17,7 @@ import contextlib
 import io
 import json
 import logging
-import selectors
+import queue
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
 from trainer_lib.search.ledger import Ledger, TrialState
@@ -45,7 +44,7 @@ from trainflow.flows.sweeps.trial_specs import (
     sweep_of,
     with_values,
 )
-from trainflow.flows.sweeps.trial_tasks import SlotProcess, UnseenTrials, listening
+from trainflow.flows.sweeps.trial_tasks import Events, SlotProcess, UnseenTrials
 from trainflow.tasks.tracking import mlflow_run as tracking
 
 _log = logging.getLogger(__name__)
@@ -276,36 +275,27 @@ class _Sweep:
         self._listener({"event": "planned", "missing": missing})
         wanted = max(1, min(self._settings.parallel, missing))
         self._slots = wanted
-        slots = [SlotProcess(number, self._orders(), self._ledger.folder) for number in range(wanted)]
+        events: Events = queue.SimpleQueue()
+        slots = [SlotProcess(number, self._orders(), self._ledger.folder, events) for number in range(wanted)]
         try:
-            with listening(slots) as ready:
-                while any(slot.is_alive for slot in slots):
-                    self._listen(ready)
-                    if self._failure is not None:
-                        break
-                    self._look_after(slots, ready)
+            while any(slot.is_alive for slot in slots) and self._failure is None:
+                self._take(events, _POLL_S)
+                self._look_after(slots, events)
         finally:
             for slot in slots:
                 slot.stop()
             deadline = time.monotonic() + _KEPT_S
             for slot in slots:
                 slot.wait(max(deadline - time.monotonic(), 0.0))
-                self._take_lines(slot)
-                slot.output.close()
+            self._take(events)
         return "" if self._failure is None else first_line(self._failure)
 
-    def _listen(self, ready: selectors.BaseSelector) -> None:
-        for key, _ in ready.select(_POLL_S):
-            slot: SlotProcess = key.data
-            if not self._take_lines(slot):
-                ready.unregister(slot.output)
-
-    def _take_lines(self, slot: SlotProcess) -> bool:
-        """Pass on what a slot wrote; False at its end."""
-        data = slot.read()
-        for line in slot.split(data):
-            with contextlib.suppress(ValueError):
-                event = parse_json(line)
+    def _take(self, events: Events, wait_s: float = 0.0) -> None:
+        """Pass on what slots wrote, after a wait for the first of it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                slot, event = events.get(timeout=wait_s)
+                wait_s = 0.0
                 if event.get("event") == "failed":
                     self._failure = self._failure or from_record(event["error"])
                     self._shown.lose(slot, first_line(self._failure))
@@ -315,15 +305,18 @@ class _Sweep:
                     self._shown.begin(slot, event)
                 elif event.get("event") == "ended":
                     self._shown.end(slot, event)
-        return bool(data)
 
-    def _look_after(self, slots: list[SlotProcess], ready: selectors.BaseSelector) -> None:
+    def _look_after(self, slots: list[SlotProcess], events: Events) -> None:
         """Start another slot for one that died without a word; its trial is claimed again."""
         for index, slot in enumerate(slots):
-            if slot.is_alive or slot.process.poll() in (0, None) or slot.is_replaced:
+            if slot.process.poll() in (0, None):
                 continue
-            slot.is_replaced = True
-            self._shown.lose(slot, f"Its process ended without a word (code {slot.process.poll()}).")
+            slot.wait(0.0)
+            self._take(events)
+            if self._failure is not None:
+                return
+            code = slot.process.poll()
+            self._shown.lose(slot, f"Its process ended without a word (code {code}).")
             self._deaths += 1
             if self._deaths > _DEATHS:
                 self._failure = InfrastructureError(
@@ -332,16 +325,8 @@ class _Sweep:
                     remedy="Read the end of that file; the same command goes on.",
                 )
                 return
-            self._listener(
-                {"event": "warning", "message": f"A slot ended (code {slot.process.poll()}); another takes its place."}
-            )
-            slot.wait(0.0)
-            # It may have died behind its last line: the next pipe would meet this one's number.
-            with contextlib.suppress(KeyError):
-                ready.unregister(slot.output)
-            slot.output.close()
-            slots[index] = SlotProcess(slot.number, self._orders(), self._ledger.folder)
-            ready.register(slots[index].output, selectors.EVENT_READ, slots[index])
+            self._listener({"event": "warning", "message": f"A slot ended (code {code}); another takes its place."})
+            slots[index] = SlotProcess(slot.number, self._orders(), self._ledger.folder, events)
 
     def _orders(self) -> dict[str, Any]:
         return {

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import selectors
+import queue
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, first_line
 from trainflow.flows.records.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
 from trainflow.flows.server.api import prefect_api
@@ -35,6 +35,11 @@ from trainflow.tasks.stage.progress import masked_api_logs
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
+_LAST_LINES_S = 5.0
+"""Seconds in which the last lines of a slot that has ended are read."""
+
+Events = queue.SimpleQueue[tuple["SlotProcess", dict[str, Any]]]
+
 
 class SlotProcess:
     """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it.
@@ -44,11 +49,9 @@ class SlotProcess:
         log: the file of what it prints.
     """
 
-    def __init__(self, number: int, orders: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, number: int, orders: Mapping[str, Any], folder: Path, events: Events) -> None:
         self.number = number
         self.log = folder / f"slot-{number + 1}.log"
-        self.is_replaced = False
-        self._partial = b""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "trainflow.flows.sweeps.trial_slot"],
@@ -58,25 +61,23 @@ class SlotProcess:
                 start_new_session=True,
             )
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
-        assert self.process.stdout is not None  # noqa: S101 - likewise
-        self.output = self.process.stdout
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(f"{json.dumps(orders)}\n".encode())
             self.process.stdin.flush()
+        self._reader = threading.Thread(target=self._read, args=(events,), name="trainflow-slot", daemon=True)
+        self._reader.start()
+
+    def _read(self, events: Events) -> None:
+        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
+        with self.process.stdout as output:
+            for line in output:
+                with contextlib.suppress(ValueError):
+                    events.put((self, parse_json(line)))
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs."""
         return self.process.poll() is None
-
-    def read(self) -> bytes:
-        """What it wrote since the last look; empty at its end."""
-        return b"" if self.output.closed else os.read(self.output.fileno(), 1 << 16)
-
-    def split(self, data: bytes) -> list[bytes]:
-        """The whole lines of it."""
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        return lines
 
     def let_begin(self) -> None:
         """Have a slot that waits with its trial begin it."""
@@ -91,7 +92,7 @@ class SlotProcess:
             self.process.send_signal(signal.SIGINT)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end; end it at once after that time, or when another interruption comes."""
+        """Wait for its end and its last events; end it at once after that time, or at another interruption."""
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
@@ -103,6 +104,7 @@ class SlotProcess:
                 self.process.wait(5)
             self.process.kill()
             self.process.wait()
+            self._reader.join(_LAST_LINES_S)
 
 
 class UnseenTrials:
@@ -116,15 +118,6 @@ class UnseenTrials:
 
     def lose(self, slot: SlotProcess, why: str) -> None:
         """A slot has ended, and with it the trial that it was at work on, if any."""
-
-
-@contextlib.contextmanager
-def listening(slots: list[SlotProcess]) -> Iterator[selectors.BaseSelector]:
-    """What tells which of the slots have written something."""
-    with selectors.DefaultSelector() as ready:
-        for slot in slots:
-            ready.register(slot.output, selectors.EVENT_READ, slot)
-        yield ready
 
 
 _LOOK_S = 2.0
