@@ -296,3 +296,21 @@ def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path:
     for steps, expected in zip(zero, alone, strict=True):
         assert len(steps) == 2 and expected[0] == expected[1]
         assert steps == [pytest.approx(pair, rel=1e-5) for pair in expected]
+
+
+def unwrapping(folder: str) -> None:
+    """In a process of its own: the compiler changes what every later step calls."""
+    import peft
+
+    training = trainer(folder, None)
+    unwrap = training.accelerator.unwrap_model
+    model: Any = torch.compile(training.model, backend="eager")
+    assert unwrap(model) is unwrap(nn.DataParallel(model)) is training.model
+    assert unwrap(model, keep_torch_compile=True) is model
+    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
+    compiled: Any = torch.compile(adapted, backend="eager")
+    assert unwrap(compiled) is unwrap(adapted) is adapted
+
+
+def test_unwrap_model_goes_through_the_wrapper_of_the_compiler(tmp_path: Path) -> None:
+    run_distributed(unwrapping, 1, str(tmp_path))

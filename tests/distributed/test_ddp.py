@@ -157,24 +157,6 @@ def test_frozen_and_unused_parameters_and_steps_of_old_train_under_replication(t
     assert zero == one
 
 
-def unwrapping(folder: str) -> None:
-    """In a process of its own: the compiler changes what every later step calls."""
-    import peft
-
-    training = trainer(folder, None)
-    unwrap = training.accelerator.unwrap_model
-    model: Any = torch.compile(training.model, backend="eager")
-    assert unwrap(model) is unwrap(nn.DataParallel(model)) is training.model
-    assert unwrap(model, keep_torch_compile=True) is model
-    adapted = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
-    compiled: Any = torch.compile(adapted, backend="eager")
-    assert unwrap(compiled) is unwrap(adapted) is adapted
-
-
-def test_unwrap_model_goes_through_the_wrapper_of_the_compiler(tmp_path: Path) -> None:
-    run_distributed(unwrapping, 1, str(tmp_path))
-
-
 # ------------------------------------------------------------------------------------------------------------ stopping
 class StopRank(TrainerCallback):
     """SIGTERM to one rank only, in an evaluation."""

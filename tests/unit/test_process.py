@@ -113,7 +113,7 @@ def test_products_are_computed_in_the_format_asked_for(given: dict[str, Any], na
 
 
 def test_tf32_is_what_is_asked_for_or_stays() -> None:
-    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.cudnn]
     before = [place.allow_tf32 for place in places]
     try:
         for asked, allowed in ((False, False), (None, False), (True, True), (None, True)):

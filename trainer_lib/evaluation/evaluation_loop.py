@@ -87,20 +87,20 @@ class EvaluationLoop:
         keeps_predictions: bool = False,
     ) -> None:
         self._hooks = hooks
-        self._comm = hooks.comm
+        self._comm = hooks.internals.comm
         self._loss_only = loss_only
         self._ignore_keys = ignore_keys
-        self._include = set(hooks.args.include_for_metrics)
-        self._objects = hooks.args.eval_use_gather_object
+        self._include = set(hooks.trainer.args.include_for_metrics)
+        self._objects = hooks.trainer.args.eval_use_gather_object
         self._spool = (ObjectSpool if self._objects else PredictionSpool)(hooks.spool_folder())
         self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
         self.counted: tuple[float, int, int] = (0.0, 0, 0)
         self._samples = 0
-        metric = None if loss_only else hooks.compute_metrics
-        is_streamed = is_metric_object(metric) or (metric is not None and hooks.args.batch_eval_metrics)
-        self._batch_metrics = BatchMetrics(metric, alone=hooks.comm.world_size == 1) if is_streamed else None
+        metric = None if loss_only else hooks.trainer.compute_metrics
+        is_streamed = is_metric_object(metric) or (metric is not None and hooks.trainer.args.batch_eval_metrics)
+        self._batch_metrics = BatchMetrics(metric, alone=hooks.internals.comm.world_size == 1) if is_streamed else None
         self._spools = not loss_only and (keeps_predictions or self._batch_metrics is None)
 
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
@@ -133,9 +133,11 @@ class EvaluationLoop:
     def _predict(self, model: torch.nn.Module, batch: Any, given: int | None) -> Any:
         """The outputs of one batch as a tree of tensors ``[batch, …]``; adds its loss to the sum."""
         hooks = self._hooks
-        items, samples = hooks.target_items(batch, given), count_samples(batch, given) or 0
+        items, samples = hooks.internals.forward.target_items(batch, given), count_samples(batch, given) or 0
         inputs = _read_main_input(model, batch) if "inputs" in self._include else None
-        loss, logits, labels = hooks.prediction_step(model, batch, self._loss_only, ignore_keys=self._ignore_keys)
+        loss, logits, labels = hooks.trainer.prediction_step(
+            model, batch, self._loss_only, ignore_keys=self._ignore_keys
+        )
         self._samples += samples
         if loss is not None:
             # In double precision: float32 loses digits when thousands of batches are added. MPS has no float64.
@@ -145,8 +147,8 @@ class EvaluationLoop:
             self._items += items
         if self._loss_only:
             return {}
-        if logits is not None and hooks.preprocess_logits_for_metrics is not None:
-            logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        if logits is not None and hooks.trainer.preprocess_logits_for_metrics is not None:
+            logits = hooks.trainer.preprocess_logits_for_metrics(logits, labels)
         # One loss per sample: a batch's mean stands for each of its samples.
         losses = None
         if "loss" in self._include and loss is not None:
@@ -164,7 +166,7 @@ class EvaluationLoop:
         if self._loss_only:
             return
         self._held.append(tree)
-        if len(self._held) < (self._hooks.args.eval_accumulation_steps or 1) and not last:
+        if len(self._held) < (self._hooks.trainer.args.eval_accumulation_steps or 1) and not last:
             return
         rounds, self._held = self._held, []
         if self._comm.data_parallel.size > 1:
@@ -182,13 +184,13 @@ class EvaluationLoop:
 
     def _keep(self, tree: Any) -> None:
         """Append a batch to the spool. Lists, such as a detector's labels, may be shorter in the last batch."""
-        if not self._hooks.args.eval_do_concat_batches and not self._spool.num_batches and _has_lists(tree):
+        if not self._hooks.trainer.args.eval_do_concat_batches and not self._spool.num_batches and _has_lists(tree):
             self._spool.close()
             self._spool = ObjectSpool(self._hooks.spool_folder())
         self._spool.append(tree)
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
-        comm, hooks = self._comm, self._hooks
+        comm, trainer = self._comm, self._hooks.trainer
         # The only wait for the device: the sum stayed there during the whole pass.
         total = 0.0 if self._loss is None else float(self._loss)
         # Summed on rank 0 and broadcast, so that every rank has the same digits.
@@ -202,13 +204,15 @@ class EvaluationLoop:
         predictions = labels = None
         metrics: dict[str, float] = {}
         if self._spools and comm.rank == 0:
-            tree = self._spool.tree() if hooks.args.eval_do_concat_batches else _collect_columns(self._spool.by_batch())
+            tree = (
+                self._spool.tree() if trainer.args.eval_do_concat_batches else _collect_columns(self._spool.by_batch())
+            )
             predictions, labels = tree["logits"], tree["labels"]
             if self._batch_metrics is not None:
                 metrics = compute_on_rank_zero(comm, self._batch_metrics.finish)
-            elif hooks.compute_metrics is not None and predictions is not None and labels is not None:
+            elif trainer.compute_metrics is not None and predictions is not None and labels is not None:
                 given = EvalPrediction(predictions, labels, inputs=tree["inputs"], losses=tree["losses"])
-                metrics = compute_on_rank_zero(comm, lambda: hooks.compute_metrics(given))  # type: ignore[misc]
+                metrics = compute_on_rank_zero(comm, lambda: trainer.compute_metrics(given))  # type: ignore[misc]
             else:
                 metrics = compute_on_rank_zero(comm, dict)
         elif not self._loss_only:
@@ -258,12 +262,11 @@ def stream_predictions(
             value=type(dataset).__name__,
             remedy="Give map-style data.",
         )
-    hooks = trainer._trainflow.evaluator
     # Alone: the ranks have different numbers of rows, so they must not wait for each other.
-    model = hooks.evaluation_model(alone=True)
-    loader = hooks.range_dataloader(dataset, start, min(stop, len(dataset)))
+    model = trainer._trainflow.evaluator.evaluation_model(alone=True)
+    loader = trainer._trainflow.loaders.range_loader(dataset, start, min(stop, len(dataset)))
     for (first, end), batch in zip(loader.slices, loader, strict=True):
-        _, logits, labels = hooks.prediction_step(model, batch, False, ignore_keys=None)
-        if hooks.preprocess_logits_for_metrics is not None:
-            logits = hooks.preprocess_logits_for_metrics(logits, labels)
+        _, logits, labels = trainer.prediction_step(model, batch, False, ignore_keys=None)
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
         yield np.arange(first, end, dtype=np.int64), nested.to_numpy(logits)

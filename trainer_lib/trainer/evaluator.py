@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.distributed import xla
-from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
 from trainer_lib.storage import Store
-from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.loaders import DataMethods
 from trainer_lib.trainer.overrides import is_set
@@ -35,14 +32,14 @@ class Evaluator:
     """Evaluates through the Trainer's methods; it is what `EvaluationLoop` knows of the Trainer."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
-        self._trainer = trainer
-        self._internals = internals
+        self.trainer = trainer
+        self.internals = internals
         self._is_keeping_mode = False
 
     def measure(self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         """Run the Trainer's evaluation loop, and add its speed to the metrics."""
-        trainer, world = self._trainer, self._internals.world
-        self._internals.read_signatures()
+        trainer, world = self.trainer, self.internals.world
+        self.internals.read_signatures()
         # Without metrics to compute there is no point in keeping predictions.
         loss_only = None if what == "Prediction" or trainer.compute_metrics is not None else True
         loop = trainer.prediction_loop if trainer.args.use_legacy_prediction_loop else trainer.evaluation_loop
@@ -64,7 +61,7 @@ class Evaluator:
         keeps_predictions: bool = False,
     ) -> EvalLoopOutput:
         """One pass over a loader; the model is afterwards in the mode and precision that it had."""
-        trainer, internals = self._trainer, self._internals
+        trainer, internals = self.trainer, self.internals
         # The default is not read: it makes the accelerator, and a subclass may have something else under that name.
         if is_set(trainer, "gather_function"):
             _refuse_own_gathering(trainer.gather_function)
@@ -97,88 +94,49 @@ class Evaluator:
         if self._is_keeping_mode:
             yield
             return
-        trainer, self._is_keeping_mode = self._trainer, True
+        trainer, self._is_keeping_mode = self.trainer, True
         was_training = trainer.model.training
         try:
             yield
         finally:
             self._is_keeping_mode = False
             trainer.model.train(was_training)
-            self._internals.engine.set_optimizer_mode("train" if was_training else "eval")
+            self.internals.engine.set_optimizer_mode("train" if was_training else "eval")
 
     @contextlib.contextmanager
     def random_numbers_kept(self) -> Iterator[None]:
         """Afterwards the random generators of this process are where they were."""
-        device = self._internals.world.device
+        device = self.internals.world.device
         # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []
         fork = torch.random.fork_rng(devices=devices, enabled=bool(devices))
-        with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self._trainer.model):
+        with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self.trainer.model):
             yield
 
     # -- what the evaluation loop asks for ----------------------------------------------------------------------------
 
     @property
-    def args(self) -> TrainingArguments:
-        """The Trainer's arguments."""
-        return self._trainer.args
-
-    @property
-    def comm(self) -> Communicator:
-        """All ranks."""
-        return self._internals.world.comm
-
-    @property
-    def strategy(self) -> Strategy:
-        """How the model is trained, and therefore evaluated."""
-        return self._internals.engine.strategy
-
-    @property
-    def compute_metrics(self) -> Callable[..., dict[str, Any]] | None:
-        """The user's metrics."""
-        return self._trainer.compute_metrics
-
-    @property
-    def preprocess_logits_for_metrics(self) -> Callable[[Any, Any], Any] | None:
-        """The user's reduction of logits before they are kept."""
-        return self._trainer.preprocess_logits_for_metrics
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
-        """(loss, logits, labels) of one batch, from the Trainer's `prediction_step`."""
-        return self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-
-    @property
     def steps_together(self) -> bool:
         """Whether ranks communicate in a prediction step: a sharded model does, and an override may."""
-        own = self._internals.signatures.prediction_is_default
-        return self.strategy.forward_communicates or (self.comm.world_size > 1 and not own)
+        own = self.internals.signatures.prediction_is_default
+        return self.internals.engine.strategy.forward_communicates or (self.internals.comm.world_size > 1 and not own)
 
     def dummy_prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> None:
         """Call the Trainer's `prediction_step` with a dummy batch, of which `gather_for_metrics` takes nothing."""
-        accelerator = self._internals.accelerator
+        accelerator = self.internals.accelerator
         accelerator.in_dummy_batch = True
         try:
-            self._trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+            self.trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         finally:
             accelerator.in_dummy_batch = False
 
     def end_prediction_step(self) -> None:
         """Fire `on_prediction_step`; in training, stop here when all ranks have agreed to."""
-        self._internals.events.fire("on_prediction_step")
-        if self._internals.stop is not None:
-            self._internals.stop.check_in_evaluation()
-
-    def range_dataloader(self, dataset: Any, start: int, stop: int) -> Any:
-        """A loader of rows [start, stop) for this process alone."""
-        return self._internals.loaders.range_loader(dataset, start, stop)
-
-    def target_items(self, inputs: Any, samples: int | None = None) -> int:
-        """Target items of a batch; `samples`: what the collator was given."""
-        return self._internals.forward.target_items(inputs, samples)
+        self.internals.events.fire("on_prediction_step")
+        if self.internals.stop is not None:
+            self.internals.stop.check_in_evaluation()
 
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
         """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.
@@ -189,21 +147,21 @@ class Evaluator:
         Raises:
             ConfigError: with `alone`, the model cannot compute without other ranks.
         """
-        trainer, engine = self._trainer, self._internals.engine
+        trainer, engine = self.trainer, self.internals.engine
         model = engine.strategy.inference_model(trainer.model_wrapped, alone=alone)
         dtype = full_eval_dtype(trainer.args)
         if dtype is not None and not trainer.is_in_train:
             model = model.to(dtype=dtype)
         if trainer.place_model_on_device:
-            trainer._move_model_to_device(trainer.model, self._internals.world.device)
+            trainer._move_model_to_device(trainer.model, self.internals.world.device)
         engine.set_optimizer_mode("eval")
         return model.eval()
 
     def spool_folder(self) -> Path | None:
         """The run's folder when it is on a local disk: predictions are spooled there; None for the temporary folder."""
-        if self._trainer.args.output_dir is None:
+        if self.trainer.args.output_dir is None:
             return None
-        store = Store.open(self._trainer.args.output_dir, field="output_dir")
+        store = Store.open(self.trainer.args.output_dir, field="output_dir")
         if not store.is_local:
             return None
         folder = store.local_path()

@@ -38,6 +38,7 @@ from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 from trainer_lib.trainer.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeFound, SpikeWatch, StepHistory
 from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
+from trainer_lib.trainer.trainer_checks import without_length
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 if TYPE_CHECKING:
@@ -420,12 +421,7 @@ def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tup
         epochs = sys.maxsize if not steps_per_epoch else -(-args.max_steps // steps_per_epoch)
         return args.max_steps, epochs
     if steps_per_epoch is None:
-        raise ConfigError(
-            "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
-            field="max_steps",
-            value=args.max_steps,
-            remedy="Give max_steps.",
-        )
+        raise without_length(args)
     if steps_per_epoch == 0:
         raise DataError("The training data has no batch.", field="train_dataset", remedy="Give more data.")
     return math.ceil(args.num_train_epochs * steps_per_epoch), math.ceil(args.num_train_epochs)

@@ -105,13 +105,15 @@ class Snapshots:
         strategy, schedule = engine.strategy, trainer.lr_scheduler
         state = models.in_saving_order(trainer.model, strategy.local_state(trainer.model_wrapped))
         trained = models.trained_state(trainer.model, state)
+        kept = capture_seeds(trainer.model)  # by layers of the model, on each rank its own
+        seeds = {"seeds": kept} if kept else {}
         snapshot = Snapshot(
             step=trainer.state.global_step,
             model=strategy.checkpoint_tensors(trained),
             optimizer=self._optimizer() if whole else None,
             scheduler=schedule.state_dict() if whole and schedule is not None else None,
             scaler=engine.precision.scaler_state() if whole else None,
-            rng={**capture_rng(), **self._seeds(), **self._past(extra)} if whole else {},
+            rng={**capture_rng(), **seeds, **self._past(extra)} if whole else {},
             data=run.position(),
             trainer_state=trainer.state.to_dict() | ({} if best_url is None else {"best_model_checkpoint": best_url}),
             training_args=trainer.args.to_dict(),
@@ -127,11 +129,6 @@ class Snapshots:
             extra=extra,
         )
         return shard_snapshot(snapshot, world.comm.rank)
-
-    def _seeds(self) -> dict[str, Any]:
-        """The seeds that layers of the model keep, on each rank its own."""
-        seeds = capture_seeds(self._trainer.model)
-        return {"seeds": seeds} if seeds else {}
 
     def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
         """What the model remembers of the last batch (`past_index`), on each rank its own."""

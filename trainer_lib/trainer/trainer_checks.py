@@ -187,16 +187,21 @@ def _own(trainer: Trainer, method: str) -> bool:
     return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
 
 
+def without_length(args: TrainingArguments) -> ConfigError:
+    """The error for data without a length where `max_steps` is not given."""
+    return ConfigError(
+        "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
+        field="max_steps",
+        value=args.max_steps,
+        remedy="Give max_steps.",
+    )
+
+
 def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) -> None:
     if dataset is None:
         return
     if args.max_steps <= 0 and not has_length(dataset):
-        raise ConfigError(
-            "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
-            field="max_steps",
-            value=args.max_steps,
-            remedy="Give max_steps.",
-        )
+        raise without_length(args)
     if has_length(dataset) and len(dataset) == 0:
         raise DataError("The training data has no samples.", field="train_dataset", remedy="Give data.")
     if sorts and (isinstance(dataset, IterableDataset) or not has_length(dataset)):

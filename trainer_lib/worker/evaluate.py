@@ -140,7 +140,7 @@ class RangeEvaluation:
         trainer.compute_metrics = self._merged.of_range
         try:
             evaluator = trainer._trainflow.evaluator
-            trainer.evaluation_loop(evaluator.range_dataloader(split, start, stop), "Evaluation")
+            trainer.evaluation_loop(trainer._trainflow.loaders.range_loader(split, start, stop), "Evaluation")
         finally:
             trainer.compute_metrics, trainer.args.batch_eval_metrics = before, batch_by_batch
         loss, items, samples = evaluator.counted

@@ -110,18 +110,6 @@ class AdversarialStep(Either):
         return loss.detach()
 
 
-@PATTERNS.of(gradient_accumulation_steps=2, max_steps=2)
-class WholeStepUnderAccumulation(Either):
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> torch.Tensor:
-        model.train()
-        loss: torch.Tensor = model(**self._prepare_inputs(inputs))["loss"]
-        if self.args.n_gpu > 1:
-            loss = loss.mean()
-        loss = loss / self.args.gradient_accumulation_steps
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-
 # ---------------------------------------------------------------------------------------------- optimizers, schedules
 
 

@@ -150,17 +150,6 @@ def columns_kept_for_the_loss(make: Make) -> Any:
     return make(Weighted, train_dataset=_columns(w=[1.0, 3.0] * 8))
 
 
-class Removing(Either):
-    def _remove_unused_columns(self, dataset: Any, description: Any = None) -> Any:
-        self.seen = [*self.seen, sorted(dataset.column_names)]
-        return dataset.remove_columns(["text"])
-
-
-@PATTERNS.add
-def columns_removed_by_hand(make: Make) -> Any:
-    return make(Removing, train_dataset=_columns(text=["a"] * 16))
-
-
 class Growing(Dataset[Any]):
     factor = 1.0
 
@@ -474,18 +463,6 @@ def a_report_written_out_for_two_trainings(make: Make) -> Any:
     one.train()
     one.train()
     return one
-
-
-@PATTERNS.of(max_steps=4)
-class AReportWithSomethingBeforeIt(Either):
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.seen = [*self.seen, self.state.global_step]
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        self.control.should_log = True
-        return loss
 
 
 @PATTERNS.of(**EVALUATES)

@@ -247,7 +247,7 @@ def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, m
     small = trained(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)
     assert found.state.train_batch_size == 5
     assert_equal(final_state(found), final_state(small))
-    assert found.accelerator.scaler.get_scale() == small.accelerator.scaler.get_scale()  # type: ignore[union-attr]
+    assert found.accelerator.scaler.get_scale() == small.accelerator.scaler.get_scale()
 
 
 @pytest.mark.parametrize("fp16", [False, True])
