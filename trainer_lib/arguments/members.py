@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import metadata
@@ -122,6 +123,33 @@ class ProcessState:
             print(*values, **settings)  # noqa: T201 - what it is for
 
 
+class ZeroPlugin:
+    """The resolved configuration, read-only: `trainer.accelerator.state.deepspeed_plugin`, for code of accelerate."""
+
+    def __init__(self, plan: deepspeed_config.ZeroPlan, config: Callable[[], dict[str, Any]]) -> None:
+        self._plan = plan
+        self._config = config
+
+    @property
+    def zero_stage(self) -> int:
+        """Return the stage: 0, 1, 2 or 3."""
+        return self._plan.stage
+
+    @property
+    def zero3_init_flag(self) -> bool:
+        """Whether models are sharded while they are built."""
+        return self._plan.stage == 3
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are sharded while they are built, as a method of accelerate's name."""
+        return self.zero3_init_flag
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration, without sizes that follow from the model."""
+        return self._config()
+
+
 class ArgumentMembers(ArgumentGroups):
     """Values that follow from the arguments and the environment; none of them is stored."""
 
@@ -179,9 +207,7 @@ class ArgumentMembers(ArgumentGroups):
         """The resolved configuration of DeepSpeed, by the names of accelerate's plugin; None without `deepspeed`."""
         if self.deepspeed is None:
             return None
-        plugin = importlib.import_module("trainer_lib.strategies.deepspeed.zero_plugin")
-        planned = deepspeed_config.plan(self)
-        return plugin.ZeroPlugin(planned, lambda: deepspeed_config.read(self.deepspeed))
+        return ZeroPlugin(deepspeed_config.plan(self), lambda: deepspeed_config.read(self.deepspeed))
 
     @property
     def fsdp_plugin_args(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ import pytest
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed import deepspeed_config as keys
 from trainer_lib.arguments.deepspeed.deepspeed_config import adopt, plan
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
 
@@ -290,6 +290,17 @@ def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
             zero_config.resolve_config(arguments(nvme(str(tmp_path / "swap"))))
         assert "device: cpu" in str(caught.value.remedy)
     assert not (tmp_path / "swap").exists(), "looking changes nothing"
+
+
+def test_a_missing_compiler_and_a_missing_package_are_named_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**zero(cpu_offload=True), "optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
+    monkeypatch.setattr("shutil.which", lambda program, path=None: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match=r"the program g\+\+ is not installed"):
+        zero_config.resolve_config(arguments(config))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r'pip install "trainflow\[deepspeed\]"'):
+        zero_config.resolve_config(arguments(config))
 
 
 def test_secrets_are_not_logged() -> None:

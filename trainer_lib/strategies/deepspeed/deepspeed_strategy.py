@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
+from trainer_lib.arguments.members import ZeroPlugin
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision
@@ -41,7 +42,6 @@ from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config
 from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions, StagesOneTwo, StageThree, missing_names
-from trainer_lib.strategies.deepspeed.zero_plugin import ZeroPlugin
 from trainer_lib.strategies.deepspeed.zero_weights import ZeroWeights
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

@@ -11,8 +11,9 @@ Glossary
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,54 +37,60 @@ def missing_names(optimizer: Any, stage: int) -> list[str]:
     return [name for name in (_STAGE_3 if stage == 3 else _STAGES_1_2) if not hasattr(optimizer, name)]
 
 
-class Partitions(Protocol):
+class Partitions(ABC):
     """The parts that this process holds. Collective: `gather_whole`, `refresh_model` and `gradient_norm`."""
 
-    zero: Any
+    def __init__(self, zero: Any, groups: Sequence[Any], flats: Sequence[torch.Tensor]) -> None:
+        """Keep DeepSpeed's optimizer, its groups of parameters, and this rank's flats."""
+        self.zero = zero
+        self._groups = groups
+        self._flats = flats
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every trained parameter, in the same order on all ranks."""
-
-    def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the flat `[elements]` with this rank's part of the parameter."""
+        for group in self._groups:
+            yield from group
 
     def flats(self) -> Sequence[torch.Tensor]:
         """Return all flats of this rank, `[elements]` each."""
+        return list(self._flats)
 
+    @abstractmethod
+    def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the flat `[elements]` with this rank's part of the parameter."""
+
+    @abstractmethod
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
         """Return the master, or its optimizer state `key`: fp32, in the parameter's whole shape `[...]`. Collective."""
 
+    @abstractmethod
     def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Copy this rank's part of `value`, which has the parameter's whole shape `[...]`."""
 
+    @abstractmethod
     def refresh_model(self) -> None:
         """Copy the masters into the tensors that the model computes with. Collective."""
 
+    @abstractmethod
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm of all gradients of the step, shape `[]`; NaN if it is not finite. Collective."""
+
+    def _target(self, parameter: nn.Parameter, key: str | None) -> torch.Tensor:
+        flat = self.flat_of(parameter)
+        target: torch.Tensor = flat if key is None else self.zero.optimizer.state[flat][key]
+        return target
 
 
 class StagesOneTwo(Partitions):
     """Sharded masters and optimizer state; every process has all parameters."""
 
     def __init__(self, zero: Any) -> None:
-        self.zero = zero
-        flats = zero.single_partition_of_fp32_groups
-        self._flat = {id(each): flats[index] for index, group in enumerate(zero.bit16_groups) for each in group}
-
-    @override
-    def parameters(self) -> Iterator[nn.Parameter]:
-        for group in self.zero.bit16_groups:
-            yield from group
+        super().__init__(zero, zero.bit16_groups, zero.single_partition_of_fp32_groups)
+        self._flat = {id(each): self._flats[index] for index, group in enumerate(self._groups) for each in group}
 
     @override
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        flat: torch.Tensor = self._flat[id(parameter)]
-        return flat
-
-    @override
-    def flats(self) -> Sequence[torch.Tensor]:
-        return list(self.zero.single_partition_of_fp32_groups)
+        return self._flat[id(parameter)]
 
     @override
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
@@ -104,8 +111,7 @@ class StagesOneTwo(Partitions):
         # This rank's flat holds no part of the parameter.
         if mapping is None:
             return
-        flat = self.flat_of(parameter)
-        target = flat if key is None else self.zero.optimizer.state[flat][key]
+        target = self._target(parameter, key)
         source, place = mapping.lp_fragment_address, mapping.hp_fragment_address
         part = value.detach().reshape(-1).narrow(0, source.start, source.numel)
         with torch.no_grad():
@@ -129,22 +135,12 @@ class StageThree(Partitions):
 
     def __init__(self, zero: Any, combine: Callable[[Any], Any]) -> None:
         """Read the sharded groups of `zero`; `combine` is DeepSpeed's function from the groups' norms to one norm."""
-        self.zero = zero
+        super().__init__(zero, zero.fp16_groups, zero.fp32_partitioned_groups_flat)
         self._combine = combine
 
     @override
-    def parameters(self) -> Iterator[nn.Parameter]:
-        for group in self.zero.fp16_groups:
-            yield from group
-
-    @override
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        flat: torch.Tensor = self.zero.fp32_partitioned_groups_flat[self._place(parameter)[0]]
-        return flat
-
-    @override
-    def flats(self) -> Sequence[torch.Tensor]:
-        return list(self.zero.fp32_partitioned_groups_flat)
+        return self._flats[self._place(parameter)[0]]
 
     @override
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> torch.Tensor:
@@ -155,8 +151,7 @@ class StageThree(Partitions):
     def store_part(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None = None) -> None:
         """Copy this rank's share. All shares have the same length; the last one ends in padding."""
         _, start, length = self._place(parameter)
-        flat = self.flat_of(parameter)
-        target = (flat if key is None else self.zero.optimizer.state[flat][key]).narrow(0, start, length)
+        target = self._target(parameter, key).narrow(0, start, length)
         begin = length * self.zero._get_param_partition_rank(parameter)
         part = value.detach().reshape(-1)[begin : begin + length]
         with torch.no_grad():
