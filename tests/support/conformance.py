@@ -7,8 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,6 @@ import torch
 
 from tests.support.checkpoints import no_damage, untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
-from tests.support.s3 import PART
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
@@ -28,15 +26,12 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import verify_files, withdraw_folder
 
 
-def state(step: int, *, large: bool = False) -> Snapshot:
-    """Build a small checkpoint, equal at each call for a step; a large one has a file of three parts on S3."""
+def state(step: int) -> Snapshot:
+    """Build a small checkpoint, equal at each call for a step."""
     with torch.random.fork_rng():
         torch.manual_seed(step)
         saved = untrained(step)
-        more = {"large": torch.randn(PART * 9 // 16)} if large else {}
-    return Snapshot(
-        step, {**saved.model, **more}, saved.optimizer, rng={"python": step}, data={"step": step}, files=saved.files
-    )
+    return Snapshot(step, saved.model, saved.optimizer, rng={"python": step}, data={"step": step}, files=saved.files)
 
 
 def save(root: Store, snapshot: Snapshot) -> CheckpointInfo:
@@ -63,10 +58,43 @@ def check_holds(root: Store, snapshot: Snapshot) -> None:
     assert (loaded.read_rng(0), loaded.data) == (snapshot.rng, snapshot.data)
 
 
-def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, returned: bool = False) -> bool:
-    """Check the folder after a save that may have failed; return whether the attempted checkpoint counts.
+def fault_each_write(root: Store, plain: Store, kind: Kind) -> tuple[int, int]:
+    """Let one write of a save go wrong, each in turn; `root` is `plain` behind the plan of faults.
 
-    It may only if it is whole, and must if the save returned.
+    A writer that dies on a disk does so before any system call that changes it.
+
+    Returns:
+        The writes of a save, and after how many of the faults the new checkpoint counted.
+    """
+    before, attempted = state(1), state(2)
+    with _counted_system_calls(plain.url if plain.is_local and kind == "die" else None):
+        save(root, before)
+        FAULTS.plan(None, kind)
+        save(root, attempted)
+        writes, outcomes = FAULTS.count, []
+        withdraw_folder(plain.child("checkpoint-2"))
+        for at in range(1, writes + 1):
+            FAULTS.plan(at, kind)
+            returned = False
+            try:
+                save(root, attempted)
+                returned = True
+            except (TrainflowError, Died) as error:
+                assert kind != "full" or isinstance(error, StorageFullError), error
+            FAULTS.plan(None, kind)
+            if kind not in ("die", "after") and not returned:
+                assert {info.path for info in plain.child("checkpoint-2").list()} <= {WRITING}, (
+                    "the space is given back"
+                )
+            outcomes.append(_check_after_fault(plain, before, attempted, returned=returned))
+    assert kind != "die" or outcomes == sorted(outcomes), "the new one counts from one write on, and never before it"
+    return writes, sum(outcomes)
+
+
+def _check_after_fault(root: Store, before: Snapshot, attempted: Snapshot, *, returned: bool) -> bool:
+    """Whether the attempted checkpoint counts; it may only if it is whole, and must if the save returned.
+
+    The same save then works, and nothing of the failed one is left.
     """
     newest = find_newest_intact(root, on_damage=no_damage)
     assert newest is not None
@@ -78,86 +106,13 @@ def check_after_failure(root: Store, before: Snapshot, attempted: Snapshot, *, r
         assert verify_files(root.child(newest.name), newest.commit) == []
         check_holds(root, attempted)
     check_holds(root, before)
-    return committed
-
-
-def check_again(root: Store, attempted: Snapshot) -> None:
-    """Save again: it works, and nothing of the failed save is left. Then remove the checkpoint."""
     info = save(root, attempted)
     store = root.child(info.name)
     assert [file.path for file in store.list()] == sorted([*(entry.path for entry in info.commit.files), "COMMIT.json"])
     check_holds(root, attempted)
-    assert unfinished_uploads(root) == []
     store.delete("COMMIT.json")
     store.delete_tree()
-
-
-def unfinished_uploads(root: Store) -> list[str]:
-    """Return the keys of uploads that were neither completed nor withdrawn; only S3 has any."""
-    if not root.url.startswith("s3://"):
-        return []
-    uploads = root._backend.fs.list_multipart_uploads(root.url.split("/")[2])  # type: ignore[union-attr]
-    return [upload["Key"] for upload in uploads]
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What came of it: writes per save (on a disk of which every few are hit, at most so many), saves that were hit,
-    and after how many of those the new checkpoint counted."""
-
-    writes: int
-    hit: int
-    committed: int
-
-
-def fault_each_write(root: Store, plain: Store, kind: Kind, *, every: int = 1) -> Tally:
-    """Let one write of a save go wrong, each in turn; `root` is `plain` behind the plan of faults.
-
-    A writer that dies on a disk does so before any system call that changes it.
-    """
-    harmless = kind == "slow"
-    gives_back = kind not in ("die", "after")
-    saves = Saves(root, plain, state(2), lambda at: FAULTS.plan(at, kind), lambda: FAULTS.count)
-    with _counted_system_calls(plain.url if plain.is_local and kind == "die" else None):
-        return fault_each(saves, kind, harmless=harmless, gives_back=gives_back, every=every)
-
-
-@dataclass(frozen=True)
-class Saves:
-    """The store that is saved to, the same store without faults, what is saved, and the plan of faults."""
-
-    root: Store
-    plain: Store
-    attempted: Snapshot
-    plan: Callable[[int | None], None]
-    count: Callable[[], int]
-
-
-def fault_each(saves: Saves, kind: str, *, harmless: bool, gives_back: bool, every: int) -> Tally:
-    """Plan a fault for one write after the other, until each of a save has had its turn."""
-    before, attempted, plain = state(1), saves.attempted, saves.plain
-    save(saves.root, before)
-    saves.plan(None)
-    save(saves.root, attempted)
-    writes, outcomes = saves.count(), []
-    withdraw_folder(plain.child("checkpoint-2"))
-    for at in range(1, writes + 1, every):
-        saves.plan(at)
-        returned = False
-        try:
-            save(saves.root, attempted)
-            returned = True
-        except (TrainflowError, Died) as error:
-            assert not harmless, f"{error} (write {at})"
-            assert kind != "full" or isinstance(error, StorageFullError), error
-        saves.plan(None)
-        if gives_back and not returned:
-            assert {info.path for info in plain.child("checkpoint-2").list()} <= {WRITING}, "the space is given back"
-        outcomes.append(check_after_failure(plain, before, attempted, returned=returned))
-        assert unfinished_uploads(plain) == []
-        check_again(plain, attempted)
-    assert kind != "die" or outcomes == sorted(outcomes), "the new one counts from one write on, and never before it"
-    return Tally(writes, len(outcomes), sum(outcomes))
+    return committed
 
 
 _watched: str | None = None
