@@ -186,7 +186,7 @@ def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path)
     def notes() -> list[Path]:
         return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
 
-    # tests/unit/flows/test_schedule.py starts it again.
+    # tests/unit/flows/test_server.py starts it again.
     with running(*watching, log=tmp_path / "log", env=server.environ) as watch:
         watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
         wait_for("the first look", notes)

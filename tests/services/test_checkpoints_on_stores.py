@@ -95,17 +95,6 @@ def test_the_model_alone_can_be_saved_and_nothing_uncommitted_loaded(any_store: 
         assert caught.value.value == f"{any_store.url}/{name}"
 
 
-def test_one_that_is_being_read_stays_until_the_reader_is_done(any_store: Store) -> None:
-    for step in (1, 2, 3):
-        save_untrained(any_store, step)
-    with protect_from_removal(any_store.child("checkpoint-1")):
-        assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-2"]
-        load_checkpoint(any_store, "checkpoint-1", SingleProcess()).read_model()
-    assert all(not name.startswith("READING") for name in any_store.child("checkpoint-1").children())
-    assert rotate_checkpoints(any_store, keep=1, protect=()) == ["checkpoint-1"]
-    assert any_store.children() == ["checkpoint-3"]
-
-
 def test_a_reader_that_comes_between_the_look_and_the_deletion_keeps_its_checkpoint(
     any_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -112,15 +111,6 @@ def test_parts_grow_so_that_an_upload_never_has_too_many(s3_url: str, monkeypatc
     assert tag is not None
     assert tag.endswith("-5")  # 1 + 1 + 2 + 2 and a byte
     assert store.digest("x") == hashlib.sha256(data).hexdigest()
-
-
-def test_any_thread_may_write(s3_url: str, small_parts: None) -> None:
-    store = Store.open(s3_url)
-    files = {f"{number}.bin": os.urandom(2 * PART) for number in range(4)}
-    with ThreadPoolExecutor(4) as pool:
-        entries = list(pool.map(store.write_bytes, files, files.values()))
-    assert [entry.sha256 for entry in entries] == [hashlib.sha256(data).hexdigest() for data in files.values()]
-    assert {name: store.digest(name) for name in files} == {entry.path: entry.sha256 for entry in entries}
 
 
 # ------------------------------------------------------------------------------------------------------------- failures

@@ -33,28 +33,6 @@ def lease_files(store: Store) -> list[str]:
     return store.children("lease")
 
 
-def test_a_waiting_process_does_not_repeat_work_that_got_done(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "s")
-    first = acquire_lease(store)
-    assert first is not None
-    waiting = threading.Event()
-
-    def finish() -> None:
-        waiting.wait()
-        store.write_bytes("result", b"1")
-        first.release()
-
-    timer = threading.Thread(target=finish)
-    timer.start()
-
-    def done() -> bool:
-        waiting.set()
-        return lease_files(store)[0].startswith("00000002") and store.exists("result")
-
-    assert acquire_lease(store, wait=done, poll_s=0.01) is None
-    timer.join()
-
-
 def test_a_long_beat_keeps_the_lease_alive(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
     until = time.monotonic() + 1.5
@@ -102,25 +80,6 @@ def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
         store.write_bytes("lease/00000005.json", Holder.this_process(30).to_bytes())
         assert module._take_epoch(store.child("lease"), 4, 30) is None
     assert "00000004.json" not in lease_files(store)
-
-
-def test_of_threads_that_race_one_holds_at_a_time(memory_url: str) -> None:
-    store = Store.open(memory_url)
-    inside: list[int] = []
-
-    def work() -> None:
-        for _ in range(5):
-            with acquire_lease(Store.open(memory_url), poll_s=0.005):  # type: ignore[union-attr]
-                inside.append(1)
-                assert len(inside) == 1
-                inside.pop()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert lease_files(store) == ["00000020.beat", "00000020.json", "00000020.released"]
 
 
 @pytest.mark.parametrize("kind", ["error", "after", "full"])
