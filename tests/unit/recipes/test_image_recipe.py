@@ -25,7 +25,7 @@ from trainer_lib.recipes.image_classification import (
     load_image_model,
     new_image_model,
 )
-from trainer_lib.recipes.image_files import ImageForm, count_pixels, mean_and_spread
+from trainer_lib.recipes.image_files import ImageForm
 from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
@@ -239,16 +239,6 @@ def test_an_image_of_another_shape_is_stretched_cut_or_padded() -> None:
     assert (padded[:2] == 0).all() and (padded[4, 3:5] == 255).all()
     stretched = pixels(wide, ImageForm([4, 4], "grey", "stretch"))
     assert stretched[0, :, 0].tolist() == pytest.approx([0, 255, 255, 0], abs=80)
-
-
-def test_mean_and_spread_are_those_of_all_pixels() -> None:
-    draw = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
-    counts: dict[str, Any] = {}
-    for image in draw:
-        count_pixels(counts, image)
-    means, spreads = mean_and_spread(counts)
-    assert means == pytest.approx((draw / 255).mean(axis=(0, 1, 2)))
-    assert spreads == pytest.approx((draw / 255).std(axis=(0, 1, 2)))
 
 
 # -- models of timm: what their configuration says ---------------------------------------------------------------------

@@ -215,14 +215,6 @@ def test_the_mask_is_block_diagonal_and_padding_sees_itself() -> None:
     assert torch.equal(batch["attention_mask"][1, 0], torch.ones(4, 4, dtype=torch.bool).tril())
 
 
-def test_a_document_in_a_row_of_its_own_is_an_ordinary_batch() -> None:
-    rows = [{"input_ids": np.array([5, 6]), "lengths": [2]}, {"input_ids": np.array([1, 2, 3]), "lengths": [3]}]
-    batch = collate_documents(rows, pad=0)
-    assert set(batch) == {"input_ids", "attention_mask", "labels"}
-    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch["labels"].tolist() == [[-100, 6, -100], [-100, 2, 3]]
-
-
 # -- models that mix documents ----------------------------------------------------------------------------------------
 def check(model: Any, isolate: str, *, flattened: bool = False) -> None:
     require_isolation(model, vocabulary=100, length=16, isolate=isolate, flattened=flattened)

@@ -105,6 +105,8 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (priced(*(str(7 * row) for row in range(40))), {}, "amounts, not classes … tabular-regression"),
         (TABLE, {"id": "house"}, "Two rows have one id."),
         (table().replace("colour", "labels", 1), {}, "uses the name 'labels' itself"),
+        ("size,answer\n1,2\n1\n", {}, "prepare.sources … data.csv, row 1 (line 3)"),
+        ("size,answer\n", {}, "prepare.sources … The files have no rows."),
     ],
     "tabular-regression": [(TABLE, {}, "holds texts, such as 'no'")],
     "time-series-forecasting": [
@@ -188,7 +190,8 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (asked(), {"answers": "answer"}, 'Did you mean "answers"?'),
         (asked(), {"max_lenght": 3}, 'Did you mean "max_length"?'),
         (asked("Ada", question="why " * 40), {"max_length": 64, "stride": 32}, "row 9 (line 10): the question 'why"),
-        (asked() + '{"question": "a', {}, "line 10"),
+        (asked() + '{"question": "a', {}, "prepare.sources … line 10"),
+        (asked() + '{"question": "a", "b": 2}', {}, "prepare.sources … it has a column 'b' more than the rows before"),
     ],
     "preference-optimization": [
         (preferred(chosen=" "), {}, "data.jsonl, row 12 … column 'chosen': there is no value"),

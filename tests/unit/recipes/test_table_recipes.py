@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import gzip
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -119,22 +114,6 @@ def test_files_and_a_column_give_the_splits(tmp_path: Path) -> None:
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 32, "test": 8}
 
 
-@pytest.mark.parametrize("kind", ["csv", "csv.gz", "jsonl", "parquet"])
-def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"data.{kind}"
-    rows = [dict(zip(table().split("\n")[0].split(","), line.split(","), strict=True)) for line in table().split()[1:]]
-    typed = [{**row, "size": int(row["size"]), "house": int(row["house"])} for row in rows]
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(typed), path)
-    elif kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in typed))
-    else:
-        path.write_bytes(gzip.compress(table().encode()) if kind == "csv.gz" else table().encode())
-    _, splits, data = prepared("tabular-classification", tmp_path, [path], label="answer")
-    assert data.info["texts"] == {"colour": ["blue", "red"]}
-    assert splits["train"][0]["size"] == splits["train"][0]["row_id"] % 7
-
-
 # -- features ---------------------------------------------------------------------------------------------------------
 def test_the_network_takes_missing_numbers_and_texts_that_it_has_not_seen() -> None:
     net = TabularNet({"b": [3.0, 2.0], "a": [0.0, 1.0]}, {"t": ["x", "y"]}, 2, [8], 0.0).eval()
@@ -148,6 +127,11 @@ def test_the_network_takes_missing_numbers_and_texts_that_it_has_not_seen() -> N
     assert torch.isfinite(gap).all()
 
 
+def test_a_package_that_is_declared_as_a_source_is_no_table(tmp_path: Path) -> None:
+    error = refusal(lambda: prepare_sources("tabular-classification", ["package:numpy"], {"label": "a"}, tmp_path))
+    assert (error.field, error.message) == ("prepare.sources", "There is nothing to read.")
+
+
 def test_numbers_can_be_names_columns_renamed_and_gaps_filled(tmp_path: Path) -> None:
     given = {"label": "truth", "rename": {"answer": "truth"}, "categorical": ["house"], "missing": "mean"}
     _, splits, data = TABLE.prepare(tmp_path, table().replace("1,red,yes,0", ",red,yes,0", 1), **given)
@@ -156,25 +140,6 @@ def test_numbers_can_be_names_columns_renamed_and_gaps_filled(tmp_path: Path) ->
     rows = {row["row_id"]: row for part in splits.values() for row in part}
     assert math.isnan(rows[1]["size"])
     assert rows[5]["house"] == "1"
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
-    whole, torn = tmp_path / "whole.parquet", tmp_path / "torn.parquet"
-    pq.write_table(pa.table({"size": [1, 2], "answer": ["a", "b"]}), whole)
-    torn.write_bytes(whole.read_bytes()[:-20])
-    for source, says in (
-        (torn, "cannot be read"),
-        (tmp_path / "none.csv", "no such file"),
-        (written(tmp_path / "ragged.csv", "a,b\n1,2\n1\n"), "row 1 (line 3)"),
-        (written(tmp_path / "broken.jsonl", '{"a": 1}\n{"a": \n'), "row 1 (line 2)"),
-        (written(tmp_path / "uneven.jsonl", '{"a": 1}\n{"a": 1, "b": 2}\n'), "a column 'b' more"),
-        (written(tmp_path / "empty.csv", "a,b\n"), "no rows"),
-        ("package:numpy", "nothing to read"),
-    ):
-        asked = functools.partial(prepare_sources, "tabular-classification", [str(source)], {"label": "a"}, tmp_path)
-        error = refusal(asked)
-        assert says in str(error)
-        assert error.field == "prepare.sources"
 
 
 # -- series: windows of time -----------------------------------------------------------------------------------------
