@@ -180,7 +180,12 @@ def test_the_authors_edits_on_the_hub_are_kept_in_the_next_commit(storage: str, 
     edited: Any = ModelCard(repo.commits[-1].files["README.md"].data.decode())
     edited.text = edited.text.replace("*To be filled in by the author", "Not for cheques. *To be")
     edited.data.license, edited.data.tags = "mit", [*edited.data.tags, "cheques"]
-    facts = {"dataset_type": "bank/cheques", "dataset_name": "Cheques", "metric_type": "accuracy", "metric_value": 0.5}
+    facts: dict[str, Any] = {
+        "dataset_type": "bank/cheques",
+        "dataset_name": "Cheques",
+        "metric_type": "accuracy",
+        "metric_value": 0.5,
+    }
     edited.data.eval_results.append(EvalResult(task_type="image-classification", **facts))
     files = {**repo.commits[-1].files, "README.md": Blob(str(edited).encode(), lfs=False)}
     repo.add("main", "by hand", "", files)

@@ -169,9 +169,7 @@ def _verify_copies(content: Content, entries: list[FileEntry], store: Store) -> 
     for entry in entries:
         if entry != wanted[entry.path]:
             withdraw_folder(store)
-            raise DamagedError(
-                f"{entry.path} differs from what its stage committed ({entry.size:,} bytes, committed "
-                f"{wanted[entry.path].size:,}).",
-                field=content.files[entry.path].store.url,
-                remedy="Run the stage that it comes from again.",
-            )
+            sizes = f"{entry.size:,} bytes, committed {wanted[entry.path].size:,}"
+            what, remedy = f"{entry.path} differs from what its stage committed ({sizes}).", "Run the stage"
+            field = content.files[entry.path].store.url
+            raise DamagedError(what, field=field, remedy=f"{remedy} that it comes from again.")

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -104,9 +104,7 @@ class HuggingFaceHub:
             api = _open_api(self._token)
             head = self._find_head(api)
             tree = self._list_files(api, head)
-            changed = [
-                entry for entry in content.entries() if not _has_same_bytes(tree.get(entry.path), entry, content)
-            ]
+            changed = _list_changed(tree, content)
             stale = self._list_stale_paths(api, head, content, tree)
             if not changed and not stale:
                 return self._describe_result(api, head, content, created=False)
@@ -214,14 +212,11 @@ class HuggingFaceHub:
 
     def _verify_commit(self, api: HfApi, commit: str, content: Content) -> None:
         """Raise DamagedError when the Hub holds other bytes: a source may have changed while it was uploaded."""
-        tree = self._list_files(api, commit)
-        wrong = [entry.path for entry in content.entries() if not _has_same_bytes(tree.get(entry.path), entry, content)]
+        wrong = [entry.path for entry in _list_changed(self._list_files(api, commit), content)]
         if wrong:
-            raise DamagedError(
-                f"The Hub holds other bytes than the stage committed: {', '.join(wrong[:3])}.",
-                field=self.target,
-                remedy="Run the stage that they come from again, then publish again.",
-            )
+            what = f"The Hub holds other bytes than the stage committed: {', '.join(wrong[:3])}."
+            remedy = "Run the stage that they come from again, then publish again."
+            raise DamagedError(what, field=self.target, remedy=remedy)
 
     def _describe_result(self, api: HfApi, commit: str, content: Content, *, created: bool) -> Published:
         url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{commit}"
@@ -260,9 +255,7 @@ class HuggingFaceHub:
                 remedy = f"Set HF_TOKEN to a token that may {may}, and check the name."
                 return ConfigError(f"The Hub refuses the {self._action} ({status}): {reason}", remedy=remedy, **where)
             if status in {400, 422}:
-                return ConfigError(
-                    f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where
-                )
+                return _rejected(reason, where)
             remedy = "The same command continues once the Hub serves again."
             return StoreUnreachableError(f"The Hub failed ({status}): {reason}", remedy=remedy, **where)
         if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
@@ -271,11 +264,11 @@ class HuggingFaceHub:
             what = describe_outage(error) or reason
             return StoreUnreachableError(f"The Hub cannot be reached: {what}.", remedy=remedy, **where)
         # huggingface_hub checks names and operations before it sends them.
-        if isinstance(error, ValueError):
-            return ConfigError(
-                f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where
-            )
-        return None
+        return _rejected(reason, where) if isinstance(error, ValueError) else None
+
+
+def _rejected(reason: str, where: Mapping[str, Any]) -> ConfigError:
+    return ConfigError(f"The Hub rejects the content: {reason}", remedy="Change what the reason names.", **where)
 
 
 def find_licence(repo: str, *, token: str | None = None) -> str | None:
@@ -332,6 +325,11 @@ def _progress_bars_disabled() -> Iterator[None]:
             enable_progress_bars()
 
 
+def _list_changed(tree: Mapping[str, RepoFile], content: Content) -> list[FileEntry]:
+    """The files whose bytes differ from those on the Hub."""
+    return [entry for entry in content.entries() if not _has_same_bytes(tree.get(entry.path), entry, content)]
+
+
 def _has_same_bytes(remote: RepoFile | None, entry: FileEntry, content: Content) -> bool:
     if remote is None or not _has_same_size(remote, entry):
         return False
@@ -356,13 +354,8 @@ def _compute_blob_id(content: Content, entry: FileEntry) -> str:
 
 def _render_record(content: Content) -> bytes:
     files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in content.entries()]
-    record = {
-        "format": 1,
-        "kind": "published",
-        "content_digest": content.digest,
-        "files": files,
-        "lineage": content.lineage,
-    }
+    record = {"format": 1, "kind": "published", "content_digest": content.digest, "files": files}
+    record["lineage"] = content.lineage
     return json.dumps(record, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -387,9 +380,8 @@ def check_access(repo: str, *, field: str, writes: bool, timeout_s: float) -> No
                 raise
     # The Hub has refused a wrong token by now, whatever the repository.
     if writes and api.token is None and get_token() is None:
-        raise ConfigError(
+        what, remedy = (
             "There is no login for the Hub, so nothing can be written there.",
-            field=field,
-            value=hub.target,
-            remedy="Set HF_TOKEN to a token that may write there.",
+            "Set HF_TOKEN to a token that may",
         )
+        raise ConfigError(what, field=field, value=hub.target, remedy=f"{remedy} write there.")

@@ -51,17 +51,8 @@ _CHECKPOINT = checkpoint_name(0).removesuffix("0")
 _CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has no files under them
 _CARD_LIMIT_BYTES = 1 << 20
 # Files that only a resume reads: the model at the repository's root does without them.
-_RESUMING = frozenset(
-    (
-        layout.OWN_MODEL,
-        layout.OPTIMIZER_TENSORS,
-        layout.OPTIMIZER,
-        layout.SCHEDULER,
-        layout.SCALER,
-        layout.DATA,
-        layout.TRAINER_STATE,
-    )
-)
+_RESUMING = {layout.OWN_MODEL, layout.OPTIMIZER_TENSORS, layout.OPTIMIZER, layout.SCHEDULER, layout.SCALER}
+_RESUMING |= {layout.DATA, layout.TRAINER_STATE}
 
 
 _REPOSITORY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -207,12 +198,9 @@ class Publisher:
     def _target_name(self) -> str:
         args, target = self._trainer.args, self._wanted_name()
         if not is_folder(target) and not _REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
-            raise ConfigError(
-                "The name is neither a repository nor a folder.",
-                field="hub_model_id" if args.hub_model_id else "output_dir",
-                value=target,
-                remedy='Give hub_model_id="owner/name", or the URL of a folder.',
-            )
+            what, remedy = "The name is neither a repository nor a folder.", 'Give hub_model_id="owner/name"'
+            field = "hub_model_id" if args.hub_model_id else "output_dir"
+            raise ConfigError(what, field=field, value=target, remedy=f"{remedy}, or the URL of a folder.")
         return target.removeprefix(SCHEME)
 
     def _open_hub(self, token: str | None, revision: str | None) -> FolderHub | HuggingFaceHub:
@@ -396,16 +384,12 @@ class Publisher:
         """The model of a committed checkpoint with a card, and the checkpoint itself where the strategy says so."""
         strategy, commit = self._trainer.args.hub_strategy, read_commit(store, kind=KIND)
         if commit is None:
-            raise ConfigError(
-                "The checkpoint is not committed.", field="checkpoint", value=store.url, remedy="Save it first."
-            )
+            what = "The checkpoint is not committed."
+            raise ConfigError(what, field="checkpoint", value=store.url, remedy="Save it first.")
         if any(entry.path == SHARD_INDEX for entry in commit.files):
-            raise ConfigError(
-                "The checkpoint holds a sharded model, which cannot be loaded from a hub.",
-                field="hub_strategy",
-                value=str(strategy),
-                remedy='Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.',
-            )
+            what = "The checkpoint holds a sharded model, which cannot be loaded from a hub."
+            remedy = 'Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.'
+            raise ConfigError(what, field="hub_strategy", value=str(strategy), remedy=remedy)
         left_out = _RESUMING | ({layout.MODEL} if without_weights else set())
         files = {
             entry.path: Source(store, entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -40,32 +41,22 @@ LAST = {
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
-    """Refuse a function that cannot be called as a recipe's function of its name.
+    """Raise ConfigError for a function that cannot be called as a recipe's function of its name, one of `CALLS`.
 
     Args:
-        name: one of `CALLS`.
         field: the setting that names the file.
         value: the file.
-
-    Raises:
-        ConfigError: it takes other arguments.
     """
     given, last = CALLS[name], LAST.get(name)
     for keywords in ({}, {last: None}) if last else ({},):
-        try:
+        with contextlib.suppress(TypeError):
             signature.bind(*given, **keywords)
-        except TypeError:
-            continue
-        return
+            return
     # `data` is for those that need it, and most do not.
     wanted = ", ".join((*given, last) if last and last != "data" else given)
     shown = signature.replace(return_annotation=inspect.Signature.empty)
-    raise ConfigError(
-        f"{name}{shown} cannot be called as {name}({wanted}).",
-        field=field,
-        value=value,
-        remedy=f"Define it as def {name}({wanted}).",
-    )
+    what, remedy = f"{name}{shown} cannot be called as {name}({wanted}).", f"Define it as def {name}({wanted})."
+    raise ConfigError(what, field=field, value=value, remedy=remedy)
 
 
 def check_function(name: str, function: Callable[..., Any], *, field: str, value: str) -> None:
@@ -140,9 +131,8 @@ def kind_of(value: object) -> str:
 
 def wrong_result(name: str, wanted: str, value: object, *, remedy: str) -> ConfigError:
     """Return the error for a function that returned `value` in place of `wanted`."""
-    return ConfigError(
-        f"The function {name}() must return {wanted}, and returned {kind_of(value)}.", field=name, remedy=remedy
-    )
+    what = f"The function {name}() must return {wanted}, and returned {kind_of(value)}."
+    return ConfigError(what, field=name, remedy=remedy)
 
 
 def check_batch(value: object) -> None:
@@ -166,29 +156,18 @@ RESULTS: Mapping[str, Callable[[object], None]] = {"collate": check_batch, "comp
 def as_splits(name: str, value: object) -> dict[str, Iterable[Mapping[str, Any]]]:
     """Return the result of `prepare` or `prepare_shard`. Raises DataError unless it maps splits to rows."""
     if not isinstance(value, Mapping) or not value:
-        raise DataError(
-            f"The function {name}() must return a mapping from split names to rows, not {kind_of(value)}.",
-            field="recipe",
-            value=name,
-            remedy='Return for example {"train": rows, "validation": rows}.',
-        )
+        what = f"The function {name}() must return a mapping from split names to rows, not {kind_of(value)}."
+        remedy = 'Return for example {"train": rows, "validation": rows}.'
+        raise DataError(what, field="recipe", value=name, remedy=remedy)
     for split, rows in value.items():
         if not isinstance(rows, Iterable):
-            raise DataError(
-                f"The function {name}() returned {kind_of(rows)} for the split '{split}', which has no rows.",
-                field="recipe",
-                value=name,
-                remedy="Return a list or another iterable of rows.",
-            )
+            what = f"The function {name}() returned {kind_of(rows)} for the split '{split}', which has no rows."
+            raise DataError(what, field="recipe", value=name, remedy="Return a list or another iterable of rows.")
     return {str(split): rows for split, rows in value.items()}
 
 
 def as_sources(value: object) -> list[Any]:
-    """Return the result of `list_sources`.
-
-    Raises:
-        DataError: it is not a list of JSON values, is empty, or has a value twice.
-    """
+    """Return the result of `list_sources`. Raises DataError unless it is a list of JSON values, all different."""
     remedy = (
         'Return for example ["s3://bucket/a.parquet", "s3://bucket/b.parquet"], or {"file": ..., "rows": [0, 1000]}.'
     )
@@ -200,9 +179,8 @@ def as_sources(value: object) -> list[Any]:
         try:
             text = json.dumps(source, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise DataError(
-                f"A source must be JSON ({error}).", field="list_sources", value=source, remedy=remedy
-            ) from error
+            what = f"A source must be JSON ({error})."
+            raise DataError(what, field="list_sources", value=source, remedy=remedy) from error
         if text in seen:
             raise DataError("A source is listed twice.", field="list_sources", value=text, remedy="List it once.")
         seen.add(text)

@@ -30,11 +30,7 @@ def is_recipe_name(value: object) -> bool:
 
 
 def recipe_file(name: str) -> str:
-    """The path of the recipe that has this name.
-
-    Raises:
-        KeyError: none has it.
-    """
+    """The path of the recipe that has this name. Raises KeyError: none has it."""
     if name not in ABOUT:
         raise KeyError(name)
     return str(FOLDER / f"{name.replace('-', '_')}.py")

@@ -64,16 +64,12 @@ if TYPE_CHECKING:
 
 TIMM = "timm_wrapper"
 """The type that transformers gives to the models of timm."""
+ImageSettings = tuple[list[int] | None, tuple[list[float], list[float]] | None]
+"""Height and width, and mean and spread of each channel; None for what a model does not say."""
 
 
-def find_image_settings(place: str, *, field: str) -> tuple[list[int] | None, tuple[list[float], list[float]] | None]:
-    """What a model's preprocessor says: height and width, and mean and spread of each channel; None for what it omits.
-
-    A model of timm has no preprocessor; its `config.json` says both.
-
-    Args:
-        place: the model's name on the Hub, or its folder.
-        field: the option that names it, for errors.
+def find_image_settings(place: str, *, field: str) -> ImageSettings:
+    """The settings of a model's preprocessor; a model of timm has them in its `config.json`.
 
     Raises:
         ConfigError: there is no preprocessor. MissingExtraError: transformers, or timm for its model, is not installed.
@@ -86,33 +82,24 @@ def find_image_settings(place: str, *, field: str) -> tuple[list[int] | None, tu
         # The settings alone: a preprocessor may need packages that reading them does not.
         settings, _ = library.BaseImageProcessor.get_image_processor_dict(place)
     except (OSError, ValueError) as error:
-        of_timm = _find_timm_settings(place, field)
-        if of_timm is None:
+        config = _read_config(place)
+        given = config.get("pretrained_cfg")
+        if not _is_of_timm(config) or not isinstance(given, Mapping):
             raise no_model(place, error, field=field) from error
-        return of_timm
-    normal = (settings.get("image_mean"), settings.get("image_std"))
+        import_timm(place, field=field)
+        return _image_settings((given.get("input_size") or ())[1:], given.get("mean"), given.get("std"))
     sides = settings.get("crop_size") or settings.get("size")
     if isinstance(sides, int):
         sides = {"height": sides, "width": sides}
     sides = sides or {}
     edge = sides.get("shortest_edge")
-    size = [int(each) for each in (sides.get("height", edge), sides.get("width", edge)) if each is not None]
-    found = [float(each) for each in normal[0] or ()], [float(each) for each in normal[1] or ()]
-    return (size if len(size) == 2 else None), (found if all(found) else None)
+    size = [each for each in (sides.get("height", edge), sides.get("width", edge)) if each is not None]
+    return _image_settings(size, settings.get("image_mean"), settings.get("image_std"))
 
 
-def _find_timm_settings(
-    place: str, field: str
-) -> tuple[list[int] | None, tuple[list[float], list[float]] | None] | None:
-    """Height and width, and mean and spread, of a model of timm; None for another model."""
-    settings = _read_config(place)
-    given = settings.get("pretrained_cfg")
-    if not _is_of_timm(settings) or not isinstance(given, Mapping):
-        return None
-    import_timm(place, field=field)
-    channels_first = [int(each) for each in given.get("input_size") or ()]
-    found = [float(each) for each in given.get("mean") or ()], [float(each) for each in given.get("std") or ()]
-    return (channels_first[1:] if len(channels_first) == 3 else None), (found if all(found) else None)
+def _image_settings(size: Sequence[Any], mean: Sequence[Any] | None, spread: Sequence[Any] | None) -> ImageSettings:
+    normal = [float(each) for each in mean or ()], [float(each) for each in spread or ()]
+    return ([int(each) for each in size] if len(size) == 2 else None), (normal if all(normal) else None)
 
 
 def _read_config(place: str) -> Mapping[str, Any]:
@@ -228,15 +215,6 @@ class ImageNet(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def build_image_net(inputs: int, classes: int, *, channels: Sequence[int], dropout: float) -> ImageNet:
-    """An `ImageNet`. Raises ConfigError for channels that do not form groups."""
-    wrong = [each for each in channels if not isinstance(each, int) or each < _GROUP or each % _GROUP]
-    if wrong or not channels:
-        what = f"The channels of each block must be a multiple of {_GROUP}."
-        raise ConfigError(what, field="train.model.channels", value=list(channels), remedy="Give such as [32, 64].")
-    return ImageNet(inputs, classes, channels, dropout)
-
-
 def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: str) -> nn.Module:
     """Let a model change its images at random while it is in training mode, and never else.
 
@@ -256,36 +234,30 @@ def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: st
         if not 0 <= chosen[name] < most + (name == "rotate"):
             remedy = f"Give a number from 0 on and below {most:g}."
             raise ConfigError("This is out of range.", field=f"{field}.{name}", value=chosen[name], remedy=remedy)
+
+    def change(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if model.training and "pixel_values" in named:
+            return args, {**named, "pixel_values": _augment(named["pixel_values"], **chosen)}
+        return None
+
     if any(chosen.values()):
-        model.register_forward_pre_hook(_Augment(**chosen), with_kwargs=True)
+        model.register_forward_pre_hook(change, with_kwargs=True)
     return model
 
 
-class _Augment:
-    def __init__(self, flip: bool, shift: float, rotate: float, zoom: float) -> None:
-        self._flip, self._shift, self._rotate, self._zoom = flip, shift, rotate, zoom
-
-    def __call__(
-        self, model: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not model.training or "pixel_values" not in named:
-            return None
-        return given, {**named, "pixel_values": self.change(named["pixel_values"])}
-
-    def change(self, images: Tensor) -> Tensor:
-        """Images ``[batch, channels, height, width]``, each changed by one affine map; edges are continued."""
-        rows = len(images)
-        # Five numbers for each image whatever is switched on: one setting does not change the draws of another.
-        draws = torch.rand(rows, 5, device=images.device) * 2 - 1
-        turn = draws[:, 0] * torch.pi * self._rotate / 180
-        scale = 1 / (1 + draws[:, 1] * self._zoom)
-        side = torch.where(draws[:, 2] < 0, -1.0, 1.0) if self._flip else torch.ones_like(turn)
-        shape = images.shape[2] / images.shape[3]
-        cosine, sine = torch.cos(turn) * scale, torch.sin(turn) * scale
-        first = torch.stack((cosine * side, -sine * shape, draws[:, 3] * self._shift * 2), dim=1)
-        second = torch.stack((sine * side / shape, cosine, draws[:, 4] * self._shift * 2), dim=1)
-        grid = nn.functional.affine_grid(torch.stack((first, second), dim=1), list(images.shape), align_corners=False)
-        return nn.functional.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
+def _augment(images: Tensor, *, flip: bool, shift: float, rotate: float, zoom: float) -> Tensor:
+    """Images ``[batch, channels, height, width]``, each changed by one affine map; edges are continued."""
+    # Five numbers for each image whatever is switched on: one setting does not change the draws of another.
+    draws = torch.rand(len(images), 5, device=images.device) * 2 - 1
+    turn = draws[:, 0] * torch.pi * rotate / 180
+    scale = 1 / (1 + draws[:, 1] * zoom)
+    side = torch.where(draws[:, 2] < 0, -1.0, 1.0) if flip else torch.ones_like(turn)
+    shape = images.shape[2] / images.shape[3]
+    cosine, sine = torch.cos(turn) * scale, torch.sin(turn) * scale
+    first = torch.stack((cosine * side, -sine * shape, draws[:, 3] * shift * 2), dim=1)
+    second = torch.stack((sine * side / shape, cosine, draws[:, 4] * shift * 2), dim=1)
+    grid = nn.functional.affine_grid(torch.stack((first, second), dim=1), list(images.shape), align_corners=False)
+    return nn.functional.grid_sample(images, grid.to(images.dtype), padding_mode="border", align_corners=False)
 
 
 # -- the recipe -------------------------------------------------------------------------------------------------------
@@ -411,8 +383,13 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     elif chosen["config"]:
         model = new_image_model(chosen["config"], classes, size=data.info["form"]["size"], channels=form.channels)
     else:
-        net = {name: chosen[name] for name in ("channels", "dropout")}
-        model = build_image_net(form.channels, len(classes), **net)
+        channels = chosen["channels"]
+        if not channels or not all(
+            isinstance(each, int) and each >= _GROUP and each % _GROUP == 0 for each in channels
+        ):
+            what = f"The channels of each block must be a multiple of {_GROUP}."
+            raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")
+        model = ImageNet(form.channels, len(classes), channels, chosen["dropout"])
     return augment_training(model, chosen["augment"], field="train.model.augment")
 
 

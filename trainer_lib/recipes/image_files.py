@@ -22,19 +22,6 @@ from trainer_lib.errors import ConfigError, DataError, StorageError, first_line
 from trainer_lib.recipes.table_files import SOURCES, Reader, Table, Values, naming_sources, read_table
 from trainer_lib.storage import Store
 
-ENDINGS = {
-    ".png": "image",
-    ".jpg": "image",
-    ".jpeg": "image",
-    ".bmp": "image",
-    ".gif": "image",
-    ".webp": "image",
-    ".tif": "image",
-    ".tiff": "image",
-    ".ppm": "image",
-    ".pgm": "image",
-}
-"""Ending of an image's name -> "image"."""
 FITS = ("stretch", "crop", "pad")
 """How an image of another shape is fitted: stretched, cut around its middle, or with black edges."""
 MODES = {"rgb": "RGB", "grey": "L"}
@@ -80,12 +67,9 @@ class ImageForm:
                     image = _in_colours(ImageOps.exif_transpose(opened), self._mode, place)
         except _UNREADABLE as error:
             unknown = isinstance(error, UnidentifiedImageError)
-            what = "is not an image" if unknown else f"cannot be read as an image ({first_line(error)})"
-            raise DataError(
-                f"{place}: the file of {len(content):,} bytes {what}.",
-                field=field,
-                remedy="Remove it, or write it again.",
-            ) from error
+            why = "is not an image" if unknown else f"cannot be read as an image ({first_line(error)})"
+            what = f"{place}: the file of {len(content):,} bytes {why}."
+            raise DataError(what, field=field, remedy="Remove it, or write it again.") from error
         size = (self.width, self.height)
         if image.size != size and self._fit == "stretch":
             image = image.resize(size, Image.Resampling.BILINEAR)
@@ -163,7 +147,7 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     Raises:
         ConfigError: there are none.
     """
-    files = _find(addresses, ENDINGS, field)
+    files = _find(addresses, {}, field)
     parts = [file.address.split("/") for file in files]
     columns: dict[str, Values] = {
         IMAGE: [file.path for file in files],
@@ -192,7 +176,7 @@ def read_image_table(
     Raises:
         ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.
     """
-    found = _find(addresses, {**FORMATS, **ENDINGS}, field)
+    found = _find(addresses, FORMATS, field)
     tables = [file for file in found if format_of(file.path) is not None]
     if not tables:
         remedy = "Name the table, as in prepare.sources=[labels.csv, photos/], or leave prepare.options.image out."
@@ -215,9 +199,11 @@ def _from(folder: str, path: str) -> str:
     return absolute_path(path, folder) if is_path(folder) else f"{folder}/{path}"
 
 
-def _find(addresses: Sequence[str], endings: Mapping[str, str], field: str) -> list[RowFile]:
+def _find(addresses: Sequence[str], tables: Mapping[str, str], field: str) -> list[RowFile]:
+    """The images of the addresses, and tables of these endings."""
+    endings = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
     with naming_sources(field):
-        return find_row_files(addresses, endings)
+        return find_row_files(addresses, {**tables, **dict.fromkeys(endings, "image")})
 
 
 def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:

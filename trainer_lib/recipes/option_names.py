@@ -29,22 +29,14 @@ def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: st
     """
     for name, value in options.items():
         if name not in defaults:
-            raise ConfigError(
-                "The recipe has no such option.",
-                field=f"{field}.{name}",
-                value=value,
-                remedy=suggestion(name, defaults),
-            )
+            what, remedy = "The recipe has no such option.", suggestion(name, defaults)
+            raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
         wanted = defaults[name]
         kinds = (int, float) if isinstance(wanted, float) else (type(wanted),)
         wrong = not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(wanted, bool))
         if wanted is not None and wrong:
-            raise ConfigError(
-                f"This option takes {_KINDS[type(wanted)]}.",
-                field=f"{field}.{name}",
-                value=value,
-                remedy=f"The default is {wanted!r}.",
-            )
+            what, remedy = f"This option takes {_KINDS[type(wanted)]}.", f"The default is {wanted!r}."
+            raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
     return {**defaults, **options}
 
 

@@ -180,23 +180,16 @@ def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, row
 
 
 def _mixes(model: nn.Module, why: str, isolate: str, flattened: bool) -> ConfigError:
-    other = {
-        "positions": "try prepare.options.isolate=mask, which gives the model the mask itself",
-        "mask": "try prepare.options.isolate=positions",
-    }[isolate]
+    name, other = type(model).__name__, "try prepare.options.isolate=positions"
+    if isolate == "positions":
+        other = "try prepare.options.isolate=mask, which gives the model the mask itself"
     if flattened:
-        return ConfigError(
-            f"The model {type(model).__name__} cannot train on documents that stand end to end: {why}.",
-            field="train.model.flatten",
-            value=True,
-            remedy=f"Remove train.model.flatten (short documents are then padded), or {other}.",
-        )
-    return ConfigError(
-        f"The model {type(model).__name__} cannot train on packed rows: {why}.",
-        field=FIELD,
-        value=isolate,
-        remedy=f"Set prepare.options.pack=[] (every document then has a row of its own), or {other}.",
-    )
+        what = f"The model {name} cannot train on documents that stand end to end: {why}."
+        remedy = f"Remove train.model.flatten (short documents are then padded), or {other}."
+        return ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
+    what = f"The model {name} cannot train on packed rows: {why}."
+    remedy = f"Set prepare.options.pack=[] (every document then has a row of its own), or {other}."
+    return ConfigError(what, field=FIELD, value=isolate, remedy=remedy)
 
 
 # -- new rows, which no prepare has seen ------------------------------------------------------------------------------

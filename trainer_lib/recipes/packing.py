@@ -42,19 +42,8 @@ def new_counts() -> dict[str, int]:
     `tokens_in` are those of the documents, `tokens_out` those of the rows, and `tokens_lost` those of documents that
     were dropped: in = out + lost. `padding` are the positions without a token where all rows get the full length.
     """
-    return dict.fromkeys(
-        (
-            "documents",
-            "documents_split",
-            "documents_dropped",
-            "tokens_in",
-            "tokens_out",
-            "tokens_lost",
-            "rows",
-            "padding",
-        ),
-        0,
-    )
+    names = "documents documents_split documents_dropped tokens_in tokens_out tokens_lost rows padding"
+    return dict.fromkeys(names.split(), 0)
 
 
 def pack_documents(
@@ -147,13 +136,10 @@ def _pieces(
             yield _Piece(number, tokens[start : start + length])
         return
     said = "" if overlong is None else ", and the policy is to refuse it"
-    raise DataError(
-        f"{document.place}: the document has {len(tokens):,} tokens, and a row has {length:,}{said}.",
-        field=FIELD,
-        value=overlong,
-        remedy="Say what becomes of such documents: prepare.options.overlong=split (into pieces that do not see each "
-        "other) or drop (its tokens are lost, and counted); or raise prepare.options.length.",
-    )
+    what = f"{document.place}: the document has {len(tokens):,} tokens, and a row has {length:,}{said}."
+    remedy = "Say what becomes of such documents: prepare.options.overlong=split (into pieces that do not see each "
+    remedy += "other) or drop (its tokens are lost, and counted); or raise prepare.options.length."
+    raise DataError(what, field=FIELD, value=overlong, remedy=remedy)
 
 
 def _rows(waiting: Sequence[_Piece], length: int, packed: bool, counts: dict[str, int]) -> Iterator[dict[str, Any]]:

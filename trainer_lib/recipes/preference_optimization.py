@@ -102,23 +102,17 @@ class PreferredPairs(TextRows):
         tokens = prompt_tokens(prompts, tokenizer)
         for place, each in zip(self.table.places, tokens, strict=True):
             if len(each) >= longest:
-                raise DataError(
-                    f"{place}, column '{names[0]}': the prompt has {len(each):,} tokens of at most {longest:,}, which "
-                    "leaves no room for an answer.",
-                    field=f"{FIELD}.max_length",
-                    value=longest,
-                    remedy="Shorten the prompt, or set a greater max_length, as far as the model reads it.",
-                )
+                what = f"{place}, column '{names[0]}': the prompt has {len(each):,} tokens of at most {longest:,}"
+                what += ", which leaves no room for an answer."
+                remedy = "Shorten the prompt, or set a greater max_length, as far as the model reads it."
+                raise DataError(what, field=f"{FIELD}.max_length", value=longest, remedy=remedy)
         found = [answer_tokens(tokens, answers, tokenizer, longest=longest) for answers in (chosen, rejected)]
         for place, one, other in zip(self.table.places, *(answers for answers, _ in found), strict=True):
             if one.tokens == other.tokens:
-                raise DataError(
-                    f"{place}: the first {longest:,} tokens of prompt and answer are the same for both answers, and "
-                    "the rest is cut.",
-                    field=f"{FIELD}.max_length",
-                    value=longest,
-                    remedy="Remove the row, or set a greater max_length, as far as the model reads it.",
-                )
+                what = f"{place}: the first {longest:,} tokens of prompt and answer are the same for both answers"
+                remedy = "Remove the row, or set a greater max_length, as far as the model reads it."
+                what += ", and the rest is cut."
+                raise DataError(what, field=f"{FIELD}.max_length", value=longest, remedy=remedy)
         return found[0][0], found[1][0], found[0][1] + found[1][1]
 
 
@@ -161,17 +155,13 @@ def score_answers(model: Any, answers: Sequence[Answer], *, pad: int, together: 
     order = sorted(range(len(answers)), key=lambda row: -len(answers[row].tokens))  # little padding
     found = np.empty(len(answers))
     with torch.no_grad():
-        for rows in _in_parts(order, together):
-            batch = {name: each.to(device) for name, each in
-                     batch_answers([answers[row] for row in rows], pad=pad).items()}  # fmt: skip
+        for start in range(0, len(order), together):
+            rows = order[start : start + together]
+            made = batch_answers([answers[row] for row in rows], pad=pad)
+            batch = {name: tensor.to(device) for name, tensor in made.items()}
             logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
             found[rows] = log_probabilities(logits, batch["input_ids"], batch["is_answer"]).double().cpu().numpy()
     return found
-
-
-def _in_parts(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
 
 
 class FirstModel:
@@ -197,14 +187,7 @@ class FirstModel:
         return int(self._info["ends"]["pad_token_id"])
 
     def build(self, *, field: str) -> Any:
-        """The model, on the CPU; the generators of random numbers stay as they are.
-
-        Args:
-            field: the setting that names the model, for errors.
-
-        Raises:
-            ConfigError: transformers cannot load it, or it does not know all tokens.
-        """
+        """The model, on the CPU; the generators of random numbers stay as they are. Raises as `load_causal_model`."""
         info = self._info
         if self._place is not None:
             return load_causal_model(self._place, dtype=info["dtype"], vocabulary=info["vocabulary"], field=field)
@@ -230,10 +213,7 @@ LOSSES = ("sigmoid", "ipo")
 def log_probabilities(logits: Tensor, tokens: Tensor, is_answer: Tensor) -> Tensor:
     """The logarithm of each answer's probability ``[texts]``: the sum over its tokens, given all before them.
 
-    Args:
-        logits: ``[texts, tokens, vocabulary]``.
-        tokens: ``[texts, tokens]``.
-        is_answer: ``[texts, tokens]``, true where a token is of the answer; never at the first place.
+    Of logits ``[texts, tokens, vocabulary]`` and tokens ``[texts, tokens]``; `is_answer` is never true at the first.
     """
     scores = logits[:, :-1].transpose(1, 2).float()
     nats = nn.functional.cross_entropy(scores, tokens[:, 1:], reduction="none")
@@ -260,11 +240,9 @@ def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid", lab
 
 
 def with_lengths(reference: Tensor, is_answer: Tensor) -> Tensor:
-    """What is known of each pair without the model ``[pairs, 4]``: log-probabilities by the reference, and lengths.
+    """The facts of each pair without the model ``[pairs, 4]``: log-probabilities by the reference, and lengths.
 
-    Args:
-        reference: ``[pairs, 2]``.
-        is_answer: ``[2 pairs, tokens]``, the chosen answers first.
+    Of the reference ``[pairs, 2]``, and `is_answer` ``[2 pairs, tokens]``, the chosen answers first.
     """
     return torch.cat((reference.double(), torch.stack(is_answer.sum(dim=1).chunk(2), dim=1).double()), dim=1)
 
@@ -466,12 +444,10 @@ class Trainer(PlainTrainer):
         is_rough = self.args.bf16 or self.args.fp16 or own.dtype != next(self.model.parameters()).dtype
         share, nats = (1e-2, 0.5) if is_rough else (1e-3, 1e-2)
         if bool(((own - reference).abs() > nats + share * reference.abs()).any()):
-            raise ConfigError(
-                f"The model gives the first row's answers the log-probabilities {_shown(own)}, and the reference gave "
-                f"them {_shown(reference)}: it is another model.",
-                field="train.model",
-                remedy="Name one model in train.model and in prepare.options; if it was changed, --force prepare.",
-            )
+            what = f"The model gives the first row's answers the log-probabilities {_shown(own)}, and the reference"
+            remedy = "Name one model in train.model and in prepare.options; if it was changed, --force prepare."
+            what += f" gave them {_shown(reference)}: it is another model."
+            raise ConfigError(what, field="train.model", remedy=remedy)
 
     @override
     def compute_loss(

@@ -82,11 +82,6 @@ def find_nearest_sentence(question: str, context: str) -> str:
     return max(_SENTENCE.split(context), key=lambda sentence: len(asked & set(_words(sentence))))
 
 
-def score_trivial(question: str, context: str, answers: Sequence[str], usual: str) -> list[float]:
-    """Exact match and F1 of the usual answer, and F1 of the nearest sentence."""
-    return [*score_answer(usual, answers), score_answer(find_nearest_sentence(question, context), answers)[1]]
-
-
 def measure_answers(scores: np.ndarray) -> dict[str, float]:
     """Means of the scores ``[rows, 6]`` (`NAMES`), and what the model is better by than what needs no model.
 
@@ -235,7 +230,11 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     usual, most = find_usual((questions[row], texts_of[row][0]) for row in train)
     spans = [_span(each[0]) if each else (-1, -1) for each in answers]
     trivial = [
-        score_trivial(question, context, texts, usual.get(question, most))
+        # Exact match and F1 of the usual answer, and F1 of the nearest sentence.
+        [
+            *score_answer(usual.get(question, most), texts),
+            score_answer(find_nearest_sentence(question, context), texts)[1],
+        ]
         for question, context, texts in zip(questions, contexts, texts_of, strict=True)
     ]
     return table.rows(
@@ -261,14 +260,10 @@ def _require_room(questions: Sequence[str], tokenizer: Any, info: Mapping[str, A
     counts = map(len, tokenizer(list(questions), add_special_tokens=False, verbose=False)["input_ids"])
     for place, question, count in zip(places, questions, counts, strict=True):
         if count > most:
-            raise DataError(
-                f"{place}: the question '{question[:40]}' has {count} tokens, and a window of "
-                f"{info['max_length']} tokens, {info['stride']} of them of the window before, has room for "
-                f"{max(most, 0)}.",
-                field=f"{FIELD}.max_length",
-                value=info["max_length"],
-                remedy="Raise prepare.options.max_length, lower stride, or shorten the question.",
-            )
+            what = f"{place}: the question '{question[:40]}' has {count} tokens, and a window of {info['max_length']}"
+            what += f" tokens, {info['stride']} of them of the window before, has room for {max(most, 0)}."
+            remedy = "Raise prepare.options.max_length, lower stride, or shorten the question."
+            raise DataError(what, field=f"{FIELD}.max_length", value=info["max_length"], remedy=remedy)
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:

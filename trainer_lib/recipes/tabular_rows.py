@@ -199,11 +199,8 @@ class TabularRows:
             self._warn_of_cases(name)
             return
         if self.options["missing"] == "refuse" and np.isnan(values).any():
-            self.table.refuse_gaps(
-                name,
-                f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
-                "prepare.options.missing=mean and prepare.allow_nan=true.",
-            )
+            remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
+            self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean and prepare.allow_nan=true.")
         first = next((value for value in self.table.columns[name] if value is not None), None)
         if isinstance(first, str) and not _PLAIN_NUMBER.fullmatch(first):
             self._warnings.append(f"The column '{name}' is read as numbers: '{first}' is {as_number(first):g}.")
@@ -233,10 +230,8 @@ class TabularRows:
         alike: dict[str, str] = {}
         for text in self.texts[name]:
             if (other := alike.setdefault(text.casefold(), text)) != text:
-                what = (
-                    f"The column '{name}' has '{other}' and '{text}', which differ in case only and count as two texts."
-                )
-                self._warnings.append(what)
+                what = f"The column '{name}' has '{other}' and '{text}', which differ in case only"
+                self._warnings.append(f"{what} and count as two texts.")
                 return
 
     def rows(
@@ -247,9 +242,8 @@ class TabularRows:
         Without `labels` they are the numbers in the column of the label.
         """
         ids = self._ids()
-        read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number) | dict.fromkeys(
-            self.texts, as_text
-        )
+        read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number)
+        read |= dict.fromkeys(self.texts, as_text)
 
         def cut(chosen: np.ndarray) -> Iterator[dict[str, Any]]:
             mask = self._mask(chosen)
@@ -300,20 +294,15 @@ class TabularRows:
         for split, chosen in self.splits.items():
             if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
                 first = chosen[np.isin(codes[chosen], new)][0]
-                raise DataError(
-                    f"{self.table.places[first]}: the label '{names[codes[first]]}' in the split '{split}' is in no "
-                    "row of train.",
-                    field=f"{FIELD}.split",
-                    remedy="Give more rows of it, remove the row, or split by stratified.",
-                )
+                what = f"{self.table.places[first]}: the label '{names[codes[first]]}' in the split '{split}'"
+                remedy = "Give more rows of it, remove the row, or split by stratified."
+                raise DataError(f"{what} is in no row of train.", field=f"{FIELD}.split", remedy=remedy)
             absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
             if absent and not self.options["absent_classes"]:
-                raise DataError(
-                    f"The split '{split}' has no row of the class '{absent[0]}', of which there are "
-                    f"{sum(count[names.index(absent[0])] for count in counts.values())} in all.",
-                    field=f"{FIELD}.split",
-                    remedy="Split by stratified, give more rows, or set prepare.options.absent_classes=true.",
-                )
+                number = sum(count[names.index(absent[0])] for count in counts.values())
+                what = f"The split '{split}' has no row of the class '{absent[0]}', of which there are {number} in all."
+                remedy = "Split by stratified, give more rows, or set prepare.options.absent_classes=true."
+                raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
         return known
 
     def class_numbers(self, classes: Sequence[str]) -> Sequence[int]:

@@ -147,10 +147,8 @@ class SeriesTable:
                 return float(given) if self._counts else pd.tseries.frequencies.to_offset(given)
         except (TypeError, ValueError) as error:
             wanted = "a number" if self._counts else "a frequency of pandas, such as h, D, W-MON, MS"
-            remedy = f"Give {wanted}."
-            raise ConfigError(
-                "This is not a step of time.", field=f"{FIELD}.step", value=given, remedy=remedy
-            ) from error
+            what, remedy = "This is not a step of time.", f"Give {wanted}."
+            raise ConfigError(what, field=f"{FIELD}.step", value=given, remedy=remedy) from error
         differences = pd.concat([times.diff().iloc[1:] for times in series])
         if not len(differences):
             remedy = "Give more rows, or check prepare.options.series."
@@ -164,21 +162,16 @@ class SeriesTable:
         grid, places, off = self._grid(found, step)
         if len(off):
             shown = f"{step:g}" if self._counts else getattr(step, "freqstr", str(step))
-            raise DataError(
-                f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of} that "
-                f"begins at {self._text(found[0])} and has a step of {shown}.",
-                field=SOURCES,
-                remedy="Correct it, or give the step: prepare.options.step (h, D, W-MON, MS, … or a number).",
-            )
+            what = f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of}"
+            what += f" that begins at {self._text(found[0])} and has a step of {shown}."
+            remedy = "Correct it, or give the step: prepare.options.step (h, D, W-MON, MS, … or a number)."
+            raise DataError(what, field=SOURCES, remedy=remedy)
         gaps = np.flatnonzero(np.diff(places) > 1)
         if len(gaps) and self._options["missing"] == "refuse":
-            lacking = np.diff(places)[gaps[0]] - 1
-            raise DataError(
-                f"{self._table.places[rows[gaps[0] + 1]]}: before this row{of} the table lacks {lacking} steps, and "
-                f"{len(grid) - len(found)} in all.",
-                field=SOURCES,
-                remedy="Fill them in, or set prepare.options.missing=previous.",
-            )
+            lacking, every = np.diff(places)[gaps[0]] - 1, len(grid) - len(found)
+            what = f"{self._table.places[rows[gaps[0] + 1]]}: before this row{of} the table lacks {lacking} steps"
+            remedy = "Fill them in, or set prepare.options.missing=previous."
+            raise DataError(f"{what}, and {every} in all.", field=SOURCES, remedy=remedy)
         values = np.full((len(grid), len(self._columns)), np.nan)
         values[places] = self._values[rows]
         unknown = np.isnan(values)

@@ -172,12 +172,10 @@ class TaggedRows(TextRows):
             for row in chosen.tolist():
                 new = next((number for number, tag in enumerate(tags[row]) if tag not in known), None)
                 if new is not None:
-                    raise DataError(
-                        f"{self.table.places[row]}: the tag '{tags[row][new]}' of word {new} ('{words[row][new]}') in "
-                        f"the split '{split}' is in no row of train.",
-                        field=f"{FIELD}.split",
-                        remedy="Give more rows with it, correct it, or cut the rows in another way.",
-                    )
+                    what = f"{self.table.places[row]}: the tag '{tags[row][new]}' of word {new} ('{words[row][new]}')"
+                    what += f" in the split '{split}' is in no row of train."
+                    remedy = "Give more rows with it, correct it, or cut the rows in another way."
+                    raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
         return known
 
 
