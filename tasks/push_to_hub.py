@@ -15,7 +15,7 @@ from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.lineage import PROVENANCE_FILE
-from trainer_lib.protocol.verb_results import OUTCOMES
+from trainer_lib.protocol.requests import OUTCOMES
 from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import publish_key, publishes_code

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.protocol.requests import FilePair, MeasureRequest
-from trainer_lib.protocol.verb_results import FileDifference
+from trainer_lib.protocol.requests import FileDifference, FilePair, MeasureRequest
 from trainer_lib.storage import FileEntry, Store
 from trainflow.flows.lineage.lineage_chain import Chain
 from trainflow.flows.planning.plan import Plan

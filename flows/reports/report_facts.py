@@ -16,7 +16,7 @@ from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import TrainflowError
-from trainer_lib.protocol.verb_results import STATISTICS
+from trainer_lib.protocol.requests import STATISTICS
 from trainer_lib.secrets import mask
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult

@@ -17,7 +17,7 @@ from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
-from trainer_lib.protocol.verb_results import PreparedSplit
+from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.metric_packages import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.launch.base import launch
     from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config
-    from trainer_lib.launch.installed import require_torch
     from trainer_lib.launch.nodes import follow
     from trainer_lib.launch.notebook import notebook_launcher
     from trainer_lib.launch.pool import launch_workers
+    from trainer_lib.launch.refusal import require_torch
 
 _NAMES = {
     "LaunchConfig": "config",
@@ -24,7 +24,7 @@ _NAMES = {
     "launch": "base",
     "launch_workers": "pool",
     "notebook_launcher": "notebook",
-    "require_torch": "installed",
+    "require_torch": "refusal",
     "resolve_config": "config",
 }
 

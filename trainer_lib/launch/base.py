@@ -15,9 +15,11 @@ With `engine` set, all of this happens on the machines of a cluster, which the e
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +27,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
-from trainer_lib.launch import accelerate, engine_files, in_process, nodes, warm
+from trainer_lib.launch import accelerate, engine_files, nodes, warm
 from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.gpu_selection import name_devices, selection_variables
-from trainer_lib.launch.installed import require_torch
+from trainer_lib.launch.refusal import require_torch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Listener, Supervisor, start_guard
 from trainer_lib.launch.variables import engine_environment, free_port, single_process, worker_environment
@@ -40,6 +43,8 @@ from trainer_lib.protocol.requests import Request
 SAY_S = 60.0  # between two messages about one wait
 CPU = "the CPU"
 _PYTHON = (sys.executable, "-P", "-u", "-m")
+# One thread may launch within a launch; those of several threads (tasks that a flow submits) would mix their variables.
+_turn = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -260,9 +265,29 @@ def _attempt(
         # The ranks of an enclosing job must not reach it: it is a world of one.
         if config.kind == "in_process":
             own = {**config.env, **env, **single_process()}
-            return in_process.run_request(request, run_dir, own, listener.on_event)
+            return run_here(request, run_dir, own, listener.on_event)
         environment |= warm.launch_variables(run_dir)
         return _supervise(request, config, run_dir, env, environment, listener, held, worker)
+
+
+def run_here(
+    request: Request[R],
+    run_dir: RunDir,
+    env: Mapping[str, str],
+    on_event: Callable[[dict[str, Any]], None],
+) -> R:
+    """Carry out the request in this process and return its result. Output goes where this process prints.
+
+    Threads take turns: the process has one environment, one random state and one default device.
+
+    Raises:
+        TrainflowError: the failure of the request.
+    """
+    # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
+    worker = importlib.import_module("trainer_lib.worker.session")
+    with _turn, variables_kept(env):
+        result: R = worker.run_here(request, run_dir, on_event)
+    return result
 
 
 def _supervise(

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
-from trainer_lib.launch.installed import check_installed
-from trainer_lib.launch.refusal import refused
+from trainer_lib.launch.refusal import check_installed, refused
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

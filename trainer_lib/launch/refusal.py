@@ -1,8 +1,12 @@
-"""The errors that refuse a launch: a setting, or a machine that cannot take part."""
+"""The errors that refuse a launch: a setting, a machine that cannot take part, a package that is not installed."""
 
 from __future__ import annotations
 
-from trainer_lib.errors import ConfigError
+import importlib.util
+
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
 def refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
@@ -18,3 +22,21 @@ def unshared(host: str, url: str) -> ConfigError:
         value=url,
         remedy="Use a store, or a folder, that all machines of the cluster share.",
     )
+
+
+def require_torch() -> None:
+    """Raises MissingExtraError where torch is not installed: no worker could start."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch is not installed here, and the workers of every stage need it.", extra="torch")
+
+
+def check_installed(kind: str) -> None:
+    """Raises MissingExtraError where the package that brings this launcher is not installed."""
+    package = _LAUNCHERS.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise MissingExtraError(
+            f"This launcher belongs to the package {package}, which is not installed.",
+            extra="deepspeed" if package == "deepspeed" else "torch",
+            field="train.launch.kind",
+            value=kind,
+        )

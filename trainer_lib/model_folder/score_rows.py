@@ -24,8 +24,7 @@ from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
-from trainer_lib.protocol.requests import ScoreRequest
-from trainer_lib.protocol.verb_results import ScoreResult
+from trainer_lib.protocol.requests import ScoreRequest, ScoreResult
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.worker.events import QUIET_S

@@ -41,8 +41,7 @@ from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
-from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult
-from trainer_lib.protocol.verb_results import OUTCOMES
+from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest

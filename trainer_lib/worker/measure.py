@@ -11,8 +11,7 @@ import torch
 
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.data.number_columns import read_columns
-from trainer_lib.protocol.requests import FilePair, MeasureRequest
-from trainer_lib.protocol.verb_results import FileDifference, MeasureResult
+from trainer_lib.protocol.requests import FileDifference, FilePair, MeasureRequest, MeasureResult
 from trainer_lib.storage import Store
 from trainer_lib.worker.session import Work
 

@@ -10,8 +10,7 @@ from torch import nn
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.errors import ConfigError, first_line
-from trainer_lib.protocol.requests import MergeRequest
-from trainer_lib.protocol.verb_results import MergeResult
+from trainer_lib.protocol.requests import MergeRequest, MergeResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trainer.models import in_saving_order, is_peft, model_files

@@ -25,8 +25,7 @@ from trainer_lib.data.unusual_data import describe_unusual
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_failures import vanished_source
-from trainer_lib.protocol.requests import PreparedSplit, PrepareRequest, PrepareResult
-from trainer_lib.protocol.verb_results import STATISTICS
+from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import MOST_FILES

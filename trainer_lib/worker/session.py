@@ -28,9 +28,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
 from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
-from trainer_lib.guard import GUARD, descendants, send_signal
+from trainer_lib.guard import GUARD, OWNER, Process, descendants, is_alive, send_signal
 from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir, read_process
-from trainer_lib.machines.watch import ParentWatch
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.protocol.requests import Request, read_request
 
@@ -40,6 +39,7 @@ from trainer_lib.protocol.requests import Request, read_request
 # well as NCCL. The file holds torch's own JSON, by backend.
 
 
+PARENT_S = 1.0
 POLL_S = 0.25  # an owner waits two seconds for stacks and traces
 # Private names of torch, which has no public ones; NCCL has a recorder of its own.
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -81,6 +81,45 @@ def read_trace(rank: int) -> dict[str, Any]:
     if not trace["recorders"]:
         trace["note"] = "This rank had entered no collective."
     return trace
+
+
+class ParentWatch(threading.Thread):
+    """Stops this process when its parent changes (torchrun died) or the guard is gone: SIGTERM, grace, SIGKILL.
+
+    A guard that was stopped (SIGSTOP) cannot see that the owner is gone: it is woken, and then does.
+
+    Args:
+        grace_s: seconds the main thread gets to reach a step boundary and save.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        super().__init__(name="trainflow-parent-watch", daemon=True)
+        self._grace_s = grace_s
+        self._parent = os.getppid()
+        self._guard, self._owner = _recorded(GUARD), _recorded(OWNER)
+        self._done = threading.Event()
+
+    @override
+    def run(self) -> None:
+        while not self._done.wait(PARENT_S):
+            if self._guard is not None and self._owner is not None and not is_alive(self._owner):
+                send_signal(self._guard, signal.SIGCONT)
+            if os.getppid() != self._parent or (self._guard is not None and not is_alive(self._guard)):
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._done.wait(self._grace_s):
+                    for process in descendants(os.getpid()):
+                        send_signal(process, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return
+
+    def close(self) -> None:
+        """Stop watching: this process is about to end anyway."""
+        self._done.set()
+
+
+def _recorded(variable: str) -> Process | None:
+    pid, _, start = os.environ.get(variable, "").partition(":")
+    return Process(int(pid), start) if pid.isdigit() else None
 
 
 # How long exit handlers may take, after a failure and after success.

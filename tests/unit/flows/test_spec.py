@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
-from trainer_lib.protocol.verb_results import PreparedSplit
+from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.flows.cli.run_choice import choose_place
 from trainflow.flows.cli.spec_choice import choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan

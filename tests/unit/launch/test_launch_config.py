@@ -14,8 +14,8 @@ import pytest
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch import LaunchConfig, base, from_settings, gpu_selection, resolve_config
 from trainer_lib.launch.config import check_rendezvous
-from trainer_lib.launch.installed import check_installed, require_torch
 from trainer_lib.launch.pool import apart
+from trainer_lib.launch.refusal import check_installed, require_torch
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.variables import worker_environment
 

@@ -18,7 +18,7 @@ import pytest
 from tests.support.launched import request, wait_until
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.guard import Process, start_time
-from trainer_lib.launch import LaunchConfig, in_process, reported
+from trainer_lib.launch import LaunchConfig, base, reported
 from trainer_lib.launch.reported import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.protocol.requests import PrepareRequest
@@ -165,7 +165,7 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
         return os.environ.get(VARIABLE)
 
     def launch(name: str) -> str | None:
-        found: str | None = in_process.run_request(name, RunDir(tmp_path), {VARIABLE: name}, print)  # type: ignore[arg-type]
+        found: str | None = base.run_here(name, RunDir(tmp_path), {VARIABLE: name}, print)  # type: ignore[arg-type]
         return found
 
     def begin(name: str) -> str | None:
