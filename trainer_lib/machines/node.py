@@ -32,7 +32,7 @@ from trainer_lib.launch.run_dir import RunDir, read_process
 from trainer_lib.launch.supervise import Ending
 from trainer_lib.launch.variables import thread_variables, threads_of
 from trainer_lib.machines.agent import run_workers
-from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulses, Rendezvous, gather, open_store, pauses, reach
+from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulses, Rendezvous, gather, open_store, reach
 
 # A thread on each machine that watches, during an attempt, whether the others live and what they ask.
 #
@@ -232,7 +232,7 @@ class LeaderWatch(Watch):
 LAST_CALL_S = 10.0  # for machines that may still come, once the least are there
 OUTCOME_S = 60.0
 READ_S = 10.0
-RETRY_S = 0.5
+RETRY_S = 0.25
 
 
 def main(argv: list[str]) -> int:
@@ -310,7 +310,7 @@ def _publish_outcome(rendezvous: Rendezvous, error: TrainflowError | None, liste
 # ----------------------------------------------------------------------------------------------------------- following
 def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
     host, port = config.endpoint
-    deadline, pause = time.monotonic() + config.join_timeout_s, pauses(RETRY_S)
+    deadline = time.monotonic() + config.join_timeout_s
     while True:
         store = reach(host, port)
         outcome = None
@@ -334,7 +334,7 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
             )
             run_dir.write_json("outcome.json", {"record": error.to_record(), "again": False})
             return 1
-        time.sleep(next(pause))
+        time.sleep(RETRY_S)
 
 
 def _attempt(
@@ -389,12 +389,12 @@ def _read_outcome(rendezvous: Rendezvous) -> dict[str, Any] | None:
 
 def _wait_for(rendezvous: Rendezvous, key: str, seconds: float | None = None) -> Any:
     """Wait for a key that the leading machine sets; None once the outcome is published without it."""
-    deadline, pause = None if seconds is None else time.monotonic() + seconds, pauses(RETRY_S / 2)
+    deadline = None if seconds is None else time.monotonic() + seconds
     while deadline is None or time.monotonic() < deadline:
         value = rendezvous.get(key)
         if value is not None or rendezvous.get("outcome") is not None:
             return value
-        time.sleep(next(pause))
+        time.sleep(RETRY_S)
     return None
 
 

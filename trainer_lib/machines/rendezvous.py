@@ -23,7 +23,7 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,8 +33,7 @@ from torch.distributed import DistError
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError
 
-POLL_S = 0.2
-FIRST_S = 0.02
+POLL_S = 0.1
 CONNECT_S = 5.0
 LOST_S = 10.0  # seconds without a sign of life
 OPERATION_S = 30.0  # seconds for one operation: the store may have vanished without closing its connections
@@ -115,14 +114,6 @@ class Rendezvous:
             raise Lost(str(error).splitlines()[0]) from error
 
 
-def pauses(longest: float) -> Iterator[float]:
-    """Seconds between two looks: most of what is waited for comes soon, and the rest may take long."""
-    pause = FIRST_S
-    while True:
-        yield pause
-        pause = min(1.5 * pause, longest)
-
-
 def gather(
     rendezvous: Rendezvous, least: int, most: int, *, patience_s: float, last_call_s: float, endpoint: str
 ) -> list[dict[str, Any]]:
@@ -135,7 +126,7 @@ def gather(
         ConfigError: two of them claim the same node rank.
     """
     started = changed = time.monotonic()
-    pulses, pause = Pulses(rendezvous, []), pauses(POLL_S)
+    pulses = Pulses(rendezvous, [])
     arrived: list[dict[str, Any]] = []
     while len(arrived) < most - 1:
         now, before = time.monotonic(), len(arrived)
@@ -158,7 +149,7 @@ def gather(
                 "(train.launch.join_timeout_s).",
             )
         if len(arrived) < most - 1:
-            time.sleep(next(pause))
+            time.sleep(POLL_S)
     return _seated(arrived[: most - 1])
 
 

@@ -307,7 +307,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
         allow_nan: accept NaN and infinite values.
         sources: what the data is made from; local paths are absolute.
         limit: rows of each split (of each source, where there are several) that are written; None: all.
-        step: which of `prepare_parts` is done; a recipe with `prepare` has one.
+        step: which of `worker.prepare` is done; a recipe with `prepare` has one.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)

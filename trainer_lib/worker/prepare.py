@@ -1,18 +1,43 @@
-"""The verb *prepare*: the recipe's rows become shards on the store."""
+"""The verb *prepare*: the recipe's rows become shards on the store.
+
+Of a recipe with `prepare_shard`, sources become parts, by one worker or by several::
+
+    list     list_sources() -> records/sources.json; what an earlier command finished is looked at, by size
+    parts    the parts that no other worker takes; returns when all are finished
+    finish   files of earlier commands are read, what all parts have in common is checked, and becomes the splits
+
+One worker does all three; where there are several, each step is a launch of its own.
+"""
 
 from __future__ import annotations
 
-from itertools import islice
+import dataclasses
+import itertools
+import json
+import time
+import uuid
+from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
+from trainer_lib.data.row_id_check import count_repeated_ids
 from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.shards import SplitWriter
-from trainer_lib.protocol.requests import PreparedSplit, PrepareRequest, PrepareResult
+from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
+from trainer_lib.data.unusual_data import describe_unusual
+from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.locks.shared_parts import SharedParts
+from trainer_lib.protocol.recipe_failures import vanished_source
+from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.worker import prepare_parts
+from trainer_lib.storage.commit import MOST_FILES
+from trainer_lib.worker.events import QUIET_S
 from trainer_lib.worker.session import Work
+
+SOURCES = "records/sources.json"
+_LIMIT = 1 << 30
 
 
 def run(work: Work[PrepareRequest]) -> PrepareResult | None:
@@ -25,7 +50,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     if work.rank != 0:
         return None
     if work.recipe.is_sharded:
-        return prepare_parts.run(work)
+        return _run_parts(work)
     request = work.request
     store = Store.open(request.output, field="storage")
     out = PrepareOutput(store, request.sources)
@@ -44,10 +69,220 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
             on_shard=report,
         )
         # The recipe's rows may come from a generator, which a check reads no further.
-        splits[name] = from_record(PreparedSplit, writer.write(islice(rows, request.limit)), name=name)
+        splits[name] = from_record(PreparedSplit, writer.write(itertools.islice(rows, request.limit)), name=name)
         files += writer.files
     files += out.files()
     out.warnings += describe_hidden(request.sources)
     for message in out.warnings:
         work.events.emit("warning", message=message)
     return PrepareResult(tuple(files), splits, out.checked_info(), tuple(out.warnings))
+
+
+def _run_parts(work: Work[PrepareRequest]) -> PrepareResult:
+    """Carry out the step that the request names, or all of them.
+
+    Raises:
+        DataError: no sources, an empty split, rows or columns that do not fit each other, an id in two splits.
+    """
+    step, store = work.request.step, Store.open(work.request.output, field="storage")
+    if step in ("all", "list"):
+        listed = _list(work, store)
+        _parts_of(work, store, listed).forget_damaged(len(listed["sources"]))
+    else:
+        listed = parse_json(store.read_bytes(SOURCES, limit=_LIMIT))
+    parts = _parts_of(work, store, listed)
+    if step in ("all", "parts"):
+        _write_parts(work, store, listed["sources"], parts)
+    return _finish(work, store, listed, parts) if step in ("all", "finish") else PrepareResult((), {}, {})
+
+
+def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
+    request = work.request
+    out = PrepareOutput(store, request.sources)
+    sources = work.recipe.list_sources(request.recipe_options(), out)
+    if len(sources) > MOST_FILES:
+        raise DataError(
+            f"A recipe may list up to {MOST_FILES:,} sources, each a file of the prepared data at least.",
+            field="list_sources",
+            value=len(sources),
+            remedy="Let one source stand for several files: prepare_shard() reads them one after the other.",
+        )
+    files = [dataclasses.asdict(entry) for entry in out.files()]
+    listed = {"sources": sources, "info": out.checked_info(), "files": files, "command": uuid.uuid4().hex}
+    store.write_bytes(SOURCES, json.dumps(listed).encode())
+    return listed
+
+
+def _parts_of(work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) -> SourceParts:
+    request = work.request
+    common = {"shard_rows": request.shard_rows, "allow_nan": request.allow_nan, "limit": request.limit}
+    sources = listed["sources"]
+    return SourceParts(store, lambda part: {"source": sources[part], **common}, listed["command"])
+
+
+def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], parts: SourceParts) -> None:
+    report = _Report(work, len(sources))
+    columns = FirstColumns(parts, lambda part: _shown(sources[part]))
+    with SharedParts(store, parts, total=len(sources)) as shared:
+        for part in shared:
+            splits = _write_part(work, store, part, sources[part], report)
+            if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                columns.check(part, splits)
+                parts.write(part, splits)
+
+
+def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any, report: _Report) -> dict[str, Any]:
+    request = work.request
+    shown = _shown(source)
+    splits = {}
+    try:
+        for split, rows in work.recipe.prepare_shard(source, request.recipe_options()).items():
+            report.begin(part)
+            splits[split] = write_rows(
+                store,
+                part,
+                split,
+                itertools.islice(rows, request.limit),
+                source=shown,
+                shard_rows=request.shard_rows,
+                allow_nan=request.allow_nan,
+                on_rows=report.rows,
+            )
+    except TrainflowError as error:
+        if (vanished := vanished_source(error, source, shown)) is not None:
+            raise vanished from error
+        if f"source '{shown}" not in error.message:
+            error.message = f"{error.message} (source {shown})"
+        raise
+    return splits
+
+
+class _Report:
+    """Progress of one worker, twice a second at the most."""
+
+    def __init__(self, work: Work[PrepareRequest], total: int) -> None:
+        self._events = work.events
+        self._total = total
+        self._part = self._before = self._now = 0
+        self._reported = 0.0
+
+    def begin(self, part: int) -> None:
+        """Begin with a split of a part."""
+        self._before, self._now, self._part = self._before + self._now, 0, part
+
+    def put_together(self, part: int) -> None:
+        """Note that this part is put together with those before it."""
+        if self._is_due():
+            message = f"source {part + 1:,} of {self._total:,} is put together with the others"
+            self._events.emit("progress", message=message)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._reported < QUIET_S:
+            return False
+        self._reported = now
+        return True
+
+    def rows(self, count: int) -> None:
+        """Note the rows of this split so far."""
+        self._now = count
+        if self._is_due():
+            rows = self._before + count
+            message = f"source {self._part + 1:,} of {self._total:,}, {counted(rows, 'row')}"
+            self._events.emit("progress", step=self._part + 1, max_steps=self._total, rows=rows, message=message)
+
+
+def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], parts: SourceParts) -> PrepareResult:
+    """Make the splits of all parts, in the order of the sources."""
+    sources = listed["sources"]
+    found, lost = _put_together(work, sources, parts, verify=True)
+    if lost:
+        what = "A source is" if len(lost) == 1 else f"{len(lost):,} sources are"
+        message = f"{what} prepared again: files were damaged after they had been written."
+        work.events.emit("warning", message=message)
+        _write_parts(work, store, sources, parts)
+        found, lost = _put_together(work, sources, parts, verify=False)
+    if lost:
+        what = "A part is missing although it was finished."
+        raise DataError(what, field=store.url, value=_shown(sources[lost[0]]))
+    _check_empty(found)
+    repeated = _check_ids(store, found)
+    statistics = {name: split.statistics for name, split in found.items()}
+    described = store.write_bytes(STATISTICS, (json.dumps(statistics, indent=1, sort_keys=True) + "\n").encode())
+    splits = {
+        name: PreparedSplit(
+            rows=split.rows,
+            shards=tuple(entry.path for entry in split.files),
+            columns=split.columns,
+            lengths=tuple(split.lengths),
+        )
+        for name, split in found.items()
+    }
+    data = [entry for split in found.values() for entry in split.files]
+    files = (*data, *(FileEntry(**entry) for entry in listed["files"]), described)
+    if len(files) >= MOST_FILES:  # data.json comes with them
+        raise DataError(
+            f"Prepared data has up to {MOST_FILES:,} files, and its sources made {len(files):,}.",
+            field="prepare_shard",
+            value=f"{len(sources):,} sources with {len(found)} split(s)",
+            remedy="Let one source stand for several files or, where a source makes several files, raise "
+            "prepare.shard_rows.",
+        )
+    unusual = describe_unusual(statistics, {name: split.columns for name, split in found.items()}, listed["info"])
+    warnings = (*describe_hidden(work.request.sources), *repeated, *unusual)
+    for message in warnings:
+        work.events.emit("warning", message=message)
+    return PrepareResult(files, splits, listed["info"], warnings)
+
+
+def _put_together(
+    work: Work[PrepareRequest], sources: list[Any], parts: SourceParts, *, verify: bool
+) -> tuple[dict[str, SplitOfParts], list[int]]:
+    """The splits, and the numbers of the parts that are missing or damaged: the splits are whole if there are none."""
+    found, lost = dict[str, SplitOfParts](), list[int]()
+    report, expected = _Report(work, len(sources)), 0
+    for part, record in parts.read_all(verify=verify):
+        report.put_together(part)
+        lost += range(expected, part if record is not None else part + 1)
+        expected = part + 1
+        for name, split in () if lost or record is None else record.items():
+            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[part]), split)
+    return found, [*lost, *range(expected, len(sources))]
+
+
+def _check_empty(found: dict[str, SplitOfParts]) -> None:
+    """Refuse a split that no source has rows of, as `SplitWriter` does."""
+    empty = [name for name, split in found.items() if not split.rows]
+    if len(empty) == len(found):
+        raise DataError(
+            "All sources together have no rows.",
+            field="prepare_shard",
+            remedy="Check the filters in prepare_shard(), and what list_sources() returns.",
+        )
+    if empty:
+        raise DataError(
+            f"The split '{empty[0]}' is empty in every source.",
+            field="prepare_shard",
+            value=empty[0],
+            remedy="Check the filters in prepare_shard(); leave the split out if it is not needed.",
+        )
+
+
+def _check_ids(store: Store, found: dict[str, SplitOfParts]) -> list[str]:
+    """Look for ids in two splits, where rows have ids of their own: ours are different by their making.
+
+    Returns a sentence for each split that has an id twice.
+    """
+    if not any(split.has_own_ids for split in found.values()):
+        return []
+    files = {name: [entry.path for entry in split.files] for name, split in found.items()}
+    counts = count_repeated_ids(store, files, sum(split.rows for split in found.values()))
+    return [
+        f"{count:,} rows of split '{name}' have a row_id that another row of it has."
+        for name, count in counts.items()
+        if count
+    ]
+
+
+def _shown(source: Any) -> str:
+    return source if isinstance(source, str) else json.dumps(source)

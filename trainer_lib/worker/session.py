@@ -7,19 +7,17 @@ import faulthandler
 import importlib
 import io
 import json
-import logging
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TextIO, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from typing_extensions import override
 
@@ -281,7 +279,6 @@ class _Leaving:
     def within(self, seconds: float, code: int) -> int:
         """Remember the exit code and return it; whatever the exit handlers wait for, wait no longer than `seconds`."""
         self._code = code
-        _leave_torch_as_it_is()
         timer = threading.Timer(seconds, self._leave)
         timer.daemon = True
         timer.start()
@@ -294,14 +291,6 @@ class _Leaving:
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(self._code)
-
-
-def _leave_torch_as_it_is() -> None:
-    """Have torch not take its operators out again one by one at the end: 25 ms in a process that ends anyway."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined] # no list of them is documented
-        found = finalizer.peek()
-        if found is not None and found[1].__module__ == "torch.library":
-            finalizer.atexit = False
 
 
 _leaving = _Leaving()
@@ -352,15 +341,6 @@ def _set_up_streams(rank: int) -> None:
             setattr(
                 sys, name, io.TextIOWrapper(_Prefixed(stream.fileno(), rank), "utf-8", "replace", line_buffering=True)
             )
-            _replace_in_logging(stream, getattr(sys, name))
-
-
-def _replace_in_logging(before: TextIO, after: TextIO) -> None:
-    """Have log handlers write to the new stream: a forked worker's torch made its handlers before this worker began."""
-    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    for handler in [handler for logger in loggers for handler in getattr(logger, "handlers", ())]:
-        if getattr(handler, "stream", None) is before:
-            handler.setStream(after)
 
 
 class _Prefixed(io.BufferedIOBase):

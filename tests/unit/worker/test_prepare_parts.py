@@ -158,12 +158,12 @@ def test_statistics_are_the_same_however_they_are_merged() -> None:
 def test_more_sources_or_files_than_a_commit_can_list_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 2)
+    monkeypatch.setattr("trainer_lib.worker.prepare.MOST_FILES", 2)
     with pytest.raises(DataError, match="up to 2 sources") as caught:
         _prepare(tmp_path, [5, 2, 8])
     assert (caught.value.field, caught.value.value) == ("list_sources", "3")
     assert not (tmp_path / "log.txt").exists(), "no source was read"
-    monkeypatch.setattr("trainer_lib.worker.prepare_parts.MOST_FILES", 7)
+    monkeypatch.setattr("trainer_lib.worker.prepare.MOST_FILES", 7)
     assert len(_prepare(tmp_path, [2, 3]).files) == 6  # of two splits of two sources, note.txt and statistics.json
     with pytest.raises(DataError, match="up to 7 files, and its sources made 8") as caught:
         _prepare(tmp_path, [2, 3, 4])
