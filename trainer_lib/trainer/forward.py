@@ -140,22 +140,6 @@ class Forward:
         computes_own = "compute_loss" in self._internals.signatures.overridden
         self.rule = LossRule.of(self._trainer, computes_own=computes_own)
 
-    # -- inputs -------------------------------------------------------------------------------------------------------
-
-    def prepare_inputs(self, inputs: Any) -> Any:
-        """A batch ready for the model, with the memory of the last one if there is any. Raises DataError if empty."""
-        if isinstance(inputs, MAPPINGS) and not inputs:
-            columns = self._internals.facts.forward.columns
-            raise DataError(
-                f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'}).",
-                field="train_dataset",
-                remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
-            )
-        inputs = self._trainer._prepare_input(inputs)
-        if self.past is not None and isinstance(inputs, MAPPINGS):
-            inputs = {**inputs, "mems": self.past}  # transformers' Trainer passes it under this name
-        return inputs
-
     def use_past(self, past: Any) -> None:
         """Give the model this memory with the next batch; None for no memory."""
         self.past = past

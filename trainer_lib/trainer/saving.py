@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from trainer_lib.checkpoint.layout import SCALER
+from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.hub.publisher import CardDetails
+from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.base import TrainerBase
 from trainer_lib.trainer.overrides import takes
@@ -48,7 +50,17 @@ class SavingMethods(TrainerBase):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         """Write the model's files; `state_dict`: its whole weights by name. Runs on the main process."""
-        self._trainflow.snapshots.export(output_dir, state_dict)
+        store = Store.open(output_dir or str(self.args.output_dir), field="output_dir")
+        if state_dict is None:
+            state_dict = self._trainflow.engine.strategy.model_state(self.model_wrapped)
+        # An adapter's weights are among the model's files.
+        if not models.is_adapted(self.model):
+            with store.open_write("model.safetensors") as writer:
+                write_safetensors(writer, models.in_saving_order(self.model, state_dict))
+        for name, data in self._trainflow.snapshots.model_files(state_dict).items():
+            store.write_bytes(name, data)
+        store.write_bytes("training_args.json", self.args.to_json_string().encode())
+        store.sync()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -21,12 +21,10 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimiz
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
-from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.distributed.sharding import local_rows
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import collect_callback_states
-from trainer_lib.storage import Store
 from trainer_lib.trainer import models
 from trainer_lib.trainer.seeding import capture_seeds
 
@@ -69,9 +67,6 @@ def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
         return tensor.clone() if reference.get("device") == "cpu" else tensor.to(device, copy=True)
 
     return from_json(value, find)
-
-
-WEIGHTS = "model.safetensors"
 
 
 class Snapshots:
@@ -160,7 +155,7 @@ class Snapshots:
         if models.is_adapted(self._trainer.model):
             # The files of an adapter hold whole tensors, even those of a sharded model.
             trained = dict(self._internals.engine.strategy.gathered(trained))
-        return self._model_files(trained) if self._internals.world.save_group.rank == 0 else {}
+        return self.model_files(trained) if self._internals.world.save_group.rank == 0 else {}
 
     def frozen_fingerprint(self) -> str | None:
         """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective."""
@@ -185,24 +180,7 @@ class Snapshots:
         rank = self._internals.world.comm.rank
         return bytes_to_copy(local_rows(each, rank=rank).values for each in (*weights.values(), *kept))
 
-    # -- the exported model -------------------------------------------------------------------------------------------
-
-    def export(self, output_dir: str | None, state: Mapping[str, torch.Tensor] | None) -> None:
-        """Write the model's files to a folder; `state`: its whole weights ``[...]`` by name, else gathered here."""
-        trainer = self._trainer
-        store = Store.open(output_dir or str(trainer.args.output_dir), field="output_dir")
-        if state is None:
-            state = self._internals.engine.strategy.model_state(trainer.model_wrapped)
-        # An adapter's weights are among `_model_files`.
-        if not models.is_adapted(trainer.model):
-            with store.open_write(WEIGHTS) as writer:
-                write_safetensors(writer, models.in_saving_order(trainer.model, state))
-        for name, data in self._model_files(state).items():
-            store.write_bytes(name, data)
-        store.write_bytes("training_args.json", trainer.args.to_json_string().encode())
-        store.sync()
-
-    def _model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    def model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files that make the weights usable elsewhere: the model's configuration and the processing class.
 
         Of a model with adapters also the adapters, out of `state`. Without a processing class the collator's tokenizer

@@ -13,7 +13,7 @@ from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.distributed.xla import move_module
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.base import TrainerBase
 
 
@@ -36,12 +36,23 @@ class StepMethods(TrainerBase):
         return data
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch ready for the model, on the device.
+        """A batch ready for the model, on the device, with the memory of the last one (`past_index`) if there is any.
 
         Raises:
             DataError: the batch is empty.
         """
-        return self._trainflow.forward.prepare_inputs(inputs)
+        internals = self._trainflow
+        if isinstance(inputs, MAPPINGS) and not inputs:
+            columns = internals.facts.forward.columns
+            raise DataError(
+                f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'}).",
+                field="train_dataset",
+                remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
+            )
+        inputs, past = self._prepare_input(inputs), internals.forward.past
+        if past is not None and isinstance(inputs, MAPPINGS):
+            inputs = {**inputs, "mems": past}  # transformers' Trainer passes it under this name
+        return inputs
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any

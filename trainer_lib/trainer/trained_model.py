@@ -17,7 +17,6 @@ from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
 from trainer_lib.trainer import models
 from trainer_lib.trainer.models import ModelFacts
-from trainer_lib.trainer.overrides import takes_trial
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
@@ -141,18 +140,6 @@ class TrainedModel:
         trainer = self._trainer
         if trainer.place_model_on_device:
             trainer._move_model_to_device(trainer.model, self._internals.world.device)
-
-    def create(self, trial: Any) -> nn.Module:
-        """A new model from `model_init`, called with the trial if it takes one."""
-        init = self._trainer.model_init
-        if init is None:
-            raise ConfigError("model_init is needed here.", field="model_init", remedy="Give it to the Trainer.")
-        model = self._internals.engine.strategy.build(lambda: init(trial) if takes_trial(init) else init())
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                "model_init returned no model.", field="model_init", value=model, remedy="Return a torch.nn.Module."
-            )
-        return model
 
     def initialize_again(self, trial: Any) -> None:
         """Replace the model by a new one from `model_init`, with the weights that the seed fixes."""

@@ -21,13 +21,14 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.precision import apply_tf32
+from trainer_lib.errors import ConfigError
 from trainer_lib.search.base import SearchSettings, default_compute_objective, parse_directions
 from trainer_lib.trainer import trainer_checks
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
 from trainer_lib.trainer.loop import training_length
-from trainer_lib.trainer.overrides import refuse_uncalled
+from trainer_lib.trainer.overrides import refuse_uncalled, takes_trial
 from trainer_lib.trainer.reporting import ReportingMethods
 from trainer_lib.trainer.saving import SavingMethods
 from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
@@ -150,7 +151,15 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which takes nothing or the trial of a search."""
-        return self._trainflow.model.create(trial)
+        init = self.model_init
+        if init is None:
+            raise ConfigError("model_init is needed here.", field="model_init", remedy="Give it to the Trainer.")
+        model = self._trainflow.engine.strategy.build(lambda: init(trial) if takes_trial(init) else init())
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                "model_init returned no model.", field="model_init", value=model, remedy="Return a torch.nn.Module."
+            )
+        return model
 
     def create_accelerator_and_postprocess(self) -> None:
         """Prepare `self.accelerator`; an override may change its settings afterwards, but not put another in its place.

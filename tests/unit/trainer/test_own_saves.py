@@ -98,7 +98,7 @@ def test_every_committed_file_is_fsynced_before_its_commit(tmp_path: Path, monke
     assert {str(folder / path) for path in _committed(folder)} | {str(folder / "head")} <= set(before)
 
 
-@pytest.mark.parametrize("cls", [Noting, Replacing, WithoutLoading, OfOld])
+@pytest.mark.parametrize("cls", [Replacing, WithoutLoading, OfOld])
 def test_a_resume_reads_what_an_override_wrote(tmp_path: Path, cls: Any) -> None:
     def build(folder: str, **given: Any) -> Trainer:
         return trainer(tmp_path / folder, ROWS, cls=cls, **{**SAVING, **given})
