@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.checkpoints import checkpoints
-from tests.support.launched import Owner, kept_files, patience_s, request, wait_until
+from tests.support.launched import Owner, kept_files, request, wait_until
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
 from trainer_lib.errors import (
@@ -109,37 +107,6 @@ def test_what_is_done_to_one_rank_comes_back_typed(name: str, tmp_path: Path) ->
     started = (tmp_path / "started").read_text().split()
     assert started.count("1") == (2 if row.retried else 1)
     assert warnings == ([f"{row.says} Starting again (1 of 1)."] if row.retried else [])
-
-
-# Rank 1 enters one collective fewer than rank 0, which waits there.
-MISSED = """
-import os, time
-import torch, torch.distributed as dist
-
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-print("together", flush=True)
-if os.environ["RANK"] == "0":
-    dist.all_reduce(torch.ones(1))
-time.sleep(300)
-
-def prepare(options, out):
-    return {}
-"""
-
-
-def test_a_hang_leaves_the_stack_and_the_collective_trace_of_every_rank(tmp_path: Path) -> None:
-    error = failure(request(tmp_path, MISSED), [], timeout_s=patience_s("torch.distributed", 6.0))
-    assert re.match(r"There was no progress for \d+ s, so all workers were ended", error.message)
-    assert "Rank 1 did not enter collective 2 (gloo:all_reduce), where rank 0 waited." in error.message
-    first, second = (error.details or "").partition("--- rank 1")[::2]
-    assert "all_reduce" in first and "all_reduce" not in second
-    with kept_files(error) as folder:
-        names = sorted(path.name for path in folder.iterdir())
-        assert names == ["keep", "stack-0.txt", "stack-1.txt", "trace-0.json", "trace-1.json"]
-        entered = [json.loads((folder / f"trace-{rank}.json").read_text())["recorders"]["gloo"] for rank in (0, 1)]
-        assert [len(recorder["entries"]) for recorder in entered] == [2, 1]
-        assert "all_reduce" in (folder / "stack-0.txt").read_text()
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:

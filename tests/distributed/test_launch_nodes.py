@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,59 +21,22 @@ import pytest
 
 from tests.support import tiny
 from tests.support.chaos_services import free_port
-from tests.support.launched import Owner, kept_files, patience_s, wait_until
+from tests.support.launched import kept_files, patience_s
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.requests import PreparedData, PrepareRequest, Request
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29500
-_SETUP = """
-set -e
-ip link set lo up
-unshare -n sleep 600 &
-other=$!
-while [ "$(readlink /proc/$other/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do sleep 0.02; done
-ip link add wire0 type veth peer name wire1 netns $other
-ip addr add 10.77.0.1/24 dev wire0
-ip link set wire0 up
-nsenter -t $other -n sh -c 'ip link set lo up; ip addr add 10.77.0.2/24 dev wire1; ip link set wire1 up'
-echo $other
-wait $other
-"""
-
-
-@contextlib.contextmanager
-def two_machines() -> Iterator[list[list[str]]]:
-    """What to put before a command to run it in either of two network namespaces, for as long as the block runs.
-
-    A process of a namespace sees that namespace's interfaces only, so what was bound to loopback cannot be reached from
-    the other one, and a broken wire is a lost machine: no packet says goodbye.
-    """
-    command = ["unshare", "-Urn", "--kill-child", "bash", "-c", _SETUP]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        other = holder.stdout.readline().strip()
-        try:
-            assert other.isdigit(), "no namespaces"
-            yield [["nsenter", "-t", pid, "-U", "--preserve-credentials", "-n"] for pid in (str(holder.pid), other)]
-        finally:
-            holder.kill()
-            if other.isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(other), 9)
-
 
 class Follower:
     """A following machine: ``python -m trainer_lib.launch`` in a process of its own, its output in a file."""
 
-    def __init__(self, folder: Path, *options: str, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "follower.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "trainer_lib.launch", *options],
+                [sys.executable, "-m", "trainer_lib.launch", *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -202,47 +165,6 @@ def test_a_machine_that_dies_for_good_is_done_without(
         r"The machine .* was lost at step \d+: there was no sign of life", leader.told("warning")[0]["message"]
     )
     assert_logged_once(asked)
-
-
-# ------------------------------------------------------------------- addresses of their own, which loopback would hide
-@contextlib.contextmanager
-def pair(folder: Path, network: list[list[str]], asked: Request[Any]) -> Iterator[tuple[Owner, Follower]]:
-    """A leading and a following machine at work on one request, in two network namespaces."""
-    folder.mkdir()
-    endpoint = f"{ADDRESSES[0]}:{PORT}"
-    config: dict[str, Any] = {"nodes": 2, "rendezvous": endpoint, "processes": 1, "grace_s": 5.0}
-    options = (endpoint, "--processes", "1", "--threads", "1", "--grace-s", "5", "--join-timeout-s", "40")
-    follower = Follower(folder / "other", *options, prefix=network[1])
-    env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.05"}
-    owner = Owner(folder, asked, prefix=network[0], env=env, join_timeout_s=40.0, **config)
-    try:
-        yield owner, follower
-    finally:
-        follower.close()
-        owner.close()
-
-
-@pytest.mark.needs("namespaces")
-def test_a_machine_whose_wire_is_cut_is_lost_and_the_run_is_resumed_on_both(
-    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str
-) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    with two_machines() as network, pair(tmp_path / "first", network, asked) as (owner, _):
-        saves = Path(asked.output, "checkpoints")
-        wait_until(lambda: len(list(saves.glob("checkpoint-*/COMMIT.json"))) >= 2, 120)
-        subprocess.run([*network[1], "ip", "link", "set", "wire1", "down"], check=True)  # every packet is dropped
-        owner.process.wait(timeout=120)
-        lost = owner.outcome()
-    assert lost["class"] == "InfrastructureError"
-    assert re.fullmatch(r"The machine \S+ was lost at step \d+: there was no sign of life for \d+ s\.", lost["message"])
-    assert (lost["field"], lost["retryable"]) == ("train.launch.nodes", True)
-    with two_machines() as mended, pair(tmp_path / "second", mended, asked) as (owner, follower):
-        owner.process.wait(timeout=120)
-        result = owner.outcome()["result"]
-        assert follower.wait() == 0, follower.output()
-    assert (result["world_size"], result["global_step"]) == (2, 36)
-    assert result["resumed_from"] >= 12
-    assert tiny.weights(asked.output) == uninterrupted_weights
 
 
 # ----------------------------------------------------------------------------------------------------- what goes wrong

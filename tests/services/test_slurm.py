@@ -16,7 +16,7 @@ from tests.support.engine_launch import Launch
 from tests.support.launched import Owner, wait_until
 from tests.support.repository import ROOT
 from tests.support.slurm_cluster import slurm_cluster
-from trainer_lib.errors import ConfigError, Interrupted
+from trainer_lib.errors import Interrupted
 from trainer_lib.protocol.requests import PreparedData
 
 pytestmark = [pytest.mark.needs("slurm"), pytest.mark.timeout(400)]
@@ -113,18 +113,3 @@ def test_a_job_that_makes_room_for_another_goes_on_afterwards(
         assert failure.exit_code == 19
         assert SlurmLaunch(asked).join(200).resumed_from is not None
     assert tiny.weights(asked.output) == uninterrupted_weights
-
-
-def test_more_machines_than_there_are(tmp_path: Path, prepared_data: PreparedData) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    failure = SlurmLaunch(asked, nodes=5).failure()
-    assert isinstance(failure, ConfigError)
-    assert "The cluster offers" in failure.message
-    assert "low: 2 machine(s) with 2 CPUs" in failure.message
-
-
-def test_a_partition_that_is_not_there(tmp_path: Path, prepared_data: PreparedData) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    failure = SlurmLaunch(asked, engine_options={"partition": "gpu"}).failure()
-    assert isinstance(failure, ConfigError)
-    assert "partition" in failure.message
