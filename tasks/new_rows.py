@@ -240,16 +240,7 @@ def predict_new_rows(
     def run() -> None:
         launch_workers(job.request(), workers, env={}, on_line=on_line, on_event=on_event, what="predict")
 
-    # True at once: we do not wait for another process, but help it.
-    if (lease := acquire_lease(store, wait=lambda: True)) is None:
-        if _key_of(store) == job.key.digest:
-            on_line("Another process predicts these rows: this one takes parts as well.")
-            run()
-        lease = acquire_lease(
-            store,
-            wait=lambda: store.exists(COMMIT),
-            on_wait=lambda holder: on_line(f"Waits for the process that commits these rows: {holder}"),
-        )
+    lease = _acquire(job, run, on_line)
     with lease or contextlib.nullcontext():
         if (done := _find_done(job)) is not None:  # while we waited
             return done, True
@@ -261,6 +252,21 @@ def predict_new_rows(
         store.write_bytes(KEY_FILE, job.key.to_json())
         run()
         return _commit(job, lease), False
+
+
+def _acquire(job: RowsJob, run: Callable[[], None], on_line: Callable[[str], None]) -> Lease | None:
+    """Acquire the folder; None once another process has committed. While that one holds it, our workers help."""
+    store = job.store
+    if (lease := acquire_lease(store, wait=lambda: True)) is not None:  # True at once: nothing is waited for
+        return lease
+    if _key_of(store) == job.key.digest:
+        on_line("Another process predicts these rows: this one takes parts as well.")
+        run()
+    return acquire_lease(
+        store,
+        wait=lambda: store.exists(COMMIT),
+        on_wait=lambda holder: on_line(f"Waits for the process that commits these rows: {holder}"),
+    )
 
 
 def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:

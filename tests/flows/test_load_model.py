@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ import trainflow
 from tests.support.hub_server import HubServer
 from tests.support.model_folders import remove_fetched_code
 from tests.support.pages import blocks
-from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS, broken, ran, run, spec_of
 from tests.support.s3 import S3_AWAY
 from trainer_lib import LoadedModel, load_model
@@ -155,14 +151,12 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
             loaded.predict(rows)  # type: ignore[arg-type]
 
 
-def test_the_code_on_the_card_runs_as_it_stands(folder: Path) -> None:
+def test_the_code_on_the_card_runs_as_it_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = (folder / "store" / "hub" / "toy" / "README.md").read_text()
-    program = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0]
-    command = [sys.executable, "-c", f"{program}\nprint(list(model.predict([{{'x': [0.25]}}])))"]
-    where = _only(folder / "store" / "hub" / "toy" / "revisions")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "['prediction']\n"), done.stderr
+    monkeypatch.chdir(_published(folder))
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
+    assert list(names["model"].predict([{"x": [0.25]}])) == ["prediction"]
 
 
 def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: Path) -> None:
