@@ -28,18 +28,14 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
     from trainer_lib.trainer.world import World
 
-# `OutsideParameters`: what trains without being part of the model, as the weights of a loss module do.
-#
-# The optimizer holds such parameters because an override of `create_optimizer` gave them to it, or because
-# `compute_loss_func` is a module. They are found among the modules that are attributes of the Trainer. The strategy
-# does not know them: here their gradients are averaged over ranks, and checkpoints get their values.
-
-
 _PREFIX = "outside/"  # of their tensors in a checkpoint
 
 
 class OutsideParameters:
-    """The trained parameters of one Trainer that are not its model's.
+    """The trained parameters of one Trainer that are not its model's, such as the weights of a loss module.
+
+    The optimizer holds them because an override of `create_optimizer` gave them to it, or because `compute_loss_func`
+    is a module. The strategy does not know them: their gradients are averaged here.
 
     Attributes:
         named: they, by a name that begins with the Trainer's attribute; empty before a training.

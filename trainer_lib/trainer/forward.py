@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 
-# What a loss is, as far as it is known before it is computed: some authors scale theirs for the step themselves.
-#
-# A subclass states it by `loss_is_scaled_for_ga`, or by setting `model_accepts_loss_kwargs`. Without a statement, a
-# loss counts as scaled when the code that computes it reads the number of micro-batches of a step, or when the
-# subclass gives a `compute_loss_func` that cannot be called: that switches scaling off in the transformers Trainer.
-# Every other loss is taken for a mean over its target items, unless it used `num_items_in_batch`, which is noted when
-# it is computed.
-
-
 _log = logging.getLogger(__name__)
 _STEPS = frozenset({"current_gradient_accumulation_steps", "gradient_accumulation_steps"})
 _RANKS = frozenset({"num_processes", "world_size"})
@@ -38,7 +29,12 @@ _RANKS = frozenset({"num_processes", "world_size"})
 
 @dataclass(frozen=True)
 class LossRule:
-    """What losses are.
+    """The scale of losses, as far as it is known before they are computed: some authors scale theirs for the step.
+
+    A subclass states it by `loss_is_scaled_for_ga`, or by setting `model_accepts_loss_kwargs`. Without a statement, a
+    loss counts as scaled when the code that computes it reads the number of micro-batches of a step, or when the
+    subclass gives a `compute_loss_func` that cannot be called: that switches scaling off in the transformers Trainer.
+    Every other loss is taken for a mean over its target items, unless it uses `num_items_in_batch`.
 
     Attributes:
         undivided: a loss that did not use `num_items_in_batch`.

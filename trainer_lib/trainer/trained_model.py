@@ -23,19 +23,12 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 
-# `debug="underflow_overflow"`: training stops at the first non-finite value, and the modules before it are shown.
-#
-# The weights, inputs and outputs of every module are checked in forward, which makes the host wait for the device at
-# every module: use it to find a fault, not to train.
-
-
-# As many as the reference shows.
-FRAMES = 21  # modules that are shown, the faulty one included
+FRAMES = 21  # modules that `debug="underflow_overflow"` shows, the faulty one included: as many as the reference
 
 
 @contextlib.contextmanager
 def finite_or_stop(model: nn.Module) -> Iterator[None]:
-    """Check every forward of `model` inside the block. Raises NonFiniteError."""
+    """Check every forward of `model` inside the block; the host waits at every module. Raises NonFiniteError."""
     frames: deque[str] = deque(maxlen=FRAMES)
     hooks = [
         module.register_forward_hook(_look(name or "the model", frames), with_kwargs=True)
