@@ -7,6 +7,7 @@ nothing and is dropped with the same warning.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import warnings
@@ -112,8 +113,10 @@ def _wrap_classes(value: Any) -> Changes:
     return {"fsdp_config": {"transformer_layer_cls_to_wrap": value if isinstance(value, list) else [value]}}
 
 
-def _true(name: str, value: Any) -> bool:
-    return bool(coerce(value, bool, field=name))
+def _switch(new: str, value: Any, read: Callable[[Any], bool]) -> OldName:
+    """A flag that stands for one value of the argument `new`."""
+    use = f"{new}={json.dumps(value)}"
+    return OldName(use, (False,), lambda flag: {new: value} if coerce(flag, bool, field=new) else {}, read=read)
 
 
 def _hub_organization(value: Any) -> Changes:
@@ -140,31 +143,17 @@ OLD_NAMES: Mapping[str, OldName] = {
     "warmup_ratio": OldName(
         _SHARE, (0, 0.0, None), _warmup_share, read=lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0
     ),
-    "adafactor": OldName(
-        'optim="adafactor"',
-        (False,),
-        lambda value: {"optim": "adafactor"} if _true("adafactor", value) else {},
-        read=lambda args: args.optim == "adafactor",
+    "adafactor": _switch("optim", "adafactor", lambda args: args.optim == "adafactor"),
+    "group_by_length": _switch(
+        "train_sampling_strategy",
+        "group_by_length",
+        lambda args: args.train_sampling_strategy == "group_by_length",
     ),
-    "group_by_length": OldName(
-        'train_sampling_strategy="group_by_length"',
-        (False,),
-        lambda value: {"train_sampling_strategy": "group_by_length"} if _true("group_by_length", value) else {},
-        read=lambda args: args.train_sampling_strategy == "group_by_length",
-    ),
-    "include_inputs_for_metrics": OldName(
-        'include_for_metrics=["inputs"]',
-        (False,),
-        lambda value: {"include_for_metrics": ["inputs"]} if _true("include_inputs_for_metrics", value) else {},
-        read=lambda args: "inputs" in args.include_for_metrics,
+    "include_inputs_for_metrics": _switch(
+        "include_for_metrics", ["inputs"], lambda args: "inputs" in args.include_for_metrics
     ),
     "torchdynamo": _renamed("torch_compile_backend", None),
-    "tpu_metrics_debug": OldName(
-        'debug="tpu_metrics_debug"',
-        (False,),
-        lambda value: {"debug": "tpu_metrics_debug"} if _true("tpu_metrics_debug", value) else {},
-        read=lambda args: "tpu_metrics_debug" in args.debug,
-    ),
+    "tpu_metrics_debug": _switch("debug", "tpu_metrics_debug", lambda args: "tpu_metrics_debug" in args.debug),
     "use_mps_device": OldName(
         "", (False, True), way_out="An Apple GPU is used where there is one.", read=lambda args: not args.use_cpu
     ),

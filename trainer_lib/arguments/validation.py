@@ -208,20 +208,132 @@ def _twins(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
             yield twin, one
 
 
-def _check_length(args: ArgumentGroups) -> None:
-    if args.max_steps == 0:
-        raise ConfigError(
-            "Zero steps train nothing.", field="max_steps", value=0, remedy="Give -1 to follow num_train_epochs."
+#: (whether it is wrong, the argument, what is wrong, the remedy)
+_Finding = tuple[Any, str, str, str]
+
+
+def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
+    zero, optimizer = "Zero steps train nothing.", str(args.optim)
+    yield args.max_steps == 0, "max_steps", zero, "Give -1 to follow num_train_epochs."
+    yield (
+        args.global_batch_size is not None and args.gradient_accumulation_steps != 1,
+        "gradient_accumulation_steps",
+        "The accumulation follows from global_batch_size, the micro-batch and the number of processes.",
+        "Keep global_batch_size and remove it.",
+    )
+    yield (
+        optimizer.endswith("_layerwise"),
+        "optim",
+        "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
+        "resuming, so it is not supported.",
+        f'Give "{optimizer.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
+    )
+    for name in ("logging", "eval", "save"):
+        steps = f"{name}_steps"
+        yield (
+            getattr(args, f"{name}_strategy") == IntervalStrategy.STEPS and not getattr(args, steps),
+            steps,
+            f'{name}_strategy = "steps" needs a number of steps.',
+            f'Give {steps} above 0, or {name}_strategy="no".',
         )
+    for half, bfloat in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
+        yield (
+            getattr(args, half) and getattr(args, bfloat),
+            half,
+            f"This cannot be on together with {bfloat}: one number format at a time.",
+            f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
+        )
+    yield (
+        args.loss_spike_sigma is not None and args.save_only_model,
+        "loss_spike_sigma",
+        "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from.",
+        "Remove one of the two.",
+    )
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        alone = "This has an effect only with processes that load data."
+        remedy = "Give dataloader_num_workers above 0, or remove it."
+        yield args.dataloader_num_workers == 0 and getattr(args, name), name, alone, remedy
+    yield from _about_the_best_model(args)
+    yield from _about_sharding(args)
 
 
-def _check_batch(args: ArgumentGroups) -> None:
-    if args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
+def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:
+    save, evaluation = args.save_steps, args.eval_steps or 0
+    is_best = args.save_strategy == SaveStrategy.BEST  # a save follows its evaluation: the intervals need not match
+    needs = "load_best_model_at_end needs"
+    yield (
+        is_best and args.metric_for_best_model is None,
+        "metric_for_best_model",
+        'With save_strategy = "best", a metric must decide which checkpoint is best.',
+        'Give a metric\'s name, such as "loss" or "accuracy".',
+    )
+    name = "save_strategy" if is_best else "load_best_model_at_end"
+    if is_best or args.load_best_model_at_end:
+        _demand_evaluation(args, name, str(getattr(args, name)))
+    if is_best or not args.load_best_model_at_end:
+        return
+    yield (
+        str(args.eval_strategy) != str(args.save_strategy),
+        "save_strategy",
+        f"{needs} a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}.",
+        f'Give save_strategy="{args.eval_strategy}" or "best".',
+    )
+    if args.eval_strategy != IntervalStrategy.STEPS:
+        return
+    yield (
+        (save < 1) != (evaluation < 1),
+        "save_steps",
+        f"load_best_model_at_end cannot compare a share with a number of steps (eval_steps = {evaluation}).",
+        "Give both as numbers of steps, or both as shares below 1.",
+    )
+    yield (
+        # Fractions, because 0.3 is not a multiple of 0.1 in binary floating point.
+        Fraction(str(save)) % Fraction(str(evaluation)),
+        "save_steps",
+        f"{needs} save_steps to be a multiple of eval_steps = {evaluation}.",
+        f"Give {evaluation}, or a multiple of it.",
+    )
+
+
+def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
+    both = "This cannot be used together with deepspeed: one strategy shards the model."
+    yield args.fsdp and args.deepspeed, "fsdp", both, "Keep one of them."
+    modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
+    yield (
+        args.fsdp and len(modes) != 1,
+        "fsdp",
+        "This needs exactly one way of sharding.",
+        "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
+    )
+
+
+def _check_contradictions(args: ArgumentGroups) -> None:
+    for is_wrong, name, message, remedy in _contradictions(args):
+        if is_wrong:
+            value = getattr(args, name)
+            raise ConfigError(message, field=name, value="none" if value is None else str(value), remedy=remedy)
+
+
+def _check_mappings(args: ArgumentGroups) -> None:
+    for name in FILE_FIELDS:
+        value = getattr(args, name)
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(
+                "This is neither a mapping nor the name of a file.", field=name, value='""', remedy="Remove it."
+            )
+    field, config = "accelerator_config", args.accelerator_config
+    if not isinstance(config, dict):
+        return
+    for key in config:
+        if key not in ACCELERATOR_KEYS:
+            remedy = suggestion(str(key), ACCELERATOR_KEYS)
+            raise ConfigError("No setting has this name.", field=field, value=str(key), remedy=remedy)
+    if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
         raise ConfigError(
-            "The accumulation follows from global_batch_size, the micro-batch and the number of processes.",
-            field="gradient_accumulation_steps",
-            value=args.gradient_accumulation_steps,
-            remedy="Keep global_batch_size and remove it.",
+            "Its num_steps contradicts gradient_accumulation_steps.",
+            field=field,
+            value="gradient_accumulation_kwargs.num_steps",
+            remedy="Remove it; set gradient_accumulation_steps.",
         )
 
 
@@ -231,95 +343,6 @@ def _check_warmup(args: ArgumentGroups) -> None:
             f"warmup_steps = {args.warmup_steps}: The warm-up is longer than training (max_steps = {args.max_steps}), "
             "so the learning rate never reaches its peak. Lower it, or give a share below 1.",
             stacklevel=_STACK,
-        )
-
-
-def _check_optimizer(args: ArgumentGroups) -> None:
-    name = str(args.optim)
-    if name.endswith("_layerwise"):
-        raise ConfigError(
-            "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
-            "resuming, so it is not supported.",
-            field="optim",
-            value=name,
-            remedy=f'Give "{name.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
-        )
-
-
-def _check_strategies(args: ArgumentGroups) -> None:
-    """Check that each strategy "steps" has its number of steps."""
-    for name in ("logging", "eval", "save"):
-        strategy, steps = getattr(args, f"{name}_strategy"), getattr(args, f"{name}_steps")
-        if strategy == IntervalStrategy.STEPS and not steps:
-            raise ConfigError(
-                f'{name}_strategy = "steps" needs a number of steps.',
-                field=f"{name}_steps",
-                value=steps,
-                remedy=f'Give {name}_steps above 0, or {name}_strategy="no".',
-            )
-
-
-def _check_precision(args: ArgumentGroups) -> None:
-    for half, bfloat in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
-        if getattr(args, half) and getattr(args, bfloat):
-            raise ConfigError(
-                f"This cannot be on together with {bfloat}: one number format at a time.",
-                field=half,
-                value=True,
-                remedy=f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
-            )
-
-
-def _check_best_model(args: ArgumentGroups) -> None:
-    if args.save_strategy == SaveStrategy.BEST:
-        if args.metric_for_best_model is None:
-            raise ConfigError(
-                'With save_strategy = "best", a metric must decide which checkpoint is best.',
-                field="metric_for_best_model",
-                value="none",
-                remedy='Give a metric\'s name, such as "loss" or "accuracy".',
-            )
-        _demand_evaluation(args, "save_strategy", str(args.save_strategy))
-        return  # a save follows its evaluation, so the intervals need not match
-    if not args.load_best_model_at_end:
-        return
-    _demand_evaluation(args, "load_best_model_at_end", args.load_best_model_at_end)
-    if str(args.eval_strategy) != str(args.save_strategy):
-        raise ConfigError(
-            f"load_best_model_at_end needs a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}.",
-            field="save_strategy",
-            value=str(args.save_strategy),
-            remedy=f'Give save_strategy="{args.eval_strategy}" or "best".',
-        )
-    if args.eval_strategy == IntervalStrategy.STEPS:
-        _check_multiple(args.save_steps, args.eval_steps or 0)
-
-
-def _check_loss_spikes(args: ArgumentGroups) -> None:
-    if args.loss_spike_sigma is not None and args.save_only_model:
-        raise ConfigError(
-            "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from.",
-            field="loss_spike_sigma",
-            value=args.loss_spike_sigma,
-            remedy="Remove one of the two.",
-        )
-
-
-def _check_multiple(save_steps: int | float, eval_steps: int | float) -> None:
-    if (save_steps < 1) != (eval_steps < 1):
-        raise ConfigError(
-            f"load_best_model_at_end cannot compare a share with a number of steps (eval_steps = {eval_steps}).",
-            field="save_steps",
-            value=save_steps,
-            remedy="Give both as numbers of steps, or both as shares below 1.",
-        )
-    # Fractions, because 0.3 is not a multiple of 0.1 in binary floating point.
-    if Fraction(str(save_steps)) % Fraction(str(eval_steps)):
-        raise ConfigError(
-            f"load_best_model_at_end needs save_steps to be a multiple of eval_steps = {eval_steps}.",
-            field="save_steps",
-            value=save_steps,
-            remedy=f"Give {eval_steps}, or a multiple of it.",
         )
 
 
@@ -338,18 +361,6 @@ def _demand_evaluation(args: ArgumentGroups, field: str, value: Any) -> None:
         )
 
 
-def _check_data(args: ArgumentGroups) -> None:
-    if args.dataloader_num_workers == 0:
-        for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
-            if getattr(args, name):
-                raise ConfigError(
-                    "This has an effect only with processes that load data.",
-                    field=name,
-                    value=getattr(args, name),
-                    remedy="Give dataloader_num_workers above 0, or remove it.",
-                )
-
-
 def _check_checkpointing(args: ArgumentGroups) -> None:
     for name in _CHECKPOINTING:
         twin = name.replace("gradient", "activation")
@@ -362,70 +373,21 @@ def _check_checkpointing(args: ArgumentGroups) -> None:
             )
 
 
-def _check_mappings(args: ArgumentGroups) -> None:
-    for name in FILE_FIELDS:
-        value = getattr(args, name)
-        if isinstance(value, str) and not value.strip():
-            raise ConfigError(
-                "This is neither a mapping nor the name of a file.", field=name, value='""', remedy="Remove it."
-            )
-    config = args.accelerator_config
-    if not isinstance(config, dict):
-        return
-    for key in config:
-        if key not in ACCELERATOR_KEYS:
-            remedy = suggestion(str(key), ACCELERATOR_KEYS)
-            raise ConfigError("No setting has this name.", field="accelerator_config", value=str(key), remedy=remedy)
-    if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
-        raise ConfigError(
-            "Its num_steps contradicts gradient_accumulation_steps.",
-            field="accelerator_config",
-            value="gradient_accumulation_kwargs.num_steps",
-            remedy="Remove it; set gradient_accumulation_steps.",
-        )
-
-
-def _check_strategy_choice(args: ArgumentGroups) -> None:
-    if args.fsdp and args.deepspeed:
-        raise ConfigError(
-            "This cannot be used together with deepspeed: one strategy shards the model.",
-            field="fsdp",
-            value=args.fsdp,
-            remedy="Keep one of them.",
-        )
-    modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
-    if args.fsdp and len(modes) != 1:
-        raise ConfigError(
-            "This needs exactly one way of sharding.",
-            field="fsdp",
-            value=args.fsdp,
-            remedy="Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
-        )
-    if not isinstance(args.fsdp_config, str):  # a file may exist only where the training runs
+def _check_strategies(args: ArgumentGroups) -> None:
+    """Read what is not in a file, which may exist only where the training runs."""
+    if not isinstance(args.fsdp_config, str):
         read_settings(args)
-
-
-def _check_deepspeed(args: ArgumentGroups) -> None:
-    if not isinstance(args.deepspeed, dict):
-        return  # a file may exist only where the training runs
-    zero = args.deepspeed.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # accelerate's launcher gives an "auto" stage
-        deepspeed.plan(args)
+    if isinstance(args.deepspeed, dict):
+        zero = args.deepspeed.get("zero_optimization")
+        if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # accelerate's launcher gives an "auto" stage
+            deepspeed.plan(args)
 
 
 _CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
-    _check_length,
-    _check_batch,
+    _check_contradictions,
     _check_warmup,
-    _check_optimizer,
-    _check_strategies,
-    _check_precision,
-    _check_best_model,
-    _check_loss_spikes,
     _check_metric_schedules,
-    _check_data,
     _check_checkpointing,
     _check_mappings,
-    _check_strategy_choice,
-    _check_deepspeed,
+    _check_strategies,
 )
