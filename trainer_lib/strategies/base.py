@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision, create_precision
+from trainer_lib.distributed.sharding import read_spec
 from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
 
@@ -214,6 +215,28 @@ def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: I
                 field="resume_from_checkpoint",
                 remedy="Build the model the checkpoint was written for, or start from the beginning.",
             )
+
+
+def match_names(
+    own: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    keep: Collection[str],
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+) -> dict[str, str]:
+    """Return, for each tensor of `own` by its first name, the name in `state`; a tied weight may have any of its names.
+
+    Raises:
+        ConfigError: as `Strategy.load_model_state`.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        names.setdefault(id(tensor), []).append(name)
+    stored = {same[0]: next((name for name in same if name in state), None) for same in names.values()}
+    known = {first: name for first, name in stored.items() if name is not None}
+    missing = [name for name, tensor in own.items() if names[id(tensor)][0] not in known and name not in keep]
+    reshaped = [name for first, name in known.items() if read_spec(state, name)[1] != shape_of(own[first])]
+    refuse_others(missing, state.keys() - own.keys(), reshaped)
+    return known
 
 
 def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:

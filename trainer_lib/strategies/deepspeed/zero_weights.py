@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import InfrastructureError
-from trainer_lib.strategies.base import Strategy, refuse_others
+from trainer_lib.strategies.base import Strategy, match_names
 from trainer_lib.strategies.deepspeed.zero_partitions import Partitions
 
 
@@ -73,14 +72,7 @@ class ZeroWeights(Strategy):
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
         """Copy `state` into model and masters; a tied weight may be given under one of its names only. Collective."""
         own = self.local_state(model)
-        names: dict[int, list[str]] = {}
-        for name, value in own.items():
-            names.setdefault(id(value), []).append(name)
-        found = {same[0]: next((name for name in same if name in state), None) for same in names.values()}
-        known = {first: name for first, name in found.items() if name is not None}
-        missing = [name for name in own if found[names[id(own[name])][0]] is None and name not in keep]
-        reshaped = [name for first, name in known.items() if sharding.read_spec(state, name)[1] != _shape(own[first])]
-        refuse_others(missing, state.keys() - own.keys(), reshaped)
+        known = match_names(own, state, keep, _shape)
         self._masters = {}
         for first, name in known.items():
             value = state[name]

@@ -37,7 +37,7 @@ from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.base import Strategy, refuse_others
+from trainer_lib.strategies.base import Strategy, match_names
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations
 
 if TYPE_CHECKING:
@@ -447,22 +447,9 @@ class FsdpStrategy(Strategy):
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
         """Copy this rank's rows of `state`; a model that is still whole is sharded first. Collective."""
         own = self.local_state(self.setup_model(model))
-        names: dict[int, list[str]] = {}
-        for name, tensor in own.items():
-            names.setdefault(id(tensor), []).append(name)
-        # A checkpoint may have a tied weight under any one of its names.
-        given = {
-            name: next((other for other in names[id(tensor)] if other in state), None) for name, tensor in own.items()
-        }
-        missing = [name for name, found in given.items() if found is None and name not in keep]
-        found = {name: other for name, other in given.items() if other is not None}
-        shapes = {name: sharding.read_spec(state, other)[1] for name, other in found.items()}
-        reshaped = [name for name, shape in shapes.items() if shape != tuple(own[name].shape)]
-        refuse_others(missing, state.keys() - own.keys(), reshaped)
         with torch.no_grad():
-            for same in names.values():
-                if same[0] in found:
-                    sharding.fill_rows(own[same[0]], state, found[same[0]])
+            for name, stored in match_names(own, state, keep, lambda tensor: tuple(tensor.shape)).items():
+                sharding.fill_rows(own[name], state, stored)
 
     @override
     def describe(self) -> dict[str, Any]:
