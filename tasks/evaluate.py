@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainer_lib.base.metric_names import read_metrics
-from trainer_lib.data.part_records import RECORDS
-from trainer_lib.data.row_parts import SUMS, sum_parts
+from trainer_lib.data.parts import RECORDS, SUMS, sum_parts
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import EvaluateRequest
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings

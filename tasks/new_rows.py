@@ -20,13 +20,10 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.given_rows import known_columns
-from trainer_lib.data.part_records import RECORDS
-from trainer_lib.data.parts import NumberedParts
+from trainer_lib.data.given_rows import known_columns, parse_text
+from trainer_lib.data.parts import FOLDER, RECORDS, NumberedParts, numbered_parts
 from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_parts import FOLDER, numbered_parts
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
-from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.gpu_selection import list_visible, num_cores

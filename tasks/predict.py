@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainer_lib.data.row_parts import split_parts
+from trainer_lib.data.parts import split_parts
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.protocol.requests import PredictRequest, PreparedSplit

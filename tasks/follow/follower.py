@@ -31,8 +31,7 @@ from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainer_lib.trackers.names import group_log
-from trainer_lib.trackers.params import clean_key
+from trainer_lib.trackers.names import clean_key, group_log
 from trainer_lib.trackers.spool import Session, now_ms
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import LaunchSettings, TrainConfig

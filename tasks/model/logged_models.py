@@ -19,8 +19,7 @@ from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage.commit import content_digest, read_commit
 from trainer_lib.trackers.mlflow_registry import Registration, Score
 from trainer_lib.trackers.model_record import Flavor, ModelRecord
-from trainer_lib.trackers.names import group_results, with_intervals
-from trainer_lib.trackers.params import clean_key
+from trainer_lib.trackers.names import clean_key, group_results, with_intervals
 from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.model.portable_model import TrainedModel, code_texts
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts

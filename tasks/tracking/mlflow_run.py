@@ -32,7 +32,7 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
-from trainer_lib.trackers.params import clean_key, flatten_params
+from trainer_lib.trackers.names import clean_key, flatten_params
 from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import Session, Waiting, count_waiting, known_run, now_ms, own_spool, user_data_dir
 from trainflow.tasks.configs import TrackingConfig

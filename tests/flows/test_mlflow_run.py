@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from tests.support.mlflow_store import client, fresh_store, points, runs
-from tests.support.prefect_server import wait_for
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
@@ -217,22 +215,6 @@ def test_a_run_that_goes_on_after_the_clock_was_put_back_ends_as_its_last_comman
     again = _done(start(after=ahead.isoformat()))
     assert again.run_id == handle.run_id
     assert _run(again).info.status == "FINISHED"
-
-
-def test_a_server_that_is_down_is_logged_once_and_takes_no_time(
-    storage: Store, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
-    run = start()
-    run.log_metrics({"accuracy": 0.5}, 10)
-    run.log_file("x", "report.html")
-    run.finish("FINISHED")
-    wait_for("the warning", lambda: caplog.records)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    spooled = [path.read_text() for path in Path(run.handle.spool_dir).rglob("*") if path.is_file()]
-    assert "s3cret" not in "".join([caplog.text, repr(run.handle), *spooled])
-    assert run.handle.ui_url() is None
-    assert str(find_waiting(storage)) == "1 run (1 point, 1 file)"
 
 
 def test_a_run_killed_before_its_end_is_ended_by_the_next_one(storage: Store, start: Start) -> None:

@@ -226,15 +226,6 @@ def test_a_request_that_arrives_after_it_was_repeated_doubles_nothing(
     assert points(scene.database, run_id, "test_error") == [(3, 0.25), (3, 0.5)]
 
 
-def test_two_processes_deliver_one_spool_once(scene: Scene) -> None:
-    root = Path(scene.run_while_away("two").handle.spool_dir)
-    shippers = [shipper.Shipper(Delivery(root)) for _ in range(2)]
-    for both in shippers:
-        both.start()
-    assert all(both.close(60, 60) for both in shippers)
-    scene.check_whole("two")
-
-
 def test_a_password_is_in_no_file_and_in_no_log_and_comes_from_the_environment(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

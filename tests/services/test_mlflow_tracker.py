@@ -141,20 +141,6 @@ def test_another_training_is_another_run_and_a_resumed_one_is_not(uri: str, tmp_
     assert len(runs(uri)) == 2
 
 
-def test_a_parameter_changed_on_resume_becomes_an_artifact(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # MLflow keeps the artifacts of a database it is not told more about here
-    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
-    _track(tmp_path / "out", range(1, 3), status="FAILED")
-    tracker = _started(tmp_path / "out", {"lr": 0.2, "new": 1}, 2)
-    tracker.close()
-    [run] = runs(uri)
-    assert run.data.params == {"lr": "0.1", "new": "1"}
-    changed = Path(run.info.artifact_uri.removeprefix("file://")) / "params" / "resumed-at-step-2.json"
-    assert json.loads(changed.read_text()) == {"lr": {"was": "0.1", "is": "0.2"}}
-
-
 # -- a run that somebody else owns ------------------------------------------------------------------------------------
 
 
@@ -169,17 +155,6 @@ def test_an_orchestrated_run_is_added_to_and_left_open(
     assert (run.info.run_id, run.info.status, run.data.params) == (run_id, "RUNNING", {})
     assert len(points(uri, run_id, "loss")) == 3
     assert not (tmp_path / "out").exists()
-
-
-def test_after_a_resume_what_the_server_has_is_not_written_again(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training died at step 10 with a checkpoint at 4: steps 5 to 10 come again, bit for bit."""
-    run_id = client(uri).create_run("0").info.run_id
-    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
-    _track(tmp_path / "here", range(1, 11))
-    _track(tmp_path / "another machine", range(5, 16), resume_step=4)
-    assert points(uri, run_id, "loss") == _curve(range(1, 16))
 
 
 def test_a_run_that_was_deleted_is_said_once_and_training_goes_on(

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import DataError
-
-
-class _Rows(Protocol):
-    """Data whose rows are mappings, such as an `ArrowSplit`."""
-
-    @property
-    def column_names(self) -> list[str]: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def require_column(names: Sequence[str], column: str, *, field: str) -> None:
@@ -53,7 +44,7 @@ class Reordered:
 
     is_pure = True  # as what `predict` reads
 
-    def __init__(self, dataset: _Rows, order: Sequence[int]) -> None:
+    def __init__(self, dataset: Any, order: Sequence[int]) -> None:
         self._dataset = dataset
         self._order = order
         self.column_names = list(dataset.column_names)

@@ -1,18 +1,85 @@
-"""Records of finished files, so that a repeated run does not write them again. A record is written after its file."""
+"""The parts of a job, and the records that say which are finished, so that a repeated run does not write them again.
+
+    records/<folder>/000002/00002007.json    of part 2007, written after its file
+
+A thousand records are in a folder, so no listing and nothing in memory grows with their number. Imports neither torch
+nor pyarrow.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.data.part_records import RECORDS, PartRecords
 from trainer_lib.errors import InfrastructureError
+from trainer_lib.locks.shared_parts import BLOCK, block_name
 from trainer_lib.storage import FileEntry, Store
 
+FOLDER = "predictions"
+SUMS = "sums"
+ERROR = "error"
+"""Column with what is wrong with a row, where bad rows are allowed."""
+RECORDS = "records"
+_NAME = re.compile(r"(\d{8,})\.json")
+_AT_ONCE = 16  # records that are read at a time: on an object store each takes a while, and little else
+
 MAX_RECORD_BYTES = 1 << 20
+
+T = TypeVar("T")
+
+
+class PartRecords:
+    """The records of one job.
+
+    Args:
+        store: the job's folder.
+        folder: of these records, below the folder of all.
+    """
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store = store.child(RECORDS, *folder.split("/"))
+
+    def read(self, part: int, *, limit: int) -> bytes | None:
+        """The record of a part; None without one."""
+        return self._store.read_if_exists(_path(part), limit=limit)
+
+    def write(self, part: int, record: bytes) -> None:
+        """Write a part's record."""
+        # Created, so that no other process sees half of it. It may be there: of a process that lost the part to us.
+        if not self._store.create(_path(part), record):
+            self._store.write_bytes(_path(part), record)
+
+    def delete(self, part: int) -> None:
+        """Remove a part's record."""
+        self._store.delete(_path(part))
+
+    def list_block(self, block: int) -> set[int]:
+        """The numbers of a block's parts that have a record."""
+        return {int(match[1]) for name in self._store.children(block_name(block)) if (match := _NAME.fullmatch(name))}
+
+    def list_blocks(self) -> list[int]:
+        """The blocks that may have records, in order."""
+        return sorted(int(name) for name in self._store.children() if name.isdigit())
+
+    def is_empty(self) -> bool:
+        """Whether there is no record at all."""
+        return not any(map(self.list_block, self.list_blocks()))
+
+    def look_at_all(self, look: Callable[[int], T]) -> Iterator[tuple[int, T]]:
+        """Call a function for each part with a record, in threads; yield in order what it returns."""
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            for block in self.list_blocks():
+                numbers = sorted(self.list_block(block))
+                yield from zip(numbers, threads.map(look, numbers), strict=True)
+
+
+def _path(part: int) -> str:
+    return f"{block_name(part // BLOCK)}/{part:08d}.json"
 
 
 class Part(NamedTuple):
@@ -138,3 +205,28 @@ def _render(entry: FileEntry, settings: Mapping[str, Any], notes: Mapping[str, A
 
 def _record_path(path: str) -> str:
     return f"{RECORDS}/{path}.json"
+
+
+def numbered_parts(store: Store, key: str, file_format: str) -> NumberedParts:
+    """The files of the predictions below `store`; a file that was made under another key is not one of them."""
+    return NumberedParts(store, FOLDER, file_format, lambda part: {"key": key, "part": part})
+
+
+def split_parts(store: Store, split: str, *, rows: int, rows_per_file: int) -> NumberedParts:
+    """The files with a split's predictions below a stage's folder; each holds a fixed range of the rows."""
+    return NumberedParts(
+        store, f"{FOLDER}/{split}", "parquet", lambda part: {"rows": list(row_range(part, rows, rows_per_file))}
+    )
+
+
+def sum_parts(store: Store, split: str, *, rows: int, rows_per_range: int) -> NumberedParts:
+    """The files with what each range of a split's rows adds to the sums of its metrics, while it is evaluated."""
+    return NumberedParts(
+        store, f"{SUMS}/{split}", "json", lambda part: {"rows": list(row_range(part, rows, rows_per_range))}
+    )
+
+
+def row_range(part: int, rows: int, rows_per_file: int) -> tuple[int, int]:
+    """The rows [start, stop) of a part of so many rows."""
+    start = part * rows_per_file
+    return start, min(start + rows_per_file, rows)

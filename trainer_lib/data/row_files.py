@@ -1,12 +1,17 @@
-"""Reads new rows from files of several formats (`row_formats`) as one sequence: `RowReader`.
+"""Reads new rows from files of several formats as one sequence (`RowReader`), in order and in bounded memory.
 
-Each row knows its file, its number in that file from 0 on and, in a text, its line: errors name them.
+    name.csv, .tsv, .jsonl, .json (also packed: .gz)    row after row; a line is read when it is needed
+    name.parquet, .arrow                                a batch of rows at a time
+
+Each row knows its file, its number in that file from 0 on and, in a text, its line: errors name them. A row is first
+what its file has for it, such as a line. Values cost far more: rows that are left out get none.
 """
 
 from __future__ import annotations
 
 import codecs
 import csv
+import functools
 import gzip
 import io
 import itertools
@@ -15,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,60 +32,49 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.given_rows import refuse_row
+from trainer_lib.data.given_rows import parse_text, refuse_row
 from trainer_lib.data.row_sources import PACKED, RowFile, format_of
-from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError
 from trainer_lib.storage import Store
-
-# Files with rows of several formats, read in order and in bounded memory: `OpenFile`.
-#
-#     name.csv, .tsv, .jsonl (also packed: .gz)    row after row; a line is read when it is needed
-#     name.parquet, .arrow                         a batch of rows at a time
-#
-# A row is first what its file has for it, such as a line. Values cost far more: rows that are left out get none.
-
 
 MAX_LINE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
+_AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 _LONG_NUMBER = re.compile(rb"\d{19}")
+_BOM = b"\xef\xbb\xbf"
 _UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, gzip.BadGzipFile, EOFError, zlib.error, OSError)
 
-Raw = tuple[int | None, Any]
-"""One row as its file has it: its line from 1 on (None: the file has no lines), and what its values are made of."""
-
-
-class _Opened(NamedTuple):
-    rows: Iterator[Raw]
-    parse: Callable[[Any], Any]
-    unusual: Sequence[str] = ()
+Raw = tuple[int | None, Callable[[], Any]]
+"""A row of a file: its line from 1 on (None: there are no lines), and what makes its values or raises ValueError."""
 
 
 class OpenFile:
     """One file while it is read.
 
-    Attributes:
+    Args:
         file: the file.
+        notes: gets a sentence where the form of a CSV file is unusual, with its first row.
+
+    Attributes:
         is_at_end: whether every row was read.
-        parse: makes the values of a row from the second element of its `Raw`; raises ValueError.
         has_texts: whether all values are texts, whatever they stand for.
     """
 
-    def __init__(self, file: RowFile) -> None:
+    def __init__(self, file: RowFile, notes: list[str]) -> None:
         self.file = file
         self.is_at_end = False
         self._number = 0
         self._stream = Store.open(file.url, field="NEW_DATA").open_read(file.path)
-        packed = file.path.lower().endswith(PACKED)
-        reader = _READERS[kind := str(format_of(file.path))]
-        self.has_texts = reader is _read_csv
-        opened = reader(gzip.GzipFile(fileobj=self._stream) if packed else self._stream, file, kind)
-        self._rows, self.parse, self._unusual = opened
-
-    def describe(self) -> list[str]:
-        """A sentence where the form of a CSV file is unusual; known once its first row was read."""
-        return [f"{self.file.address} is read with {' and '.join(self._unusual)}."] if self._unusual else []
+        content: Any = self._stream
+        if file.path.lower().endswith(PACKED):
+            content = gzip.GzipFile(fileobj=content)
+        kind = format_of(file.path)
+        self.has_texts = kind in ("csv", "tsv")
+        if self.has_texts:
+            self._rows = _read_csv(content, file, "\t" if kind == "tsv" else ",", notes)
+        else:
+            self._rows = _read_json(content, file) if kind == "json lines" else _read_table(content, kind)
 
     @property
     def read_bytes(self) -> int:
@@ -88,11 +83,7 @@ class OpenFile:
         return self.file.size if self._stream.closed else min(self.file.size, self._stream.tell())
 
     def skip(self, rows: int) -> int:
-        """Leave out rows; return how many, fewer at the end.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """Leave out rows; return how many, fewer at the end. Raises DataError: the file cannot be read."""
         before = self._number
         while self._number - before < rows and not self.is_at_end:
             self.rows(min(_BATCH_ROWS, rows - (self._number - before)))
@@ -133,33 +124,30 @@ def name_place(file: RowFile, number: int, line: int | None) -> str:
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(stream: Any, file: RowFile, kind: str) -> _Opened:
-    header: list[str] = []
-    notes: list[str] = []
-
-    def rows() -> Iterator[Raw]:
-        buffered = io.BufferedReader(stream, _BUFFER_BYTES)
-        encoding, separator = _find_csv_form(buffered.peek(), kind, notes)
-        text = io.TextIOWrapper(buffered, encoding, newline="")
-        csv.field_size_limit(MAX_LINE_BYTES)
-        reader = csv.reader(text, delimiter=separator, strict=True)
-        header.extend(next(reader, []))
-        if twice := {name for name in header if header.count(name) > 1}:
-            raise refuse_row(f"{file.address}, line 1", min(twice), "the column is there twice")
-        for values in reader:
-            if values:  # a line may be empty
-                yield reader.line_num, values
-
-    def parse(values: list[str]) -> dict[str, str]:
-        if len(values) != len(header):
-            raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
-        return dict(zip(header, values, strict=True))
-
-    return _Opened(rows(), parse, notes)
+def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str]) -> Iterator[Raw]:
+    buffered = io.BufferedReader(stream, _BUFFER_BYTES)
+    encoding, separator = _find_csv_form(buffered.peek(), usual)
+    unusual = [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
+    unusual += [] if separator == usual else [f"the separator {separator!r}"]
+    notes += [f"{file.address} is read with {' and '.join(unusual)}."] if unusual else []
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(io.TextIOWrapper(buffered, encoding, newline=""), delimiter=separator, strict=True)
+    header = next(reader, [])
+    if twice := {name for name in header if header.count(name) > 1}:
+        raise refuse_row(f"{file.address}, line 1", min(twice), "the column is there twice")
+    for values in reader:
+        if values:  # a line may be empty
+            yield reader.line_num, partial(_name_cells, header, values)
 
 
-def _find_csv_form(head: bytes, kind: str, notes: list[str]) -> tuple[str, str]:
-    """The encoding and the separator; `notes` get what is not UTF-8, and neither a comma nor the tab of a .tsv."""
+def _name_cells(header: list[str], values: list[str]) -> dict[str, str]:
+    if len(values) != len(header):
+        raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
+    return dict(zip(header, values, strict=True))
+
+
+def _find_csv_form(head: bytes, usual: str) -> tuple[str, str]:
+    """The encoding and the separator of a CSV file, whose separator is usually the given one."""
     encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
@@ -169,46 +157,42 @@ def _find_csv_form(head: bytes, kind: str, notes: list[str]) -> tuple[str, str]:
             encoding = "cp1252"
             text = head.decode(encoding, "replace")
     line = re.sub('"[^"]*"', "", text.partition("\n")[0])
-    usual = "\t" if kind == "tsv" else ","
-    separator = max((usual, ";", "\t", "|"), key=line.count)
-    notes += [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
-    notes += [] if separator == usual else [f"the separator {separator!r}"]
-    return encoding, separator
+    return encoding, max((usual, ";", "\t", "|"), key=line.count)
 
 
-def _read_json_lines(stream: Any, file: RowFile, kind: str) -> _Opened:
-    def rows() -> Iterator[Raw]:
-        number, buffered = 0, io.BufferedReader(stream, _BUFFER_BYTES)
-        is_array = file.path.lower().removesuffix(PACKED).endswith(".json")
-        if is_array and buffered.peek().removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            yield from ((None, row) for row in _parse_array(buffered, file))
-        while line := buffered.readline(MAX_LINE_BYTES):
-            number += 1
-            if len(line) == MAX_LINE_BYTES:
-                raise EOFError(f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.isspace():
-                yield number, line
+def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
+    """The rows of lines of JSON, or of a file that is one JSON array."""
+    buffered = io.BufferedReader(stream, _BUFFER_BYTES)
+    is_array = file.path.lower().removesuffix(PACKED).endswith(".json")
+    if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
+        yield from ((None, partial(_return, row)) for row in _parse_array(buffered, file))
+    number = 0
+    while line := buffered.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES:
+            raise EOFError(f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
+        line = line.removeprefix(_BOM) if number == 1 else line
+        if not line.isspace():
+            yield number, partial(_parse_json, line)
 
-    return _Opened(rows(), _parse_json)
+
+def _return(value: Any) -> Any:
+    return value
 
 
 def _parse_array(stream: io.BufferedReader, file: RowFile) -> list[Any]:
-    """The rows of a file that is one JSON array."""
     content = stream.read(MAX_LINE_BYTES)
     try:
         if len(content) == MAX_LINE_BYTES:
             raise ValueError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
-        rows: list[Any] = _parse_json(content.removeprefix(b"\xef\xbb\xbf"))
+        rows: list[Any] = _parse_json(content.removeprefix(_BOM))
         return rows
     except ValueError as error:
         what = f"the file begins as a JSON array, which cannot be read ({error}); give one object a line"
         raise refuse_row(file.address, None, what) from error
 
 
-def _parse_json(line: Any) -> Any:
-    if not isinstance(line, bytes):
-        return line  # a row of an array
+def _parse_json(line: bytes) -> Any:
     try:
         if not _LONG_NUMBER.search(line):  # orjson rounds them
             return orjson.loads(line)
@@ -224,35 +208,26 @@ def _parse_json(line: Any) -> Any:
         raise ValueError(f"the line is not JSON ({error}); give one object a line") from error
 
 
-def _read_parquet(stream: Any, file: RowFile, kind: str) -> _Opened:
-    def rows() -> Iterator[Raw]:
-        for batch in pq.ParquetFile(stream).iter_batches(_BATCH_ROWS):
-            yield from _of_batch(batch)
-
-    return _Opened(rows(), _parse_piece)
-
-
-def _read_arrow(stream: Any, file: RowFile, kind: str) -> _Opened:
-    def rows() -> Iterator[Raw]:
-        is_file = stream.read(6) == b"ARROW1"
-        stream.seek(0)
-        if not is_file:
-            for batch in pa.ipc.open_stream(stream):
-                yield from _of_batch(batch)
-            return
-        opened = pa.ipc.open_file(stream)
-        for number in range(opened.num_record_batches):
-            yield from _of_batch(opened.get_batch(number))
-
-    return _Opened(rows(), _parse_piece)
+def _read_table(stream: Any, kind: str | None) -> Iterator[Raw]:
+    for batch in _read_batches(stream, kind):
+        # In small pieces: rows of Python objects take more memory than their table.
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            piece = _Piece(batch.slice(start, _BATCH_ROWS))
+            for number in range(piece.table.num_rows):
+                yield None, partial(piece.row, number)
 
 
-def _of_batch(batch: pa.RecordBatch) -> Iterator[Raw]:
-    # In small pieces: rows of Python objects take more memory than their table.
-    for start in range(0, batch.num_rows, _BATCH_ROWS):
-        piece = _Piece(batch.slice(start, _BATCH_ROWS))
-        for number in range(piece.table.num_rows):
-            yield None, (piece, number)
+def _read_batches(stream: Any, kind: str | None) -> Iterator[pa.RecordBatch]:
+    if kind == "parquet":
+        yield from pq.ParquetFile(stream).iter_batches(_BATCH_ROWS)
+        return
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if not is_file:
+        yield from pa.ipc.open_stream(stream)
+        return
+    opened = pa.ipc.open_file(stream)
+    yield from map(opened.get_batch, range(opened.num_record_batches))
 
 
 class _Piece:
@@ -260,30 +235,15 @@ class _Piece:
 
     def __init__(self, table: pa.RecordBatch) -> None:
         self.table = table
-        self._rows: list[dict[str, Any]] | None = None
+
+    @functools.cached_property
+    def _rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.table.to_pylist()
+        return rows
 
     def row(self, number: int) -> dict[str, Any]:
         """One row, by its number."""
-        if self._rows is None:
-            self._rows = self.table.to_pylist()
         return self._rows[number]
-
-
-def _parse_piece(place: tuple[_Piece, int]) -> dict[str, Any]:
-    piece, number = place
-    return piece.row(number)
-
-
-_READERS: dict[str, Callable[[Any, RowFile, str], _Opened]] = {
-    "csv": _read_csv,
-    "tsv": _read_csv,
-    "json lines": _read_json_lines,
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
-}
-
-
-_AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 
 
 class Row(NamedTuple):
@@ -398,7 +358,6 @@ class RowReader:
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
             first, found = opened.rows(min(_AT_ONCE, wanted - self.position))
-            self.notes += opened.describe() if first == 0 else []
             for number, raw in enumerate(found, start=first):
                 row = self._read_any(opened, number, raw)
                 self.position += 1
@@ -413,15 +372,15 @@ class RowReader:
                 self._current = None
             if not self._waiting:
                 return None
-            self._current = OpenFile(self._waiting.pop())
+            self._current = OpenFile(self._waiting.pop(), self.notes)
         return self._current
 
     def _read_any(self, opened: OpenFile, number: int, raw: Raw) -> Row | BadRow:
-        line, content = raw
+        line, parse = raw
         values: Any = None
         try:
             try:
-                values = opened.parse(content)
+                values = parse()
             except ValueError as error:
                 raise refuse_row(name_place(opened.file, number, line), None, str(error)) from error
             return self._read(opened, number, line, values)
@@ -503,17 +462,15 @@ def read_rows(files: Sequence[RowFile], notes: list[str] | None = None) -> Itera
         DataError: a row or a file cannot be read; the error names it.
     """
     for file in files:
-        opened = OpenFile(file)
+        opened = OpenFile(file, [] if notes is None else notes)
         try:
             while not opened.is_at_end:
                 first, rows = opened.rows(_AT_ONCE)
-                for number, (line, raw) in enumerate(rows, start=first):
+                for number, (line, parse) in enumerate(rows, start=first):
                     place = name_place(file, number, line)
                     try:
-                        yield place, opened.parse(raw)
+                        yield place, parse()
                     except ValueError as error:
                         raise refuse_row(place, None, str(error)) from error
-            if notes is not None:
-                notes += opened.describe()
         finally:
             opened.close()

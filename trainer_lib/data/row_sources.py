@@ -6,10 +6,14 @@ This module imports neither torch nor pyarrow, so a wrong address is refused bef
 from __future__ import annotations
 
 import contextlib
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import metadata
+from pathlib import Path
 
 from trainer_lib.base.suggestions import counted, nearest
 from trainer_lib.errors import ConfigError, TrainflowError
@@ -32,6 +36,7 @@ FORMATS = {
 
 PACKED = ".gz"
 _TEXTS = ("csv", "tsv", "json lines")
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _WILD = re.compile(r"[*?\[]")
 _UNLISTED = ("package", "stdlib", "http", "https")
 _OF_SYSTEMS = ("__macosx", "thumbs.db", "desktop.ini")
@@ -117,15 +122,18 @@ def is_hidden(path: str) -> bool:
 
 def describe_hidden(addresses: Sequence[str]) -> list[str]:
     """A sentence about the files of folders and patterns that are never data; none where there are no such files."""
-    hidden: list[str] = []
+    hidden: dict[str, str] = {}  # whole address -> path; sources may have files in common
     for address in addresses:
         if address.partition(":")[0] in _UNLISTED:
             continue
         with contextlib.suppress(TrainflowError):  # the recipe names a source that cannot be read
-            listed = list_matches(address, hidden=True)[1] if is_pattern(address) else Store.open(address).list()
-            hidden += [info.path for info in listed if is_hidden(info.path)]
+            if is_pattern(address):
+                store, listed = list_matches(address, hidden=True)
+            else:
+                listed = (store := Store.open(address)).list()
+            hidden |= {f"{store.url.rstrip('/')}/{info.path}": info.path for info in listed if is_hidden(info.path)}
     files = f"{counted(len(hidden), 'hidden file')} {'is' if len(hidden) == 1 else 'are'}"
-    return [f"{files} left out, such as {min(hidden)}."] if hidden else []
+    return [f"{files} left out, such as {min(hidden.values())}."] if hidden else []
 
 
 def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> tuple[Store, list[FileInfo]]:
@@ -182,3 +190,39 @@ def _split(address: str) -> tuple[str, str]:
 
 def _formats(formats: Mapping[str, str]) -> str:
     return f"The name of a file ends in {', '.join(formats)}; texts may be packed ({PACKED})."
+
+
+def find_installed_files(kind: str, rest: str, formats: Mapping[str, str], *, field: str) -> list[RowFile]:
+    """The files that ``stdlib:REST`` or ``package:REST`` stands for, by name; test suites are left out.
+
+    Args:
+        kind: "stdlib" or "package".
+        rest: a path below the library; or a package's name, and perhaps a path below it.
+        formats: ending of a file's name -> its format; other files are not taken.
+        field: the setting that names the source, for errors.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if kind == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        below = root / rest
+        paths = [Path(rest)] if below.is_file() else [Path(rest, name) for name in sorted(_walk(below))]
+    else:
+        name, _, inner = rest.partition("/")
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            remedy = "Install it, or name another one."
+            raise ConfigError("This package is not installed.", field=field, value=name, remedy=remedy) from None
+        root = Path(str(distribution.locate_file("")))
+        paths = sorted(Path(str(file)) for file in distribution.files or () if str(file).startswith(inner))
+    kept = [path for path in paths if format_of(path.name, formats) and not _LEFT_OUT & set(path.parts)]
+    return [RowFile(str(root), path.as_posix(), (root / path).stat().st_size) for path in kept]
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for folder, inner, files in os.walk(root):
+        # Not entered: site-packages has many times the files of the library.
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]
+        yield from (Path(folder, name).relative_to(root).as_posix() for name in files)

@@ -25,7 +25,6 @@ import pyarrow as pa
 from trainer_lib.data.column import TEXT, Column
 from trainer_lib.data.columns import ROW_ID, Schema, column_of
 from trainer_lib.data.parts import find_finished_part, record_part
-from trainer_lib.data.predictions import PredictionWriter
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.storage import FileEntry, Store
 
@@ -218,8 +217,6 @@ def _create_getter(array: pa.Array, column: Column) -> Getter:
     offsets = array.offsets.to_numpy()
     return lambda row: values[offsets[row] : offsets[row + 1]].copy()
 
-
-__all__ = ["ArrowSplit", "PredictionWriter", "SplitWriter"]
 
 # It becomes a folder's name.
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")

@@ -9,18 +9,22 @@ Rows without ids of their own get ``source << 32 | row``, so ids keep the order 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.columns import ROW_ID, Schema
-from trainer_lib.data.part_records import PartRecords
+from trainer_lib.data.parts import PartRecords
 from trainer_lib.data.shards import check_split_name, to_arrow_file
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
@@ -331,3 +335,150 @@ def check_columns(split: str, first: str, expected: Mapping[str, str], source: s
             value=source,
             remedy=f"{hint}Give every source the same columns and types: float(x), or an array with its dtype.",
         )
+
+
+IDS_AT_ONCE = 4_000_000  # 32 MB
+_SHOWN = 3
+
+
+def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: int) -> dict[str, int]:
+    """Check that no id is in two splits; return, by split, how many ids are there more than once.
+
+    Ids are compared a bucket of remainders at a time, so memory does not grow with their number: the files' columns of
+    ids are read once for each bucket.
+
+    Args:
+        store: the stage's folder.
+        files: split -> paths of its Arrow files.
+        rows: of all splits together.
+
+    Raises:
+        DataError: an id is in two splits: what the model is measured on was trained on.
+    """
+    buckets = -(-rows // IDS_AT_ONCE)
+    paths, repeated = {split: list(some) for split, some in files.items()}, dict.fromkeys(files, 0)
+    for bucket in range(buckets):
+        unique: dict[str, npt.NDArray[np.int64]] = {}
+        for split, some in paths.items():
+            ids = np.concatenate([_read_ids(store, path, buckets, bucket) for path in some] or [np.empty(0, np.int64)])
+            unique[split] = np.unique(ids)
+            repeated[split] += len(ids) - len(unique[split])
+        for split, other in itertools.combinations(unique, 2):
+            if len(shared := np.intersect1d(unique[split], unique[other], assume_unique=True)):
+                raise _leak(split, other, shared)
+    return repeated
+
+
+def _read_ids(store: Store, path: str, buckets: int, bucket: int) -> npt.NDArray[np.int64]:
+    """The ids of a file that are in a bucket; of texts their digests."""
+    with store.open_read(path) as stream:
+        schema = pa.ipc.open_file(stream).schema
+        only = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(ROW_ID)])
+        stream.seek(0)
+        column = pa.ipc.open_file(stream, options=only).get_batch(0).column(0)
+        if pa.types.is_integer(column.type):
+            ids: npt.NDArray[np.int64] = column.to_numpy()
+        else:
+            digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in column.to_pylist())
+            ids = np.frombuffer(b"".join(digests), np.int64)
+        chosen: npt.NDArray[np.int64] = ids[ids % buckets == bucket]
+        return chosen
+
+
+def _leak(split: str, other: str, shared: npt.NDArray[np.int64]) -> DataError:
+    shown = ", ".join(str(number) for number in shared[:_SHOWN])
+    return DataError(
+        f"Rows with the same row_id are in the splits '{split}' and '{other}' (such as {shown}).",
+        field="prepare_shard",
+        value=shown,
+        remedy="Give each row to one split, for example by a digest of its id.",
+    )
+
+
+# -- statistics that may show a mistake -------------------------------------------------------------------------------
+
+_COMPARED = ("label", "labels", "class", "target")
+"""Columns whose values are compared between splits."""
+MOST = 10
+"""Warnings that are given."""
+_CLASSES = 5  # that one warning names
+_ROWS = 5.0  # that a split would have of a class if its rows were drawn like the others': fewer may be chance
+_APART = 0.2  # share of rows that have another label, beyond what chance makes
+_INTEGERS = ("int", "uint")
+
+
+def describe_unusual(
+    statistics: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Mapping[str, str]], info: Mapping[str, Any]
+) -> list[str]:
+    """Sentences about what may be a mistake in the data, at most `MOST` and one that counts the others.
+
+    Args:
+        statistics: split -> column -> statistics.
+        columns: split -> column -> type.
+        info: what the recipe notes; its `max_length` is the number of tokens that the model reads of a row.
+    """
+    texts = [*_list_long_rows(statistics, columns, info.get("max_length"))]
+    for column in _COMPARED:
+        counts = {
+            name: split[column]["counts"] for name, split in statistics.items() if "counts" in split.get(column, {})
+        }
+        texts += _compare_labels(column, counts)
+    left = len(texts) - MOST
+    return texts if left <= 0 else [*texts[:MOST], f"{left:,} more warnings of this kind are left out."]
+
+
+def _list_long_rows(
+    statistics: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Mapping[str, str]], most: object
+) -> Iterator[str]:
+    if not isinstance(most, int) or isinstance(most, bool):
+        return
+    for split, found in statistics.items():
+        for name, one in found.items():
+            # Of integers only: texts are counted in characters, and lists of other numbers are no tokens.
+            is_tokens = columns.get(split, {}).get(name, "").startswith(_INTEGERS)
+            if is_tokens and one.get("longest", 0) > most:
+                yield (
+                    f"The longest row of split '{split}' has {one['longest']:,} values in column '{name}', and the "
+                    f"recipe's max_length is {most:,}."
+                )
+
+
+def _compare_labels(column: str, counts: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Compare each split with `train`, or with the largest one where none has that name."""
+    first = "train" if "train" in counts else max(counts, key=lambda name: sum(counts[name].values()), default=None)
+    if first is None:
+        return
+    most = sum(counts[first].values())
+    shares = {value: rows / most for value, rows in counts[first].items()}
+    if unknown := {value for own in counts.values() for value in own} - shares.keys():
+        yield f"Split '{first}' has no row whose '{column}' is {_name_some(unknown)}, and another split has."
+    for name, own in counts.items():
+        rows = sum(own.values())
+        absent = {value: share for value, share in shares.items() if value not in own and share * rows >= _ROWS}
+        if absent:
+            yield (
+                f"Split '{name}' has no row whose '{column}' is {_name_some(absent)}, and "
+                f"{_percent(sum(absent.values()))} of the rows of '{first}' have."
+            )
+            continue
+        apart = {value: own.get(value, 0) / rows - shares.get(value, 0.0) for value in {**shares, **own}}
+        chance = 0.8 * math.sqrt(len(apart) / min(rows, most))  # twice what is to be expected of equal splits
+        if sum(map(abs, apart.values())) / 2 > _APART + chance:
+            value = max(apart, key=lambda each: (abs(apart[each]), each))
+            yield (
+                f"Labels are distributed differently in split '{name}': '{column}' is {value} in "
+                f"{_percent(own.get(value, 0) / rows)} of its rows, and in {_percent(shares.get(value, 0.0))} of "
+                f"those of '{first}'."
+            )
+
+
+def _name_some(found: Iterable[str]) -> str:
+    values = sorted(found)
+    more = len(values) - _CLASSES
+    if more > 0:
+        return f"{', '.join(values[:_CLASSES])} or one of {more:,} more"
+    return " or ".join([", ".join(values[:-1]), values[-1]] if len(values) > 1 else values)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"

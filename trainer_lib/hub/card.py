@@ -21,8 +21,7 @@ from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, 
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.model_record import example_row
-from trainer_lib.trackers.names import is_measurement, with_intervals
-from trainer_lib.trackers.params import flatten_params
+from trainer_lib.trackers.names import flatten_params, is_measurement, with_intervals
 
 _CURVE_ROWS = 12
 _LITERAL_VALUES = 8  # of an array that is written out

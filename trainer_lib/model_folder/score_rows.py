@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.by_length import longest_first, require_column
-from trainer_lib.data.given_rows import GivenRows, known_columns
+from trainer_lib.data.given_rows import GivenRows, known_columns, parse_text
+from trainer_lib.data.predictions import RowPredictionWriter
 from trainer_lib.data.row_files import BadRow, Row, RowReader
-from trainer_lib.data.row_predictions import RowPredictionWriter
-from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts

@@ -27,10 +27,9 @@ from typing_extensions import override
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.data.column import Column
-from trainer_lib.data.given_rows import refuse_row
+from trainer_lib.data.given_rows import parse_text, refuse_row
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
-from trainer_lib.data.text_values import parse_text
 from trainer_lib.errors import DataError, TrainflowError, first_line
 from trainer_lib.storage import Store
 

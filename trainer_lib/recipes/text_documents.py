@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.data.installed_files import find_installed_files
 from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.data.row_sources import FORMATS, RowFile, find_installed_files, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.splitting import cut_rows, read_split
 from trainer_lib.recipes.table_files import SOURCES, naming_sources, read_utf8, renamed_row, text_of

@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
         Args:
             run_name: the run's name; None lets the tracker choose one.
-            params: the arguments and the model's configuration, secrets included: mask them (`params.flatten_params`).
+            params: the arguments and the model's configuration, secrets included: mask them (`names.flatten_params`).
             resume_step: the optimizer step that training continues from; 0 for a new training.
         """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.params import flatten_params, sectioned
+from trainer_lib.trackers.names import flatten_params, sectioned
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.errors import first_line
-from trainer_lib.trackers.params import flatten_params, sectioned
+from trainer_lib.trackers.names import flatten_params, sectioned
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,16 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.row_id_check import count_repeated_ids
 from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.shards import SplitWriter
-from trainer_lib.data.source_parts import FirstColumns, SourceParts, SplitOfParts, write_rows
-from trainer_lib.data.unusual_data import describe_unusual
+from trainer_lib.data.source_parts import (
+    FirstColumns,
+    SourceParts,
+    SplitOfParts,
+    count_repeated_ids,
+    describe_unusual,
+    write_rows,
+)
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_failures import vanished_source

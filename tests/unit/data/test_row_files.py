@@ -18,9 +18,8 @@ import pytest
 
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import GivenRows, convert_together
-from trainer_lib.data.predictions import build_table, to_parquet
+from trainer_lib.data.predictions import RowPredictionWriter, build_table, to_parquet
 from trainer_lib.data.row_files import BadRow, Row, RowReader
-from trainer_lib.data.row_predictions import RowPredictionWriter
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.storage import Store

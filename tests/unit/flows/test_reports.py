@@ -26,7 +26,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
-from trainer_lib.trackers.params import flatten_params
+from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.records.training_history import read_training_history, read_unfinished_history

@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainer_lib.data.predictions import PredictionWriter
 from trainer_lib.data.row_files import RowReader
 from trainer_lib.data.row_sources import describe_hidden, find_row_files
-from trainer_lib.data.shards import ArrowSplit, PredictionWriter, SplitWriter
+from trainer_lib.data.shards import ArrowSplit, SplitWriter
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
@@ -153,6 +154,11 @@ IDS = {
     "a number's forms": [*map(str, range(20)), *map("{}.0".format, range(10)), *map("0{}".format, range(10))],
     "spaces": [*map(" {}".format, range(20)), *map(str, range(20))],
     "texts": [f"{1000 + row}-FCKG" for row in range(40)],
+    "numbers among texts": [
+        *map(str, range(20)),
+        *(f"{row:03}" for row in range(10)),
+        *map(str, range(2**64, 2**64 + 10)),
+    ],
 }
 
 
@@ -173,6 +179,7 @@ KINDS = ["csv", "jsonl", "parquet"]
 NUMBERS = [
     ("beyond float64", "numbers.jsonl"),
     ("twenty digits", "numbers.jsonl"),
+    ("numbers among texts", "numbers.jsonl"),
     ("twenty digits", "decimal.parquet"),
 ]
 
@@ -185,8 +192,9 @@ def test_ids_come_back_byte_for_byte_in_predictions(tmp_path: Path, name: str, k
     if kind == "csv":
         path.write_text("\n".join(["id,x,label", *(f'"{row["id"]}",{row["x"]},{row["label"]}' for row in rows)]))
     elif kind.endswith("jsonl"):
-        number: Any = int if "numbers" in kind else str
-        path.write_text("\n".join(json.dumps({**row, "id": number(row["id"])}) for row in rows))
+        is_number = [str(int(text)) == text for text in texts] if "numbers" in kind else [False] * len(texts)
+        given = [int(text) if number else text for text, number in zip(texts, is_number, strict=True)]
+        path.write_text("\n".join(json.dumps({**row, "id": each}) for row, each in zip(rows, given, strict=True)))
     else:
         ids = pa.array(list(map(Decimal, texts)), pa.decimal128(20, 0)) if "decimal" in kind else pa.array(texts)
         pq.write_table(pa.Table.from_pylist(rows).set_column(0, "id", ids), path)
@@ -221,6 +229,7 @@ def test_hidden_files_are_never_data_and_are_counted(tmp_path: Path, scheme: str
     assert fingerprints([url + pattern]) == before
     assert watch._listing() == listing
     [sentence] = describe_hidden([url + pattern, "package:numpy"])
+    assert describe_hidden([url + pattern, url + pattern]) == [sentence], "sources may have files in common"
     counted = {"": 8, "/**": 8, "/**/*.csv": 6, "/*/*.csv": 1}[pattern]
     assert sentence.startswith(f"{counted} hidden file")
     store.write_bytes("deep/er/0.csv", b"a,b\n1,2\n")

@@ -24,8 +24,7 @@ from trainer_lib.trackers.callback import TrackingCallback, numbers_only
 from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.jsonl import JsonlTracker
 from trainer_lib.trackers.line_file import LineFile
-from trainer_lib.trackers.names import group_log, group_results, with_intervals
-from trainer_lib.trackers.params import flatten_params
+from trainer_lib.trackers.names import flatten_params, group_log, group_results, with_intervals
 from trainer_lib.trackers.spool import Session
 
 

@@ -31,6 +31,7 @@ from trainer_lib.protocol.requests import (
     TrainRequest,
 )
 from trainer_lib.recipes import DataInfo, load
+from trainer_lib.worker import evaluate as worker_evaluate
 
 WITHOUT = tiny.RECIPE.partition("def compute_metrics")[0]
 OBJECT = f"{WITHOUT}\nfrom torchmetrics.classification import MulticlassAccuracy as M\n\ncompute_metrics = M(2)\n"
@@ -239,9 +240,13 @@ def test_the_metrics_of_a_slice_are_those_of_its_rows(trained: Trained) -> None:
     assert whole == measured(trainer, split)
 
 
-def test_slices_have_intervals_where_confidence_is_set(trained: Trained) -> None:
+def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"slices": ("site",), "confidence": 0.9, "resamples": 50}
+    digested: list[str] = []
+    real = worker_evaluate._digest_rows
+    monkeypatch.setattr(worker_evaluate, "_digest_rows", lambda *given: (digested.append(given[1]), real(*given))[1])
     stage = trained.evaluate(**more)["test"]
+    assert digested == ["test"], "the digest of a split's rows is computed once"
     name = read_metrics(trained.metrics)[1].result
     for site in "abc":
         low, value, high = (stage[f"{each}/site/{site}"] for each in (f"{name}_low", name, f"{name}_high"))
