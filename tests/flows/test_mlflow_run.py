@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import signal
 import subprocess
 import sys
 import textwrap
@@ -215,27 +214,6 @@ def test_a_run_that_goes_on_after_the_clock_was_put_back_ends_as_its_last_comman
     again = _done(start(after=ahead.isoformat()))
     assert again.run_id == handle.run_id
     assert _run(again).info.status == "FINISHED"
-
-
-def test_a_run_killed_before_its_end_is_ended_by_the_next_one(storage: Store, start: Start) -> None:
-    program = """
-        import os, signal, sys
-        from trainflow.tasks.configs import TrackingConfig
-        from trainflow.tasks.tracking.mlflow_run import open_run
-        from trainer_lib.storage import Store
-        run = open_run(TrackingConfig(), Store.open(sys.argv[1]), name="digits", pipeline_key="d" * 64, params={},
-                       resume=True)
-        run.log_metrics({"accuracy": 0.5}, 10)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), storage.url]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
-    handle = _done(start())
-    dead, finished = runs(handle.tracking_uri)
-    assert (dead.info.status, finished.info.status) == ("FAILED", "FINISHED")
-    assert points(handle.tracking_uri, dead.info.run_id, "accuracy") == [(10, 0.5)]
-    assert "was killed" in dead.data.tags["trainflow.failure"]
-    assert abs(dead.info.end_time - dead.info.start_time) < 60_000  # when it died, not when that was noticed
 
 
 def test_a_spec_with_credentials_is_refused_and_they_are_not_shown(storage: Store) -> None:

@@ -221,6 +221,8 @@ def test_a_killed_training_that_is_not_resumed_ends_as_failed(uri: str, tmp_path
     dead, fresh = runs(uri)
     assert (dead.info.status, fresh.info.status) == ("FAILED", "FINISHED")
     assert points(uri, dead.info.run_id, "loss") == _curve(range(1, 3))
+    assert "was killed" in dead.data.tags["trainflow.failure"]
+    assert abs(dead.info.end_time - dead.info.start_time) < 60_000  # when it died, not when that was noticed
 
 
 def test_a_run_is_recorded_as_finished_only_once_its_end_waits_for_mlflow(

@@ -224,12 +224,10 @@ def test_whole_words_have_transformers_own_share() -> None:
     assert shares[0] == pytest.approx(shares[1], abs=0.03)
 
 
-def test_whole_words_need_offsets_and_a_masked_model() -> None:
+def test_whole_words_need_offsets() -> None:
     collate = DataCollatorForLanguageModeling(tokens(), whole_word_mask=True)
     with pytest.raises(DataError, match="offset_mapping"):
         collate([{"input_ids": [5, 6]}])
-    with pytest.raises(ConfigError, match="whole_word_mask"):
-        DataCollatorForLanguageModeling(tokens(), whole_word_mask=True, mlm=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

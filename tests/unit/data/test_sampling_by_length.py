@@ -16,7 +16,7 @@ from tests.support.toys import TokenModel
 from tests.support.training import trainer
 from trainer_lib import DataCollatorForLanguageModeling
 from trainer_lib.data.by_length import in_order, longest_first, require_column
-from trainer_lib.data.order import BatchPlan, LengthGroupedOrder, RandomOrder
+from trainer_lib.data.order import LengthGroupedOrder, RandomOrder
 from trainer_lib.errors import ConfigError, DataError
 
 LENGTHS = np.random.default_rng(0).lognormal(3.0, 0.8, 4000).astype(int).clip(1, 400).tolist()
@@ -62,25 +62,6 @@ def test_shuffled_batches_vary_from_step_to_step() -> None:
     assert (np.diff(sawtooth) <= 0).all()
     assert 0.3 < (np.diff(shuffled[1:]) <= 0).mean() < 0.7
     assert shuffled[0] == sawtooth[0] == shuffled.max()
-
-
-def test_the_lengths_of_one_global_batch_are_near_on_every_rank() -> None:
-    order = LengthGroupedOrder(LENGTHS, 1, 800)
-    random = RandomOrder(len(LENGTHS), 1)
-    plans = [
-        BatchPlan.cut(len(LENGTHS), global_batch=16, micro_batch=4, data_parallel_size=2, rank=rank, drop_last=False)
-        for rank in range(2)
-    ]
-
-    def spread(of: Any) -> float:
-        found = []
-        for step in range(plans[0].steps_per_epoch):
-            shares = [plan.share(step, micro) for micro in range(2) for plan in plans]
-            longest = [max(LENGTHS[i] for i in of.indices(0, start, stop)) for start, stop in shares]
-            found.append(max(longest) - min(longest))
-        return float(np.mean(found))
-
-    assert spread(order) < spread(random) / 5
 
 
 # ------------------------------------------------------------------------------------------------ through the Trainer

@@ -244,7 +244,12 @@ def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeyp
     more = {"slices": ("site",), "confidence": 0.9, "resamples": 50}
     digested: list[str] = []
     real = worker_evaluate._digest_rows
-    monkeypatch.setattr(worker_evaluate, "_digest_rows", lambda *given: (digested.append(given[1]), real(*given))[1])
+
+    def digest(given: EvaluateRequest, split: str) -> str:
+        digested.append(split)
+        return real(given, split)
+
+    monkeypatch.setattr(worker_evaluate, "_digest_rows", digest)
     stage = trained.evaluate(**more)["test"]
     assert digested == ["test"], "the digest of a split's rows is computed once"
     name = read_metrics(trained.metrics)[1].result
