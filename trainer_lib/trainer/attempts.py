@@ -36,7 +36,7 @@ import torch
 from trainer_lib.arguments.global_batch import follows_global_batch
 from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.checkpoint.layout import parse_step
-from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, restore_optimizer, snapshot_optimizer
+from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.distributed.communicator import Communicator
@@ -287,7 +287,11 @@ class Backup:
         self._tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
         self._rng = capture_rng()
         optimizer, schedule = engine.given_optimizers
-        self._optimizer = None if optimizer is None else (optimizer, _copy_state(optimizer))
+        self._optimizer = (
+            None
+            if optimizer is None
+            else (optimizer, copy.deepcopy(snapshot_optimizer(optimizer, _numbered(optimizer))))
+        )
         # The user's own schedule and stateful dataset, and the loss scaler.
         stateful = [schedule, trainer.train_dataset, engine.precision.scaler]
         given = [part for part in stateful if part is not None and callable(getattr(part, "load_state_dict", None))]
@@ -312,10 +316,6 @@ class Backup:
                 setattr(callback, name, value)
         internals.events.use_control(TrainerControl())
         restore_rng(self._rng)
-
-
-def _copy_state(optimizer: torch.optim.Optimizer) -> OptimizerSnapshot:
-    return copy.deepcopy(snapshot_optimizer(optimizer, _numbered(optimizer)))
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

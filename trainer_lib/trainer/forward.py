@@ -159,7 +159,11 @@ class Forward:
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model's outputs. Raises ConfigError for a batch with names that its forward does not take."""
         try:
-            outputs = model(**inputs) if isinstance(inputs, MAPPINGS) else model(*_as_tuple(inputs))
+            outputs = (
+                model(**inputs)
+                if isinstance(inputs, MAPPINGS)
+                else model(*(inputs if isinstance(inputs, list | tuple) else (inputs,)))
+            )
         except TypeError as error:
             # A TypeError may come from anywhere inside the forward: only names that do not fit replace it.
             if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.forward.misfit(inputs)) is not None:
@@ -318,10 +322,6 @@ class Forward:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
-
-
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
-    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
 
 
 def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any:

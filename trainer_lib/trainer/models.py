@@ -424,7 +424,8 @@ class ForwardInfo:
         parameters = parameters_of(inner.forward)
         self.open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         named = tuple(name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
-        self.required = tuple(name for name in named if _is_required(parameters[name]))
+        needed = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL}
+        self.required = tuple(name for name in named if name in needed)
         self.columns = None if self.open_ended and not (named and is_transformers(inner)) else named
         self.labels = tuple(label_names) if label_names is not None else _label_names(inner, named)
         self.uses_num_items = _uses_num_items(inner, parameters, self.open_ended)
@@ -448,10 +449,6 @@ class ForwardInfo:
         )
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL
-
-
 def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
     # The rule of transformers' `find_labels`.
     found = [name for name in named if "label" in name]
@@ -465,12 +462,9 @@ def _uses_num_items(model: nn.Module, parameters: dict[str, inspect.Parameter], 
     if isinstance(declared, bool):
         return declared
     # A transformers model passes **kwargs to its loss function; the **kwargs of other models mean something else.
-    return "num_items_in_batch" in parameters or (open_ended and _has_loss_function(model))
-
-
-def _has_loss_function(model: nn.Module) -> bool:
     # Look at the class: reading the property warns for models whose task it does not know.
-    return hasattr(type(model), "loss_function") or "loss_function" in vars(model)
+    has_loss_function = hasattr(type(model), "loss_function") or "loss_function" in vars(model)
+    return "num_items_in_batch" in parameters or (open_ended and has_loss_function)
 
 
 def _divides(model: nn.Module) -> bool:
