@@ -105,7 +105,7 @@ class _Server:
             (folder / DESCRIPTION).unlink(missing_ok=True)
 
     def serve(self) -> None:
-        """Load Prefect, and serve until told to end."""
+        """Load Prefect, and serve until the last client has gone."""
         os.environ["PREFECT_SERVER_API_AUTH_STRING"] = self._password
         os.environ["PREFECT_SERVER_UI_API_URL"] = f"{self._url}/api"
         os.environ.setdefault("PREFECT_API_DATABASE_TIMEOUT", "60")  # seconds a write waits for others on a slow disk
