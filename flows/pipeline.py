@@ -36,8 +36,8 @@ from trainflow.flows.records.run_message import tell_of_run
 from trainflow.flows.reports.prefect_artifacts import live_report, run_artifacts
 from trainflow.flows.reports.run_record import RunRecord
 from trainflow.flows.run_stages import run_stages
-from trainflow.flows.runs.forced_on_resume import plan_of_try
 from trainflow.flows.runs.heartbeat import beating
+from trainflow.flows.runs.resumption import plan_of_try
 from trainflow.flows.runs.run_status import read_status, sweep
 from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures

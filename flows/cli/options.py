@@ -1,15 +1,66 @@
-"""Arguments and options that several commands share, and how they answer in JSON."""
+"""What commands share: arguments and options, what the shell completes, and how an answer is given."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from trainflow.flows.cli.completion import complete_override
+from trainer_lib.errors import TrainflowError
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.server.api import quiet_environment
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """The names of trainflow's own recipes that begin with the text."""
+    from trainer_lib.protocol.recipe_names import ABOUT
+
+    return [name for name in ABOUT if name.startswith(incomplete)]
+
+
+def complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """Keys of a spec (``train.args.seed=``), or the values behind a ``=``, that begin with the text, with their help.
+
+    Arguments are many: they are listed behind ``train.args.``, and not before.
+    """
+    from trainflow.flows.spec.schema import spec_schema
+
+    schema = spec_schema()
+    key, equals, value = incomplete.partition("=")
+    nodes = dict(_keys(schema, schema["properties"], ""))
+    if equals:
+        return [(f"{key}={text}", "") for text in _values(nodes.get(key, {})) if text.startswith(value)]
+    depth = incomplete.count(".")
+    return [
+        (f"{name}=", str(node.get("description", "")).partition(". ")[0])
+        for name, node in nodes.items()
+        if name.startswith(incomplete) and (name.count(".") <= max(depth, 1) or ".args." not in name)
+    ]
+
+
+def _keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, node in properties.items():
+        refs = [option["$ref"] for option in (node, *node.get("anyOf", ())) if "$ref" in option]
+        section = schema["$defs"][refs[0].rpartition("/")[2]] if refs else {}
+        if "properties" in section:
+            yield from _keys(schema, section["properties"], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", node
+
+
+def _values(node: Mapping[str, Any]) -> list[str]:
+    options = [node, *node.get("anyOf", ())]
+    values = [str(value) for option in options for value in option.get("enum", ()) if value is not None]
+    return values + (["true", "false"] if any(option.get("type") == "boolean" for option in options) else [])
+
 
 Spec = Annotated[
     Path | None,
@@ -23,19 +74,8 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-From = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Run from this stage on.")]
-FromRun = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ID",
-        help="Take the stages before --from from this earlier run (its id in the storage's runs/, or its MLflow run); "
-        "without --from the stage that failed in it is the first.",
-    ),
-]
-Limit = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Check the whole pipeline on N rows of each split, apart from real results."),
-]
+SpecHere = Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")]
+StorageRoot = Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and failures.")]
 Bare = Annotated[
@@ -45,7 +85,71 @@ Bare = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
 
 
-def print_json(value: dict[str, Any]) -> None:
+EPILOGS: dict[Callable[..., None], str] = {}
+"""Of each command the end of its help."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command has found or done.
+
+    Attributes:
+        record: its fields in JSON.
+        lines: makes its lines for people.
+        error: the failure with which the command ends, after the answer was shown.
+    """
+
+    record: Mapping[str, Any]
+    lines: Callable[[], Iterable[Text]]
+    error: TrainflowError | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        code = 0 if self.error is None else self.error.exit_code
+        return {"ok": not code, "exit_code": code, **self.record}
+
+    def show(self, *, as_json: bool, quiet: bool = False, bare: bool = False, **_: Any) -> None:
+        """Print it; with `quiet` as JSON only, with `bare` without its empty lines."""
+        if as_json:
+            print_json(self.to_dict())
+        elif not quiet:
+            terminal.show(list(self.lines()), bare=bare)
+
+    def end(self, *, as_json: bool, debug: bool, **_: Any) -> None:
+        """End the command with its failure, if there is one."""
+        if self.error is None:
+            return
+        if not as_json:
+            raise self.error
+        terminal.show(presentation.failure(self.error, debug=debug), stderr=True)
+        raise typer.Exit(self.error.exit_code)
+
+
+def command(examples: str) -> Callable[[Callable[..., Answer | None]], Callable[..., None]]:
+    """Make a function a command, which prints the answer that it returns, and ends with its exit code.
+
+    Args:
+        examples: command lines for the end of its ``--help``.
+    """
+    lines = textwrap.dedent(examples).strip().splitlines()
+
+    def decorate(function: Callable[..., Answer | None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> None:
+            quiet_environment()
+            if (answer := function(*arguments, **options)) is not None:
+                form = {"as_json": False, "debug": False, **options}
+                answer.show(**form)
+                answer.end(**form)
+
+        # Each line is a paragraph, because others are joined.
+        EPILOGS[call] = "\n\n".join(["Examples:", *lines])
+        return call
+
+    return decorate
+
+
+def print_json(value: Mapping[str, Any]) -> None:
     """Write one JSON object to standard output."""
     # default=str: a record may hold paths.
     json.dump(value, sys.stdout, indent=2, default=str)

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from trainer_lib.base.suggestions import counted
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, Spec, print_json
-from trainflow.flows.cli.spec_choice import choose_spec_file
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Spec, command
+from trainflow.flows.cli.run_choice import choose_spec_file
 from trainflow.flows.records.sizes import describe_bytes
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.keys.resolver import Resolver
@@ -154,16 +154,19 @@ def _row(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"  {label:<12} ", "dim"), (text, style))
 
 
-ProbeOption = Annotated[
-    bool,
-    typer.Option("--probe", help="Prepare the data if it is not, train a few real steps, and measure time and memory."),
-]
-
-
+@command("""
+    trainflow plan pipeline.yaml
+    trainflow plan pipeline.yaml train.launch.processes=4 --probe
+""")
 def plan(
     spec: Spec = None,
     overrides: Overrides = None,
-    probe: ProbeOption = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Prepare the data if it is not, train a few real steps, and measure time and memory."
+        ),
+    ] = False,
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -178,10 +181,8 @@ def plan(
 
     during = terminal.console(stderr=True, quiet=bare).status
     full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=during)
-    if as_json:
-        print_json(full.to_dict())
-    else:
-        terminal.show(presentation.reasons(list(full.plan.reasons.values()), full.warnings), bare=bare)
-        terminal.show(describe(full.plan, full.forecast, full.obstacles), bare=bare)
+    reasons = list(full.plan.reasons.values())
+    lines = [*presentation.reasons(reasons, full.warnings), *describe(full.plan, full.forecast, full.obstacles)]
+    Answer(full.to_dict(), lambda: lines).show(as_json=as_json, bare=bare)
     if not full.can_work:
         raise typer.Exit(2)

@@ -14,16 +14,14 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Debug, Json, Quiet, print_json
+from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
 from trainflow.flows.cli.presentation import same_command, shown
 from trainflow.flows.cli.run_choice import use_registry_here
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.server.api import quiet_environment
 from trainflow.flows.spec.spec import storage_here
 
 if TYPE_CHECKING:
-    from trainflow.tasks.new_rows import NewRows, NewRowsFacts
-    from trainflow.tasks.stage.manifest import StageManifest
+    from trainflow.tasks.new_rows import NewRows
 
 _SHOWN = "predict"
 _FEW = 8  # columns that a line names
@@ -58,6 +56,10 @@ _MaxErrors = Annotated[
 ]
 
 
+@command("""
+    trainflow predict .trainflow/runs/3fa9c1d2e4b50617 "new/*.csv" --to predictions
+    trainflow predict models:/digits@champion new.parquet --to s3://bucket/out --workers 4
+""")
 def predict(
     model: _Model,
     new_data: _NewData,
@@ -85,7 +87,7 @@ def predict(
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Predict new rows with a trained model, as files of predictions with the rows' ids.
 
     Rows are streamed. Interrupt it or kill it: the same command continues, and each row is there exactly once. Run it
@@ -107,7 +109,7 @@ def predict(
         sort_by=sort_by,
         max_errors=max_errors,
     )
-    _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
+    return _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
 
 
 def _read_constants(given: Sequence[str]) -> dict[str, str]:
@@ -134,13 +136,11 @@ def _find_address(model: str) -> str:
     return run_folder(storage, find_run(storage, model, field="MODEL", needs="train").id).url
 
 
-def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> None:
-    quiet_environment()
+def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> Answer:
     from trainflow.tasks.new_rows import RowsJob, predict_new_rows
 
     out = terminal.console(stderr=as_json, quiet=quiet)
-    again = same_command()
-    with stoppable(out.print, remedy=f"The same command continues: {again}"):
+    with stoppable(out.print, remedy=f"The same command continues: {same_command()}"):
         job = RowsJob.of(asked)
         configs = job.workers(workers, threads)
         unused = job.find_unused()
@@ -150,7 +150,7 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
             more = f" and {len(others) - _FEW:,} more" if len(others) > _FEW else ""
             names = ", ".join(map(to_cell, others[:_FEW]))
             out.print(f"Training left these columns out, and so do predictions: {names}{more}", markup=False)
-        out.print(f"{len(job.files)} {'file' if len(job.files) == 1 else 'files'} -> {shown(job.url)}")
+        out.print(f"{counted(len(job.files), 'file')} -> {shown(job.url)}")
         with terminal.progress(out, plain=debug) as display:
             source = job.model.registered or shown(job.model.url)
             display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {source}"})
@@ -160,21 +160,19 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
                 on_line=lambda line: display({"event": "line", "stage": _SHOWN, "message": mask(line)}),
                 on_event=lambda event: display({**event, "stage": _SHOWN}),
             )
-    if as_json or not quiet:
-        _show(manifest, was_done=was_done, as_json=as_json)
-
-
-def _show(manifest: StageManifest[NewRowsFacts], *, was_done: bool, as_json: bool) -> None:
     facts, place = manifest.facts, f"{manifest.url}/predictions"
-    if as_json:
-        files = [f"{manifest.url}/{entry.path}" for entry in manifest.files]
-        numbers = {"rows": facts.rows, "errors": facts.errors, "id_column": facts.id_column, "was_done": was_done}
-        print_json({"ok": True, "exit_code": 0, **numbers, "url": place, "files": files})
-        return
+    record = {
+        "rows": facts.rows,
+        "errors": facts.errors,
+        "id_column": facts.id_column,
+        "was_done": was_done,
+        "url": place,
+        "files": [f"{manifest.url}/{entry.path}" for entry in manifest.files],
+    }
     rows, was = counted(facts.rows, "row"), "was" if facts.rows == 1 else "were"
-    what = f"{rows} {was} predicted before" if was_done else f"{rows} predicted"
-    ids = f"column '{facts.id_column}'" if facts.id_column else "numbered from 0"
-    lines = [Text(what, "green"), Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
+    lines = [Text(f"{rows} {was} predicted before" if was_done else f"{rows} predicted", "green")]
     if facts.errors:
-        lines.insert(1, Text(f"  bad    {facts.errors:,} of them: the column 'error' says why", "yellow"))
-    terminal.show(lines)
+        lines.append(Text(f"  bad    {facts.errors:,} of them: the column 'error' says why", "yellow"))
+    ids = f"column '{facts.id_column}'" if facts.id_column else "numbered from 0"
+    lines += [Text(f"  ids    {ids}"), Text(f"  where  {shown(place)}")]
+    return Answer(record, lambda: lines)

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -21,13 +21,14 @@ from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli.terminal import STYLES, readable
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome
-from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
     from trainflow.flows.planning.plan import StageReason
     from trainflow.flows.spec.spec import PipelineSpec
 
 _KEPT_FAILURES = 50
+_WIDEST = 120
+"""Characters of a cell, but for those of the last column."""
 
 
 def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Sequence[str] = ()) -> list[Text]:
@@ -72,47 +73,27 @@ def _rows(limit: int) -> str:
 
 
 def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
-    rows = [("stage", "", "time", "why")] + [
-        (outcome.stage, outcome.status, duration(outcome.seconds) if outcome.seconds >= 0.5 else "", _why(outcome))
-        for outcome in stages
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = []
-    for stage, status, seconds, why in rows:
-        style = "dim" if stage == "stage" else STYLES.get(status, "")
-        lines.append(
-            Text.assemble(
-                ("  " + stage.ljust(widths[0]), "dim" if stage == "stage" else "bold"),
-                ("  " + status.ljust(widths[1]), style),
-                ("  " + seconds.rjust(widths[2]), "dim" if stage == "stage" else ""),
-                ("  " + why, "dim"),
-            )
-        )
-    return lines
-
-
-def _why(outcome: StageOutcome) -> str:
-    return "see below" if outcome.status == "failed" else readable(outcome.reason)
+    rows = [("stage", "", "time", "why")]
+    for outcome in stages:
+        why = "see below" if outcome.status == "failed" else readable(outcome.reason)
+        rows.append((outcome.stage, outcome.status, outcome.took, why))
+    styles = [("bold", STYLES.get(outcome.status, ""), "", "dim") for outcome in stages]
+    return table(rows, styles, right=frozenset({2}), indent="  ")
 
 
 def _metrics(result: PipelineResult) -> list[Text]:
-    """One line per measured split, whichever stage measured it."""
+    """A line per measured split, whichever stage measured it."""
     lines = []
-    measured = [each.manifest["metrics"] for each in result.stages if each.manifest is not None]
-    for split, values in ((name, value) for metrics in measured for name, value in metrics.items()):
-        if isinstance(values, Mapping):
-            numbers = {
-                name.removeprefix(f"{split}_"): value
-                for name, value in values.items()
-                if isinstance(value, int | float) and is_measurement(name)
-            }
-            counts = {name: _number(value) for name, value in numbers.items() if isinstance(value, int)}
-            texts = {**with_intervals(numbers), **counts}
-            lines.append(
-                Text.assemble(
-                    (f"  {to_cell(split):<12} ", "dim"), "  ".join(f"{to_cell(name)} {texts[name]}" for name in texts)
-                )
-            )
+    for split, values in result.measured():
+        numbers = {
+            name.removeprefix(f"{split}_"): value
+            for name, value in values.items()
+            if isinstance(value, int | float) and is_measurement(name)
+        }
+        counts = {name: number_words(value) for name, value in numbers.items() if isinstance(value, int)}
+        texts = {**with_intervals(numbers), **counts}
+        words = "  ".join(f"{to_cell(name)} {text}" for name, text in texts.items())
+        lines.append(Text.assemble((f"  {to_cell(split):<12} ", "dim"), words))
     return lines
 
 
@@ -121,7 +102,7 @@ def _gates(result: PipelineResult) -> list[Text]:
     return [
         Text.assemble(
             ("  gate         ", "dim"),
-            f"{to_cell(gate['metric'])} {'not measured' if gate['value'] is None else _number(gate['value'])}  ",
+            f"{to_cell(gate['metric'])} {'not measured' if gate['value'] is None else number_words(gate['value'])}  ",
             ("passed" if gate["passed"] else "failed", STYLES["ran" if gate["passed"] else "failed"]),
             (f"  {gate['requirement']}", "dim"),
         )
@@ -129,19 +110,16 @@ def _gates(result: PipelineResult) -> list[Text]:
     ]
 
 
-def _number(value: float) -> str:
+def number_words(value: float | None) -> str:
+    """A metric as people write it."""
+    if value is None:
+        return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def where(result: PipelineResult) -> dict[str, str]:
-    """Name -> place of what the run left: what each stage made, the report, the MLflow run."""
-    places: dict[str, str | None] = {}
-    for outcome in result.stages:
-        places |= outcome.places
-    places["report"] = result.report_url
-    if result.mlflow_run_id:
-        places["MLflow run"] = result.run_url or f"{result.mlflow_run_id} in {shown(result.tracking_uri or '')}"
-    return {name: shown(place) for name, place in places.items() if place}
+    """`PipelineResult.places` as people write them."""
+    return {label: shown(place) for label, place in result.places.items()}
 
 
 def same_command(*more: str) -> str:
@@ -158,7 +136,42 @@ def shown(place: str) -> str:
     return relative if not relative.startswith("..") and len(relative) < len(text) else text
 
 
-# ---------------------------------------------------------------------------------------------------------- failures
+def table(
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[Sequence[str]] = (),
+    *,
+    right: frozenset[int] = frozenset(),
+    bare: bool = False,
+    indent: str = "",
+) -> list[Text]:
+    """Lines of a table whose first row is its head; the last column is not padded.
+
+    Args:
+        rows: the cells; every row has the same number of them.
+        styles: of the cells of the rows after the head; missing ones are plain.
+        right: columns whose cells stand at the right.
+        bare: leave the head out.
+        indent: what every line begins with.
+    """
+    # A name of a stranger neither breaks a line nor widens a column without end.
+    rows = [[*(to_cell(cell, _WIDEST) for cell in row[:-1]), to_cell(row[-1])] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for place, row in enumerate(rows):
+        of_row = styles[place - 1] if 0 < place <= len(styles) else ()
+        cells: list[tuple[str, str]] = [(indent, "")]
+        for column, cell in enumerate(row):
+            is_last = column == len(row) - 1
+            padded = cell.rjust(widths[column]) if column in right else cell if is_last else cell.ljust(widths[column])
+            style = "dim" if place == 0 else of_row[column] if column < len(of_row) else ""
+            cells.append((padded if is_last else f"{padded}  ", style))
+        lines.append(Text.assemble(*cells))
+    return lines[1:] if bare else lines
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
 def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
     """What is wrong, where, why, and what to do; the details only with `debug`, else a file that holds them."""
     place = error.field or ""
@@ -168,7 +181,7 @@ def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
     rows = {"where": ", ".join(filter(None, [place, *who])), "why": error.message, "do": error.remedy or ""}
     # Bad input (exit code 2) is explained by the lines themselves.
     if error.details and not debug and error.exit_code != 2:
-        saved = save_details(error.details)
+        saved = _save_details(error.details)
         rows["more"] = f"{saved} (or run again with --debug)" if saved else "Run again with --debug."
     lines = [Text(f"✗ {error.title}", "bold red")]
     # A value that breaks the line begins no line of ours.
@@ -187,14 +200,14 @@ def unexpected(error: BaseException, details: str, *, debug: bool) -> list[Text]
     lines = [Text(f"✗ unexpected failure: {type(error).__name__}: {first_line(error)}", "bold red")]
     if debug:
         return [*lines, Text(details.rstrip(), "dim")]
-    saved = save_details(details)
+    saved = _save_details(details)
     more = str(saved) if saved else "Run again with --debug."
     lines.append(Text.assemble(("  more   ", "dim"), more))
     do = "This is a bug in trainflow. Please report it, with that file, where you got trainflow from."
     return [*lines, Text.assemble(("  do     ", "dim"), do)]
 
 
-def save_details(details: str) -> Path | None:
+def _save_details(details: str) -> Path | None:
     """Keep a failure's details in this user's state folder; None when it cannot be written."""
     try:
         # Private: a traceback may quote the user's data.
@@ -213,18 +226,18 @@ def save_details(details: str) -> Path | None:
 def _versions() -> str:
     from importlib import metadata
 
-    found = [f"Python {platform.python_version()} on {platform.platform()}"]
+    versions = [f"Python {platform.python_version()} on {platform.platform()}"]
     for package in ("trainflow", "prefect", "mlflow", "torch", "fsspec"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join(found)
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
-def reasons(found: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[Text]:
+def reasons(stages: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[Text]:
     """For each stage: kept or run, and why: the one field that differs, or all of them below; then the warnings."""
     lines: list[Text] = [Text()]
-    width = max((len(reason.stage) for reason in found), default=0)
-    for reason in found:
+    width = max((len(reason.stage) for reason in stages), default=0)
+    for reason in stages:
         word = "held" if reason.held_back else "kept" if reason.hit else "runs" if reason.certain else "may run"
         style = "failed" if reason.held_back else "cached" if reason.hit else "ran"
         styled = (word.ljust(7), STYLES[style])

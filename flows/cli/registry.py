@@ -1,56 +1,66 @@
-"""The commands `trainflow models`, `promote` and `rollback`: MLflow's registry, and which version is champion."""
+"""The commands that speak to MLflow: `trainflow models`, `promote`, `rollback` and `sync`."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
-from trainer_lib.errors import ConfigError, GateError, StoreUnreachableError, first_line
+from trainer_lib.errors import ConfigError, GateError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers import mlflow_registry
+from trainer_lib.trackers.delivery import Delivery
 from trainer_lib.trackers.mlflow_client import GoneError, RefusedError, connect_timed
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.shipper import Clock, shorten
+from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, Quiet, print_json
-from trainflow.flows.cli.spec_choice import choose_spec_or_storage
-from trainflow.flows.cli.ui import find_storage
-from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, SpecHere, StorageRoot, command
+from trainflow.flows.cli.run_choice import choose_spec_or_storage, find_storage
+from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import load_spec
-from trainflow.tasks.tracking.mlflow_run import tracking_uri
+from trainflow.tasks.tracking.mlflow_run import spool_dirs, tracking_uri
+
+_SAY_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.2  # while another process delivers
 
 Spec = Annotated[
     Path | None,
     typer.Option("--spec", metavar="SPEC", help="A spec; unset: what is in this folder.", show_default=False),
 ]
-Storage = Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The registered model.", show_default=False)]
 Alias = Annotated[str, typer.Option(metavar="ALIAS", help="The alias that moves.")]
 
 
+@command("""
+    trainflow models
+    trainflow models pipeline.yaml --json
+""")
 def models(
-    spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
+    spec: SpecHere = None,
     overrides: Overrides = None,
-    storage: Storage = None,
+    storage: StorageRoot = None,
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """List the registered models: versions, aliases, scores, and why the champion moved or did not."""
     with _registry(spec, overrides, storage, "models") as client:
-        found = list(mlflow_registry.list_versions(client))
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, "versions": found})
-        return
-    lines = [line for each in found for line in _lines(each)]
-    terminal.show(lines or ([] if bare else [Text("No model is registered. Set register.name in the spec.")]))
+        versions = list(mlflow_registry.list_versions(client))
+    lines = [line for version in versions for line in _lines(version)]
+    if not versions and not bare:
+        lines = [Text("No model is registered. Set register.name in the spec.")]
+    return Answer({"versions": versions}, lambda: lines)
 
 
+@command("trainflow promote digits 4")
 def promote(
     name: Name,
     version: Annotated[str, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)],
@@ -59,11 +69,11 @@ def promote(
         bool, typer.Option("--ignore-gates", help="Promote a version that misses evaluate.require, too.")
     ] = False,
     spec: Spec = None,
-    storage: Storage = None,
+    storage: StorageRoot = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Make a version the champion, if it meets evaluate.require and is better on the same rows.
 
     Exit code 21 if it misses a requirement, 2 if it is not better.
@@ -79,28 +89,25 @@ def promote(
             value=name,
             remedy="Train a better model, or set the alias in MLflow by hand.",
         )
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "verdict": verdict.__dict__})
-    elif not quiet:
-        terminal.show([Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")])
+    line = Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")
+    return Answer({"name": name, "alias": alias, "verdict": vars(verdict)}, lambda: [line])
 
 
+@command("trainflow rollback digits")
 def rollback(
     name: Name,
     alias: Alias = mlflow_registry.CHAMPION,
     spec: Spec = None,
-    storage: Storage = None,
+    storage: StorageRoot = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Give the champion's alias back to the version that had it before."""
     with _registry(spec, None, storage, "rollback") as client:
         now, before = mlflow_registry.roll_back(client, name, alias=alias)
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, "name": name, "alias": alias, "version": now, "was": before})
-    elif not quiet:
-        terminal.show([Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")])
+    line = Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")
+    return Answer({"name": name, "alias": alias, "version": now, "was": before}, lambda: [line])
 
 
 def _require_gates(client: Any, name: str, version: str, spec: Path | None, storage: str | None) -> None:
@@ -130,17 +137,16 @@ def _require_gates(client: Any, name: str, version: str, spec: Path | None, stor
 
 
 @contextlib.contextmanager
-def _registry(spec: Path | None, overrides: list[str] | None, storage: str | None, command: str) -> Iterator[Any]:
+def _registry(spec: Path | None, overrides: list[str] | None, storage: str | None, name: str) -> Iterator[Any]:
     """A client of the registry; its failures get a type."""
-    quiet_environment()
-    config, place = find_storage(spec, overrides or [], storage, command=command)
-    uri = tracking_uri(config, place)
+    chosen = find_storage(spec, overrides, storage, command=name)
+    uri = tracking_uri(chosen.tracking, chosen.place)
     try:
         yield connect_timed(uri, Clock())
     except (GoneError, RefusedError) as error:
         raise ConfigError(
             f"The registry does not have this: {first_line(error.__cause__ or error)}.",
-            field=command,
+            field=name,
             value=mask(uri),
             remedy="trainflow models lists the models, their versions and aliases.",
         ) from error
@@ -149,7 +155,7 @@ def _registry(spec: Path | None, overrides: list[str] | None, storage: str | Non
     except Exception as error:  # whatever mlflow raises
         raise StoreUnreachableError(
             f"The registry does not answer: {shorten(error)}.",
-            field=command,
+            field=name,
             value=mask(uri),
             remedy="Nothing was changed. Run the same command again when it answers.",
         ) from error
@@ -163,3 +169,78 @@ def _lines(version: dict[str, Any]) -> Iterator[Text]:
     yield Text(f"{version['name']} {version['version']}{aliases}{measured}", style)
     if version["verdict"]:
         yield Text(f"  {version['verdict']['reason']}", "dim")
+
+
+# -- sync -------------------------------------------------------------------------------------------------------------
+
+
+@command("""
+    trainflow sync pipeline.yaml
+    trainflow sync --storage s3://bucket/project
+""")
+def sync(
+    spec: SpecHere = None,
+    overrides: Overrides = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="A storage root, or the output_dir of a Trainer, instead.")
+    ] = None,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Remove what waits for another server than this one: a wrong address.")
+    ] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing."""
+    chosen = find_storage(spec, overrides, storage, command="sync")
+    uri = tracking_uri(chosen.tracking, chosen.place)
+    out = terminal.console(stderr=True, quiet=quiet)
+    delivered: list[str] = []
+    with stoppable(out.print, remedy="The same command delivers the rest."):
+        for root in spool_dirs(chosen.place):
+            if drop and count_waiting(root) is not None:
+                Delivery(root, uri).drop_foreign()
+            if (waiting := count_waiting(root)) is not None:
+                _deliver(root, uri, out)
+                delivered.append(str(waiting))
+    text = f"MLflow has everything: {', '.join(delivered)} delivered." if delivered else "Nothing waits."
+    return Answer({"delivered": delivered}, lambda: [Text(text)])
+
+
+def _deliver(root: Path, uri: str, out: Console) -> None:
+    """Deliver one spool; say every ten seconds what still waits.
+
+    Raises:
+        StorageError: the server does not take it.
+    """
+    delivery = Delivery(root, uri)
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            while not delivery.deliver() and delivery.is_elsewhere:
+                time.sleep(_LOOK_EVERY_S)
+        except Exception as error:  # whatever mlflow raises
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="sync", daemon=True)  # Ctrl-C does not wait for a request
+    thread.start()
+    while thread.is_alive():
+        out.print(f"{waiting} -> {_servers(waiting, uri)}" if (waiting := count_waiting(root)) else "")
+        thread.join(_SAY_EVERY_S)
+    waiting = count_waiting(root)
+    if waiting is None and not failures:
+        return
+    reason = shorten(failures[0]) if failures else delivery.obstacle or "its server did not take it."
+    raise StorageError(
+        f"{waiting} still waits for MLflow in {root}: {reason}",
+        field="tracking",
+        value=_servers(waiting, uri),
+        remedy="Run the same command again when the server answers. Was its address wrong? Correct tracking.uri, and "
+        "remove what waits for the other one: trainflow sync --drop.",
+    )
+
+
+def _servers(waiting: Waiting | None, uri: str) -> str:
+    """The servers that a spool waits for, which may be others than that of the spec by now."""
+    return mask(", ".join(waiting.servers) if waiting is not None and waiting.servers else uri)

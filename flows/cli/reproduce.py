@@ -1,4 +1,4 @@
-"""The command `trainflow reproduce`: a recorded run once more, compared with what it left."""
+"""A model's origin, and whether it comes out again: `trainflow lineage`, `verify`, `reproduce`, `prove-resume`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ import typer
 from rich.text import Text
 
 from trainer_lib.base.foreign_text import to_cell
-from trainer_lib.errors import BrokenLineageError, ConfigError, NotReproducibleError, StorageError
+from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Bare, Debug, Json, Quiet, print_json
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, Spec, command
 from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import choose, use_registry_here
+from trainflow.flows.cli.run_choice import choose, choose_spec_file, use_registry_here
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.records.sizes import describe_bytes
-from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.configs import TrackingConfig
 
 if TYPE_CHECKING:
     from trainflow.flows.lineage.lineage_chain import Chain
-    from trainflow.flows.lineage.lineage_checks import LinkCheck
-    from trainflow.flows.lineage.lineage_tracking import TrackedLinks
+    from trainflow.flows.lineage.lineage_checks import LinkCheck, TrackedLinks
     from trainflow.flows.lineage.reproduction import Outcome
 
 _FORMATS = ("text", "slsa")
@@ -44,6 +43,10 @@ StorageUrl = Annotated[
 ]
 
 
+@command("""
+    trainflow lineage last
+    trainflow lineage models:/digits@champion --json
+""")
 def lineage(
     address: Address,
     storage: StorageUrl = None,
@@ -53,70 +56,67 @@ def lineage(
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer | None:
     """Print what a model was made from: sources, stages, checkpoints, MLflow run, registered versions, publication."""
     if form not in _FORMATS:
         raise ConfigError(
             "There is no such format.", field="--format", value=form, remedy=f"Choose one of {', '.join(_FORMATS)}."
         )
-    quiet_environment()
-    from trainflow.flows.lineage.lineage_tracking import find_tracked
+    from trainflow.flows.lineage.lineage_checks import find_tracked
 
-    chain, config = find(address, storage, lenient=False)
+    chain, config = _find(address, storage, lenient=False)
     if form == "slsa":
-        _print_statement(chain)
-        return
+        from trainer_lib.model_folder.lineage import make_statement
+
+        json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
+        sys.stdout.write("\n")
+        return None
     tracked: TrackedLinks | None = None
     why = ""
     try:
         tracked = find_tracked(chain, config)
     except (ConfigError, StorageError) as error:
         why = error.message
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, **_chain_record(chain, tracked, why)})
-        return
     notes = [] if bare else [_fact("note", note) for note in chain.notes]
-    terminal.show([*_chain_lines(chain), *_tracked_lines(tracked, why), *notes])
+    return Answer(
+        _chain_record(chain, tracked, why),
+        lambda: [*_chain_lines(chain), *_tracked_lines(tracked, why), *notes],
+    )
 
 
+@command("trainflow verify .trainflow/hub/digits")
 def verify(
     address: Address,
     storage: StorageUrl = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Hash every link again, and name the link and the file that breaks. Exit code 16 if one does.
 
     What cannot be reached from this machine is named as not checked; it does not count as held.
     """
-    quiet_environment()
-    from trainflow.flows.lineage.lineage_checks import require_held, verify_chain
+    from trainflow.flows.lineage.lineage_checks import find_failure, verify_chain
 
-    chain, config = find(address, storage, lenient=True)
+    chain, config = _find(address, storage, lenient=True)
     out = terminal.console(stderr=as_json, quiet=quiet)
-
-    # Each link as soon as it is checked: a large model takes minutes.
-    def show(check: LinkCheck) -> None:
+    checks = []
+    # Shown as soon as they are checked: a large model takes minutes.
+    for check in verify_chain(chain, config):
+        checks.append(check)
         for line in _check_lines(check):
             out.print(line)
-
-    checks = verify_chain(chain, config, show)
-    if as_json:
-        broken = [check for check in checks if check.state == "broken"]
-        if broken or any(check.state == "held" for check in checks):
-            code = BrokenLineageError.exit_code if broken else 0
-            record = {"links": [check.to_dict() for check in checks], "notes": list(chain.notes)}
-            print_json({"ok": not broken, "exit_code": code, **record})
-            raise typer.Exit(code)
-    require_held(checks)
-    counts = {state: sum(check.state == state for check in checks) for state in ("held", "not checked")}
-    left = f", {counts['not checked']} not checked" if counts["not checked"] else ""
-    if not quiet:
-        terminal.show([Text(f"{counts['held']} link{'' if counts['held'] == 1 else 's'} held{left}", "green")])
+    held, unchecked = (sum(check.state == state for check in checks) for state in ("held", "not checked"))
+    failure = find_failure(checks)
+    if isinstance(failure, ConfigError):  # nothing was checked: there is no answer
+        raise failure
+    rest = f", {unchecked} not checked" if unchecked else ""
+    line = Text(f"{held} link{'' if held == 1 else 's'} held{rest}", "green")
+    record = {"links": [check.to_dict() for check in checks], "notes": list(chain.notes)}
+    return Answer(record, lambda: [] if failure else [line], failure)
 
 
-def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
+def _find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
     """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's.
 
     Raises:
@@ -142,13 +142,6 @@ def find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, Tr
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _print_statement(chain: Chain) -> None:
-    from trainer_lib.model_folder.lineage import make_statement
-
-    json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
-    sys.stdout.write("\n")
 
 
 def _chain_record(chain: Chain, tracked: TrackedLinks | None, why: str) -> dict[str, Any]:
@@ -222,6 +215,7 @@ def _fact(name: str, value: str) -> Text:
     return Text.assemble((f"  {name:<14}", "dim"), terminal.readable(value))
 
 
+@command("trainflow reproduce last")
 def reproduce(
     address: Address,
     storage: StorageUrl = None,
@@ -243,17 +237,16 @@ def reproduce(
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Run a recorded run again, and compare weights, predictions and metrics. Exit code 20 if they differ.
 
     What differs in versions, settings and recipe is named before it begins. MLflow and hubs are left alone.
     """
-    quiet_environment()
     if tolerance is not None and not tolerance < 1:
         raise ConfigError(
             "The tolerance is a relative difference, less than 1.", field="--tolerance", value=tolerance, remedy="1e-3."
         )
-    chain, _ = find(address, storage, lenient=False)
+    chain, _ = _find(address, storage, lenient=False)
     from trainflow.flows.cli.execution import engine, run_and_show
     from trainflow.flows.lineage.reproduction import Question, Reproduction, open_scratch
 
@@ -264,14 +257,7 @@ def reproduce(
         job = Reproduction(chain, asked, lambda text: out.print(Text(text)))
         with engine(out):
             outcome = job.carry_out(lambda spec, **choice: run_and_show(spec, out, debug=debug, **choice))
-    if as_json:
-        same = outcome.verdict != "different"
-        code = 0 if same else NotReproducibleError.exit_code
-        print_json({"ok": same, "exit_code": code, **outcome.to_dict()})
-        raise typer.Exit(code)
-    if not quiet or outcome.verdict == "different":
-        terminal.show(list(_lines(outcome, kept=to is not None)))
-    outcome.require_same()
+    return Answer(outcome.to_dict(), lambda: _lines(outcome, kept=to is not None), outcome.failure())
 
 
 def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
@@ -286,3 +272,45 @@ def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
         yield Text(f"  differs  {sentence}")
     if kept:
         yield Text(f"  where    {shown(outcome.to)}")
+
+
+# -- prove-resume -----------------------------------------------------------------------------------------------------
+
+
+@command("""
+    trainflow prove-resume pipeline.yaml --steps 40
+    trainflow prove-resume pipeline.yaml --at 25 --kill
+""")
+def prove_resume(
+    spec: Spec = None,
+    overrides: Overrides = None,
+    at: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; between two saves if unset.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=2, metavar="N", help="Train N steps instead of the spec's.")] = None,
+    kill: Annotated[bool, typer.Option("--kill", help="Stop by SIGKILL: resume from the last save.")] = False,
+    keep: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs' files there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outcome as JSON.")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
+
+    The proof has a storage of its own; it leaves the pipeline's storage, MLflow and hubs alone.
+    """
+    parsed = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
+    # After the spec is read: a mistake in it is shown before Prefect is imported.
+    from trainflow.flows.planning.prove_resume import Question, describe_record, find_failure, prove, write_record
+
+    out = terminal.console(stderr=as_json, quiet=quiet)
+    question = Question(at=at, steps=steps, kill=kill, keep=keep)
+    with stoppable(out.print, remedy="Nothing was committed; run it again."):
+        record = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))
+    if output is not None:
+        write_record(record, output)
+    # The record whole, so that its seal holds.
+    failure = find_failure(record)
+    return Answer({"proof": record}, lambda: [] if failure else describe_record(record), failure)

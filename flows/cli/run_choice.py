@@ -1,4 +1,4 @@
-"""Which run, of which storage, the commands about recorded runs mean."""
+"""The spec, the storage and the run that a command's words mean; without words what is in this folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Annotated
 
 import typer
 
+from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
-from trainflow.flows.cli.ui import find_storage
+from trainer_lib.storage import Store
+from trainflow.flows.cli.presentation import shown
 from trainflow.flows.records.past_runs import PastRun, find_run
+from trainflow.flows.spec.spec import load_spec, spec_here, specs_here
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
-_SPEC_ENDINGS = (".yaml", ".yml", ".json")
+SPEC_ENDINGS = (".yaml", ".yml", ".json")
 
 Run = Annotated[
     str,
@@ -36,11 +39,16 @@ StorageUrl = Annotated[str | None, typer.Option("--storage", metavar="URL", help
 
 @dataclass(frozen=True)
 class Chosen:
-    """A storage, and the words of a command that do not name it."""
+    """A storage, its tracking settings, and the words of a command that do not name it."""
 
-    storage: str
+    place: Store
     tracking: TrackingConfig
     words: tuple[str, ...] = ()
+
+    @property
+    def storage(self) -> str:
+        """Its address."""
+        return self.place.url
 
     def run(self, text: str) -> PastRun:
         """The run that `text` means.
@@ -52,26 +60,16 @@ class Chosen:
 
 
 def choose(words: Sequence[str] | None, storage: str | None, *, command: str) -> Chosen:
-    """The storage that a spec among `words`, an URL, or this folder names.
+    """The storage that a spec among `words`, a URL, or this folder names.
 
     Raises:
         ConfigError: the spec is bad, both are given, or this folder has neither.
     """
-    given = list(words or [])
-    specs = [word for word in given if word.endswith(_SPEC_ENDINGS) and "=" not in word]
-    overrides = [word for word in given if "=" in word]
-    spec = Path(specs[0]) if specs else None
-    tracking, place = find_storage(spec, overrides, storage, command=command)
-    return Chosen(place.url, tracking, tuple(word for word in given if word not in specs and word not in overrides))
-
-
-def use_registry_here(address: str, *, command: str) -> None:
-    """For a model in MLflow where no server is named: this process and its workers ask that of this folder's runs."""
-    if not address.startswith("models:/") or os.environ.get("MLFLOW_TRACKING_URI"):
-        return
-    with contextlib.suppress(ConfigError):  # this folder has no runs: the model is refused where it is looked for
-        config, place = find_storage(None, [], None, command=command)
-        os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(config, place)
+    specs = [word for word in words or () if word.endswith(SPEC_ENDINGS) and "=" not in word]
+    overrides = [word for word in words or () if "=" in word]
+    chosen = find_storage(Path(specs[0]) if specs else None, overrides, storage, command=command)
+    rest = tuple(word for word in words or () if word not in specs and word not in overrides)
+    return Chosen(chosen.place, chosen.tracking, rest)
 
 
 def choose_place(words: Sequence[str] | None, storage: str | None, *, command: str) -> Chosen:
@@ -89,3 +87,107 @@ def choose_place(words: Sequence[str] | None, storage: str | None, *, command: s
             remedy="Name the spec's file, or the storage: --storage URL.",
         )
     return chosen
+
+
+def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | None, *, command: str) -> Chosen:
+    """The storage and the tracking settings of a spec, or of what is in this folder.
+
+    Args:
+        command: what asks, for the message of an error.
+
+    Raises:
+        ConfigError: the spec is bad, both are given, this folder has neither, or the storage is not a folder.
+    """
+    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
+    if spec is not None:
+        parsed = load_spec(spec, overrides, needs_sweep=False)
+        # It need not exist: the first run makes it.
+        return Chosen(Store.open(parsed.storage), parsed.tracking)
+    if storage is not None:
+        return Chosen(_existing(storage), TrackingConfig())
+    raise ConfigError(
+        "No runs were named, and this folder has neither a single spec nor .trainflow.",
+        field=command,
+        remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
+    )
+
+
+def use_registry_here(address: str, *, command: str) -> None:
+    """For a model in MLflow where no server is named: this process and its workers ask that of this folder's runs."""
+    if not address.startswith("models:/") or os.environ.get("MLFLOW_TRACKING_URI"):
+        return
+    with contextlib.suppress(ConfigError):  # this folder has no runs: the model is refused where it is looked for
+        chosen = find_storage(None, [], None, command=command)
+        os.environ["MLFLOW_TRACKING_URI"] = tracking_uri(chosen.tracking, chosen.place)
+
+
+def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
+    """The spec and the overrides among a command's words; without a spec pipeline.yaml here, else the only one here.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    spec, words = _divide(spec, overrides)
+    specs = [spec] if spec is not None else specs_here()
+    if len(specs) == 1:
+        return specs[0], words
+    if not specs:
+        raise ConfigError(
+            "No spec was named, and this folder has none.",
+            field="SPEC",
+            remedy="Name one (pipeline.yaml), or write a project: trainflow init NAME.",
+        )
+    raise ConfigError(
+        f"No spec was named, and this folder has several: {', '.join(map(str, specs))}.",
+        field="SPEC",
+        remedy=f"Name one of them: {specs[0]}.",
+    )
+
+
+def choose_spec_or_storage(
+    spec: Path | None, overrides: list[str] | None, storage: str | None
+) -> tuple[Path | None, list[str], str | None]:
+    """The spec with its overrides, or the storage, that a command means; None for both: this folder has neither.
+
+    Raises:
+        ConfigError: a spec or an override is given besides a storage, or there are overrides and no spec for them.
+    """
+    spec, words = _divide(spec, overrides)
+    if storage is not None:
+        if spec is not None or words:
+            why = "Give a spec or a storage, not both."
+            raise ConfigError(why, field="--storage", value=storage, remedy="Drop one.")
+        return None, [], storage
+    if spec is not None or words:
+        return *choose_spec_file(spec, words), None
+    if (here := spec_here()) is not None:
+        return here, [], None
+    return None, [], ".trainflow" if Path(".trainflow").is_dir() else None
+
+
+def _divide(spec: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The first word of a command may be an override: then no spec was named."""
+    words = overrides or []
+    if spec is None or "=" not in str(spec) or spec.exists():
+        return spec, words
+    return None, [str(spec), *words]
+
+
+def _existing(storage: str) -> Store:
+    """The storage that a user named; whether one on an object store is there cannot be known.
+
+    Raises:
+        ConfigError: it is a path where no folder is.
+    """
+    store = Store.open(storage, field="--storage")
+    if not store.is_local or (folder := store.local_path()).is_dir():
+        return store
+    if folder.exists():
+        remedy = "Name the folder that a run used as its storage."
+        raise ConfigError("This is a file, not a folder.", field="--storage", value=storage, remedy=remedy)
+    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    close = nearest(folder.name, siblings)
+    remedy = (
+        f'Did you mean "{shown(str(folder.with_name(close)))}"?' if close else "Name the folder or URL that a run used."
+    )
+    raise ConfigError("There is no such folder.", field="--storage", value=storage, remedy=remedy)

@@ -18,16 +18,15 @@ from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Bare, Debug, Json, Quiet, print_json
-from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import Chosen, Place, Run, StorageUrl, choose_place
-from trainflow.flows.cli.tables import table
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, command
+from trainflow.flows.cli.presentation import number_words, shown, table
+from trainflow.flows.cli.run_choice import Place, Run, StorageUrl, choose_place
+from trainflow.flows.cli.status import COLOURS, SHORT_ID
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
 from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
-    from trainflow.flows.runs.run_comparison import Comparison
-    from trainflow.flows.runs.run_details import RunDetails, StageDetails
+    from trainflow.flows.runs.run_details import RunComparison, RunDetails, StageDetails
     from trainflow.flows.runs.run_status import RunStatus
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -127,29 +126,16 @@ def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], 
     return key, reverse
 
 
-COLOURS = {
-    "running": "green",
-    "ran": "green",
-    "finished": "",
-    "cached": "cyan",
-    "suspended": "yellow",
-    "silent": "yellow",
-    "stopped": "yellow",
-    "pruned": "dim",
-    "interrupted": "yellow",
-    "failed": "bold red",
-    "died": "bold red",
-}
 _STATES = ("running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died")
-_SHORT_ID = 8
 _MOST_METRICS = 3
 _DIGEST = 12
 
-_Sweep = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
-]
 
-
+@command("""
+    trainflow runs --sort -test_accuracy -n 5
+    trainflow runs --since 7d --state failed
+    trainflow runs --metric "test_accuracy>=0.9" --json
+""")
 def runs(
     place: Place = None,
     storage: StorageUrl = None,
@@ -164,7 +150,9 @@ def runs(
         list[str] | None,
         typer.Option(metavar="CONDITION", help='Runs with such a metric: "test_accuracy>=0.9"; repeatable.'),
     ] = None,
-    sweep: _Sweep = None,
+    sweep: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
+    ] = None,
     sort: Annotated[
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
@@ -172,7 +160,7 @@ def runs(
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """List the runs of a storage: id, name, state, time, metrics. Reads their records only."""
     _require_states(state or [])
     filters = [parse_filter(text) for text in metric or []]
@@ -180,28 +168,35 @@ def runs(
     chosen = choose_place(place, storage, command="runs")
     from trainflow.flows.runs.run_status import look
 
-    found = look(chosen.storage)
+    statuses = look(chosen.storage)
     listed = [
-        each
-        for each in found
-        if (name is None or name in each.run.name or name in each.run.run_name)
-        and (not state or each.state in state)
-        and (sweep is None or each.run.sweep == sweep)
-        and (oldest is None or _started(each.run) >= oldest)
-        and all(one.accepts(each.run.metrics) for one in filters)
+        status
+        for status in statuses
+        if (name is None or name in status.run.name or name in status.run.run_name)
+        and (not state or status.state in state)
+        and (sweep is None or status.run.sweep == sweep)
+        and (oldest is None or _started(status.run) >= oldest)
+        and all(condition.accepts(status.run.metrics) for condition in filters)
     ]
-    key, reverse = sort_key(sort, [each.run for each in found])
+    key, reverse = sort_key(sort, [status.run for status in statuses])
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
-    tags = {each.run.id: read_tags(chosen.storage, each.run) for each in listed}
-    if as_json:
-        plain = [{**each.to_dict(), **_listed(each.run), "tags": tags[each.run.id]} for each in listed]
-        print_json({"ok": True, "exit_code": 0, "storage": chosen.storage, "runs": plain})
-        return
+    tags = {status.run.id: read_tags(chosen.storage, status.run) for status in listed}
+    if not listed:
+        why = f"No run of {len(statuses)} fits." if statuses else f"No run is recorded in {shown(chosen.storage)}."
+        return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
+    plain = [{**status.to_dict(), **_listed(status.run), "tags": tags[status.run.id]} for status in listed]
     shown_ones, trials = (listed, {}) if sweep or state or filters else _grouped(listed)
-    lines = _run_lines(shown_ones, tags, filters, sort, chosen.storage, len(found), trials)
-    terminal.show(lines[1 if bare else 0 :])
+    wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
+    return Answer(
+        {"storage": chosen.storage, "runs": plain},
+        lambda: _run_lines(shown_ones, tags, wanted, trials)[1 if bare else 0 :],
+    )
 
 
+@command("""
+    trainflow show last
+    trainflow show 3fa9c1 --all
+""")
 def show(
     run: Run,
     place: Place = None,
@@ -212,16 +207,19 @@ def show(
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show a run: its stages, settings, code, data, versions, arguments, metrics, places, attempts."""
     chosen = choose_place(place, storage, command="show")
-    details, status = _read(chosen, run)
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, "state": status.state, **details.to_dict()})
-        return
-    terminal.show(_detail_lines(details, status, everything), bare=bare)
+    from trainflow.flows.runs.run_details import read_details
+    from trainflow.flows.runs.run_status import read_status
+
+    past = chosen.run(run)
+    status = read_status(chosen.storage, past)
+    details = read_details(chosen.storage, past, is_at_work=status.is_at_work)
+    return Answer({"state": status.state, **details.to_dict()}, lambda: _detail_lines(details, status, everything))
 
 
+@command("trainflow compare 3fa9c1 last")
 def compare(
     old: Run,
     new: Run,
@@ -230,20 +228,16 @@ def compare(
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show how the second run differs from the first: settings, code, data, versions, arguments, then the metrics."""
     chosen = choose_place(place, storage, command="compare")
-    from trainflow.flows.runs.run_comparison import compare_runs
-    from trainflow.flows.runs.run_details import read_details
+    from trainflow.flows.runs.run_details import compare_runs, read_details
 
-    first, second = (read_details(chosen.storage, chosen.run(text)) for text in (old, new))
-    found = compare_runs(first, second)
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, **found.to_dict()})
-        return
-    terminal.show(_comparison_lines(found), bare=bare)
+    comparison = compare_runs(*(read_details(chosen.storage, chosen.run(text)) for text in (old, new)))
+    return Answer(comparison.to_dict(), lambda: _comparison_lines(comparison))
 
 
+@command("trainflow tag last baseline")
 def tag(
     run: Run,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, '.', '_', '-'.", show_default=False)],
@@ -253,19 +247,17 @@ def tag(
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Give a run a name: it is found by it, and `trainflow gc` keeps it."""
     chosen = choose_place(place, storage, command="tag")
-    found = chosen.run(run)
+    past = chosen.run(run)
     if remove:
-        untag_run(chosen.storage, found, name)
+        untag_run(chosen.storage, past, name)
     else:
-        tag_run(chosen.storage, found, name)
-    tags = read_tags(chosen.storage, found)
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, "id": found.id, "tags": tags})
-    else:
-        terminal.console(quiet=quiet).print(f"{found.id} ({found.title}): {', '.join(tags) or 'no tags'}")
+        tag_run(chosen.storage, past, name)
+    tags = read_tags(chosen.storage, past)
+    line = Text(f"{past.id} ({past.title}): {', '.join(tags) or 'no tags'}")
+    return Answer({"id": past.id, "tags": tags}, lambda: [line])
 
 
 def _require_states(names: Iterable[str]) -> None:
@@ -278,15 +270,6 @@ def _require_states(names: Iterable[str]) -> None:
                 value=name,
                 remedy=suggestion(name, _STATES),
             )
-
-
-def _read(chosen: Chosen, text: str) -> tuple[RunDetails, RunStatus]:
-    from trainflow.flows.runs.run_details import read_details
-    from trainflow.flows.runs.run_status import read_status
-
-    run = chosen.run(text)
-    status = read_status(chosen.storage, run)
-    return read_details(chosen.storage, run, is_at_work=status.is_at_work), status
 
 
 def _started(run: PastRun) -> datetime:
@@ -305,58 +288,40 @@ def _listed(run: PastRun) -> dict[str, Any]:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def number(value: float | None) -> str:
-    """A metric as people write it."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
-
 def _grouped(listed: Sequence[RunStatus]) -> tuple[list[RunStatus], dict[str, int]]:
     """The runs without all trials of a sweep but the first one listed; how many there are, by the id of that one."""
     first: dict[tuple[str, str], str] = {}
     trials: dict[str, int] = {}
     kept = []
-    for each in listed:
-        if each.run.sweep is None:
-            kept.append(each)
-            continue
-        one = first.setdefault((each.run.name, each.run.sweep), each.run.id)
-        trials[one] = trials.get(one, 0) + 1
-        if one == each.run.id:
-            kept.append(each)
+    for status in listed:
+        run = status.run
+        stands_for = run.id if run.sweep is None else first.setdefault((run.name, run.sweep), run.id)
+        trials[stands_for] = trials.get(stands_for, 0) + 1
+        if stands_for == run.id:
+            kept.append(status)
     return kept, trials
 
 
 def _run_lines(
-    listed: Sequence[RunStatus],
-    tags: Mapping[str, Sequence[str]],
-    filters: Sequence[Filter],
-    sort: str,
-    storage: str,
-    total: int,
-    trials: Mapping[str, int],
+    listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], wanted: Sequence[str], trials: Mapping[str, int]
 ) -> list[Text]:
-    if not listed:
-        return [Text(f"No run of {total} fits." if total else f"No run is recorded in {shown(storage)}.")]
-    columns = _metric_columns([each.run for each in listed], [*(one.name for one in filters), sort.lstrip("-")])
+    columns = _metric_columns([status.run for status in listed], wanted)
     rows = [("run", "name", "state", "started", "took", *columns, "")]
-    for each in listed:
-        seconds = each.run.seconds
+    for status in listed:
+        run = status.run
+        notes = (*(f"#{tag}" for tag in tags[run.id]), *_of_sweep(run, trials), status.where)
         rows.append(
             (
-                each.run.id[:_SHORT_ID],
-                each.run.run_name or each.run.name,
-                each.state,
-                each.run.started[:16].replace("T", " "),
-                "" if seconds is None else duration(seconds),
-                *(number(each.run.metrics.get(name)) for name in columns),
-                ", ".join(
-                    filter(None, (*(f"#{tag}" for tag in tags[each.run.id]), *_of_sweep(each.run, trials), each.where))
-                ),
+                run.id[:SHORT_ID],
+                run.run_name or run.name,
+                status.state,
+                run.started[:16].replace("T", " "),
+                "" if run.seconds is None else duration(run.seconds),
+                *(number_words(run.metrics.get(name)) for name in columns),
+                ", ".join(filter(None, notes)),
             )
         )
-    styles = [("", "", COLOURS.get(each.state, "")) for each in listed]
+    styles = [("", "", COLOURS.get(status.state, "")) for status in listed]
     return table(rows, styles, right=frozenset(range(5, 5 + len(columns))))
 
 
@@ -369,19 +334,12 @@ def _of_sweep(run: PastRun, trials: Mapping[str, int]) -> list[str]:
     return [number if count == 1 else f"{number}, and {count - 1} more: trainflow runs --sweep {run.sweep}"]
 
 
-def _metric_columns(found: Iterable[PastRun], asked: Sequence[str]) -> list[str]:
-    """The metrics that are asked for, then those that the most recent runs have; no losses of training."""
-    names: dict[str, None] = {}
-    for run in found:
-        names |= dict.fromkeys(run.metrics)
-    first = [name for name in asked if name in names]
-    telling = [name for name in names if not _is_of_no_use(name) and name not in first]
-    return [*dict.fromkeys(first), *telling][: max(_MOST_METRICS, len(first))]
-
-
-def _is_of_no_use(name: str) -> bool:
-    """Whether a metric does not tell a good run from a bad one."""
-    return name.startswith(("train_", "total_")) or name.endswith("_rows")
+def _metric_columns(runs: Iterable[PastRun], wanted: Sequence[str]) -> list[str]:
+    """The metrics that are asked for, then those that the most recent runs have and that tell good runs from bad."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    first = [name for name in dict.fromkeys(wanted) if name in names]
+    telling = [name for name in names if not name.startswith(("train_", "total_")) and not name.endswith("_rows")]
+    return [*first, *(name for name in telling if name not in first)][: max(_MOST_METRICS, len(first))]
 
 
 def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> list[Text]:
@@ -393,7 +351,7 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
         lines.append(Text(status.where, "dim"))
     lines += [Text(), *_stage_lines(details.stages)]
     if details.metrics:
-        lines += [Text(), *(_fact(name, number(value)) for name, value in details.metrics.items())]
+        lines += [Text(), *(_fact(name, number_words(value)) for name, value in details.metrics.items())]
     lines += [Text(), *(_fact(name, shown(place)) for name, place in details.places.items())]
     lines += _compared_lines(details)
     lines += _section("settings", _shown_settings(details, everything))
@@ -410,58 +368,54 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
 
 def _stage_lines(stages: Sequence[StageDetails]) -> list[Text]:
     rows = [("stage", "state", "took", "key", "why")]
-    for each in stages:
-        took = duration(each.seconds) if each.seconds and each.seconds >= 0.5 else ""
-        rows.append((each.stage, each.state, took, (each.key or "-")[:16], terminal.readable(each.reason)))
-    return table(rows, [("bold", COLOURS.get(each.state, ""), "", "dim", "dim") for each in stages])
+    for stage in stages:
+        took = duration(stage.seconds) if stage.seconds and stage.seconds >= 0.5 else ""
+        rows.append((stage.stage, stage.state, took, (stage.key or "-")[:16], terminal.readable(stage.reason)))
+    return table(rows, [("bold", COLOURS.get(stage.state, ""), "", "dim", "dim") for stage in stages])
 
 
 def _compared_lines(details: RunDetails) -> list[Text]:
-    """What was planned beside what came of it."""
-    rows = [tuple(each.in_words().values()) for each in details.compared]
+    """What was planned next to what came of it."""
+    rows = [tuple(row.in_words().values()) for row in details.compared]
     head = ("stage", "of what", "planned", "came", "difference")
     return [Text(), Text("plan and outcome", "bold"), *table([head, *rows], right=frozenset({2, 3, 4}))] if rows else []
 
 
 def _attempt_lines(details: RunDetails) -> list[Text]:
-    """Every attempt that failed or was not the only one."""
-    of_stage = [each.stage for each in details.attempts]
-    telling = [each for each in details.attempts if each.outcome != "committed" or of_stage.count(each.stage) > 1]
-    lines = [Text(), Text("attempts", "bold")] if telling else []
-    for each in telling:
-        style = COLOURS.get("failed" if each.outcome == "failed" else "interrupted", "")
-        ended = each.ended or "without an end"
-        lines.append(
-            Text.assemble(
-                f"  {each.stage} {each.number}  ", (each.outcome, style if each.outcome != "committed" else "")
-            )
-            + Text(f"  {each.started} - {ended}, {each.where}", "dim")
-        )
-        if message := each.error.get("message"):
-            place = "".join(f", {key} {each.error[key]}" for key in ("rank", "step") if each.error.get(key) is not None)
-            lines.append(Text(f"    {each.error.get('class')}{place}: {message}"))
-        if each.decision:
-            lines.append(Text(f"    {each.decision}", "dim"))
-    return lines
+    """The attempts that failed or were not the only ones."""
+    of_stage = [attempt.stage for attempt in details.attempts]
+    lines: list[Text] = []
+    for attempt in details.attempts:
+        if attempt.outcome == "committed" and of_stage.count(attempt.stage) == 1:
+            continue
+        style = {"committed": "", "failed": COLOURS["failed"]}.get(attempt.outcome, COLOURS["interrupted"])
+        times = f"  {attempt.started} - {attempt.ended or 'without an end'}, {attempt.where}"
+        lines.append(Text.assemble(f"  {attempt.stage} {attempt.number}  ", (attempt.outcome, style), (times, "dim")))
+        if message := attempt.error.get("message"):
+            lines.append(Text(f"    {attempt.error.get('class')}{attempt.place}: {message}"))
+        if attempt.decision:
+            lines.append(Text(f"    {attempt.decision}", "dim"))
+    return [Text(), Text("attempts", "bold"), *lines] if lines else []
 
 
 def _shown_settings(details: RunDetails, everything: bool) -> dict[str, Any]:
     from trainflow.flows.records.run_names import flat_settings
     from trainflow.flows.spec.spec import PipelineSpec
 
-    plain = PipelineSpec(name="plain", recipe="recipe.py").to_record()
-    default = {} if everything else flat_settings(plain)
-    found = flat_settings(details.spec)
-    return {name: value for name, value in found.items() if name not in default or default[name] != value}
+    plain = {} if everything else flat_settings(PipelineSpec(name="plain", recipe="recipe.py").to_record())
+    return _without_defaults(flat_settings(details.spec), plain)
 
 
 def _shown_arguments(details: RunDetails, everything: bool) -> dict[str, Any]:
     """The arguments of train; without those that have their default."""
     from trainer_lib.arguments import TrainingArguments
 
-    found = details.arguments.get("train") or {}
-    default = {} if everything else TrainingArguments(output_dir="unset").to_dict()
-    return {name: value for name, value in found.items() if name not in default or default[name] != value}
+    plain = {} if everything else TrainingArguments(output_dir="unset").to_dict()
+    return _without_defaults(details.arguments.get("train") or {}, plain)
+
+
+def _without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
 
 
 def _section(title: str, facts: Mapping[str, Any]) -> list[Text]:
@@ -472,25 +426,25 @@ def _fact(name: str, value: str) -> Text:
     return Text.assemble((f"  {to_cell(name):<34} ", "dim"), value)
 
 
-def _comparison_lines(found: Comparison) -> list[Text]:
-    names = [to_cell(each.run.run_name) or each.run.id[:_SHORT_ID] for each in (found.old, found.new)]
+def _comparison_lines(comparison: RunComparison) -> list[Text]:
+    names = [to_cell(side.run.run_name) or side.run.id[:SHORT_ID] for side in (comparison.old, comparison.new)]
     lines = [Text(f"{names[0]} -> {names[1]}", "bold")]
-    parts = {
-        "settings": [str(each) for each in found.spec],
-        "code": found.code,
-        "data": found.data,
-        "versions": [str(each) for each in found.versions],
-        "arguments": [str(each) for each in found.arguments],
+    parts: dict[str, Sequence[object]] = {
+        "settings": comparison.spec,
+        "code": comparison.code,
+        "data": comparison.data,
+        "versions": comparison.versions,
+        "arguments": comparison.arguments,
     }
-    for title, sentences in parts.items():
-        if sentences:
-            lines += [Text(), Text(title, "bold"), *(Text(f"  {sentence}") for sentence in sentences)]
-    if found.is_equal:
+    for title, differences in parts.items():
+        if differences:
+            lines += [Text(), Text(title, "bold"), *(Text(f"  {difference}") for difference in differences)]
+    if comparison.is_equal:
         lines += [Text(), Text("Settings, code, data, versions and arguments are the same.")]
-    if found.metrics:
+    if comparison.metrics:
         rows = [("metric", *names, "difference")]
-        for each in found.metrics:
-            delta = "" if each.delta is None else f"{each.delta:+.4g}" if each.delta else "0"
-            rows.append((each.name, number(each.old), number(each.new), delta))
+        for pair in comparison.metrics:
+            delta = "" if pair.delta is None else f"{pair.delta:+.4g}" if pair.delta else "0"
+            rows.append((pair.name, number_words(pair.old), number_words(pair.new), delta))
         lines += [Text(), *table(rows, right=frozenset({1, 2, 3}))]
     return lines

@@ -1,21 +1,80 @@
-"""The commands `serve`, `deploy` and `watch`: a pipeline on a schedule or on new data, here or on a work pool."""
+"""Commands around runs: a new project, runs on a schedule or on new data, the checkpoints of a running training."""
 
 from __future__ import annotations
 
+import json
+import shlex
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from trainer_lib.errors import Interrupted, Preempted
+from trainer_lib.errors import StorageError
+from trainer_lib.protocol.recipe_names import ABOUT
+from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
-from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.cli.spec_choice import choose_spec_file
-from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.cli.options import Answer, Debug, Json, Overrides, Quiet, Spec, command, complete_recipe
+from trainflow.flows.cli.presentation import same_command
+from trainflow.flows.cli.run_choice import choose_spec_file
+from trainflow.flows.cli.signals import stoppable, until_stopped
 from trainflow.flows.server.schedule import Schedule, read_interval
-from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.spec.spec import load_spec
+
+if TYPE_CHECKING:
+    from trainflow.flows.follow.following import Followed
+    from trainflow.tasks.follow.evaluations import Evaluation
+    from trainflow.tasks.follow.follower import Listener
+
+
+@command("""
+    trainflow init wine
+    trainflow init reviews --recipe text-classification
+""")
+def init(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="A new folder; its name is the pipeline's.")],
+    recipe: Annotated[
+        str,
+        typer.Option(help=f"One of trainflow's own recipes: {', '.join(ABOUT)}.", autocompletion=complete_recipe),
+    ] = "tabular-classification",
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Write a new project: a spec, small real data, a test and a README, ready to run offline."""
+    from trainflow.flows.new_project.starting import write_project
+
+    files = [str(file) for file in write_project(name, recipe)]
+    following = f"trainflow run {shlex.quote(files[0])}"
+    record = {"spec": files[0], "files": files, "next": following}
+    return Answer(record, lambda: map(Text, [*(f"  {file}" for file in files), "", f"  next: {following}"]))
+
+
+@command("trainflow schema --to schema.json")
+def schema(
+    to: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write it to a file instead.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON schema of a spec, by which editors complete and check it.
+
+    In the spec's first line: # yaml-language-server: $schema=schema.json
+    """
+    from trainflow.flows.spec.schema import spec_schema
+
+    text = json.dumps(spec_schema(), indent=1)
+    if to is None:
+        typer.echo(text)
+        return
+    try:
+        to.write_text(f"{text}\n", "utf-8")
+    except OSError as error:
+        what = f"The file cannot be written: {error.strerror}."
+        raise StorageError(what, field="--to", value=str(to), remedy="Give a file that you may write.") from error
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
 
 Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
 Interval = Annotated[str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")]
@@ -31,6 +90,10 @@ RetryCrashed = Annotated[
 ]
 
 
+@command("""
+    trainflow serve pipeline.yaml --cron "0 3 * * *" --timezone Europe/Berlin
+    trainflow serve pipeline.yaml --watch s3://bucket/scans --watch-every 5m
+""")
 def serve(
     spec: Spec = None,
     overrides: Overrides = None,
@@ -48,7 +111,7 @@ def serve(
     """Run a pipeline on a schedule or on new data, in this process, on this machine, until Ctrl-C."""
     schedule = Schedule(cron=cron, interval_s=read_interval(interval), timezone=timezone, rrule=rrule)
     every_s = read_interval(watch_every, option="--watch-every") or 0.0
-    pipeline = _read(spec, overrides)
+    pipeline = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from trainflow.flows.server import serving
 
@@ -64,6 +127,7 @@ def serve(
     )
 
 
+@command('trainflow deploy pipeline.yaml --pool gpus --cron "0 3 * * *"')
 def deploy(
     spec: Spec = None,
     overrides: Overrides = None,
@@ -89,20 +153,18 @@ def deploy(
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Register a pipeline with a work pool of a Prefect server, with or without a schedule."""
     schedule = Schedule(cron=cron, interval_s=read_interval(interval), timezone=timezone, rrule=rrule)
-    pipeline = _read(spec, overrides)
+    pipeline = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
     from trainflow.flows.server import serving
 
     target = serving.Target(pool, create_pool, pool_type, image, tuple(job_variable or ()), limit, retry_crashed, watch)
     deployed = serving.deploy(pipeline, schedule, target, name=name)
-    if as_json:
-        print_json({"ok": True, "exit_code": 0, **vars(deployed)})
-    elif not quiet:
-        terminal.show(deployed.lines())
+    return Answer(vars(deployed), deployed.lines)
 
 
+@command("trainflow watch s3://bucket/scans pipeline/digits --every 5m")
 def watch(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder or URL.")],
     deployment: Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="What new data there starts: pipeline/NAME.")],
@@ -111,18 +173,72 @@ def watch(
     debug: Debug = False,
 ) -> None:
     """Start a deployment when data under a URL appear or change, until Ctrl-C."""
-    quiet_environment()
     every_s = read_interval(every, option="--every") or 0.0
-    from contextlib import suppress
-
     from trainflow.flows.server import serving
 
     say = terminal.console(quiet=quiet).print
-    with suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
+    with until_stopped():
         serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
 
 
-def _read(spec: Path | None, overrides: list[str] | None) -> PipelineSpec:
-    """Read the spec, before Prefect is imported."""
-    quiet_environment()
-    return load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
+# -- follow -----------------------------------------------------------------------------------------------------------
+
+
+@command("trainflow follow pipeline.yaml")
+def follow(
+    spec: Spec = None,
+    overrides: Overrides = None,
+    once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
+    every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
+    cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Evaluate each checkpoint of a training beside it, until it has ended, and keep the best from its rotation.
+
+    Several may share the work. After an interruption or a kill the same command continues, and none is evaluated twice.
+    """
+    every_s = read_interval(every, option="--every", least_s=0.1) or 0.0
+    from trainflow.flows.follow.following import follow_training
+    from trainflow.tasks.keys.resolver import Resolver
+
+    out = terminal.console(stderr=as_json, quiet=quiet)
+    with stoppable(out.print, remedy=f"The same command continues: {same_command()}"):
+        parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
+        with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
+            done = follow_training(parsed, _listener(out), once=once, every_s=every_s, use_cpu=cpu, debug=debug)
+    return Answer(done.to_dict(), lambda: _summary(done))
+
+
+def _listener(out: Console) -> Listener:
+    """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
+    from trainflow.tasks.follow.follower import Listener
+    from trainflow.tasks.stage.progress import duration, measured
+
+    lines: set[str] = set()
+
+    def show_new(line: str) -> None:
+        if line not in lines:
+            lines.add(line)
+            out.print(mask(line), style="dim")
+
+    def show_evaluated(evaluation: Evaluation, is_best: bool) -> None:
+        text = measured({"step": evaluation.step, "logs": evaluation.metrics})
+        out.print(f"{text} ({duration(evaluation.seconds)}){', the best so far' if is_best else ''}")
+
+    return Listener(out.print, show_new, show_evaluated)
+
+
+def _summary(done: Followed) -> list[Text]:
+    from trainflow.flows.follow.following import describe_number
+
+    if done.run_id is None:
+        return [Text(f"{done.sentence} Nothing is evaluated.")]
+    text = f"{done.sentence} {describe_number(len(done.evaluations))}, {done.count} by this command."
+    lines = [Text(text, "green")]
+    if done.best is not None:
+        lines.append(Text(f"  best     step {done.best.step} ({done.best.checkpoint}), kept from rotation"))
+    if done.waiting is not None:
+        lines.append(Text(f"  waiting  {done.waiting}: trainflow sync delivers it to MLflow"))
+    return lines

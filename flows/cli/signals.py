@@ -79,6 +79,13 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:
         raise Interrupted("Interrupted (Ctrl-C). What is committed stays.", remedy=remedy) from interrupt
 
 
+@contextlib.contextmanager
+def until_stopped() -> Iterator[None]:
+    """End the block quietly on Ctrl-C or SIGTERM: the proper end of a command that serves."""
+    with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
+        yield
+
+
 def _leave_at_once() -> NoReturn:
     """Leave without waiting: the workers' guards see our end. Show the cursor that a display has hidden."""
     if sys.stdout.isatty():

@@ -1,91 +1,100 @@
-"""`trainflow status`: the runs of a storage, how each is, and where; runs that died are marked as ended."""
+"""The commands about runs at work: `trainflow status`, which marks those that died as ended, and `trainflow logs`."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
-from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
-from trainer_lib.storage import Store
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Bare, Debug, Json, Overrides, print_json
-from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.cli.tables import table
-from trainflow.flows.cli.ui import find_storage
-from trainflow.flows.server.api import prefect_api, quiet_environment
-from trainflow.tasks.configs import TrackingConfig
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, SpecHere, StorageRoot, command
+from trainflow.flows.cli.presentation import shown, table
+from trainflow.flows.cli.run_choice import Chosen, Run, StorageUrl, choose, find_storage
+from trainflow.flows.cli.signals import until_stopped
+from trainflow.flows.server.api import prefect_api
+from trainflow.flows.stages import find_stage, stage_names
 from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.tracking.mlflow_run import deliver_waiting
 
 if TYPE_CHECKING:
+    from trainflow.flows.records.run_logs import Attempt, LogLine
     from trainflow.flows.runs.run_status import RunStatus
 
-_COLOURS = {
+COLOURS = {
     "running": "green",
+    "ran": "green",
+    "finished": "",
+    "cached": "cyan",
     "suspended": "yellow",
     "silent": "yellow",
-    "failed": "bold red",
-    "died": "bold red",
     "stopped": "yellow",
     "pruned": "dim",
+    "interrupted": "yellow",
+    "failed": "bold red",
+    "died": "bold red",
 }
-_SHORT_ID = 8
+"""Of the states of runs and stages."""
+_LINES = {"warning": "yellow", "stage": "bold", "progress": "dim", "resume": "cyan", "save": "dim", "wait": "yellow"}
+SHORT_ID = 8
 _BAR = 20
 _WATCH_EVERY_S = 2.0
 # Seconds that MLflow's server gets.
 _PATIENCE_S = 10
 
 
+@command("""
+    trainflow status
+    trainflow status --storage s3://bucket/project --json
+    trainflow status --watch
+""")
 def status(
-    spec: Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")] = None,
+    spec: SpecHere = None,
     overrides: Overrides = None,
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")] = None,
+    storage: StorageRoot = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow the runs at work, stage by stage, until they have ended.")
     ] = False,
     bare: Bare = False,
     as_json: Json = False,
     debug: Debug = False,
-) -> None:
+) -> Answer:
     """Show the runs of a storage and how each is; mark those whose process died as ended, in Prefect too."""
-    quiet_environment()
     from trainflow.flows.runs.run_status import find_statuses
 
     if watch and as_json:
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
-    tracking, place = find_storage(spec, overrides or [], storage, command="status")
-    root = place.url
+    chosen = find_storage(spec, overrides, storage, command="status")
+    root = chosen.storage
     out = terminal.console(stderr=True, quiet=bare)
     if watch:
         _watch(root)
-    found = find_statuses(root, lambda count: out.print(_waits_for(count)))
-    warnings = []
-    if any(not each.is_swept for each in found):
+
+    def say_wait(count: int) -> None:
+        who = "a process" if count == 1 else f"{count} processes"
+        out.print(f"waiting half a minute for a sign of life of {who} on another machine")
+
+    statuses = find_statuses(root, say_wait)
+    warnings: list[str] = []
+    if any(not run.is_swept for run in statuses):
         with out.status("marking runs that died"):
-            warnings = [*_mark(root, found), *_deliver(tracking, place)]
-    if as_json:
-        runs = [{**each.to_dict(), **_progress(each, found)} for each in found]
-        print_json({"ok": True, "exit_code": 0, "storage": root, "runs": runs, "warnings": warnings})
-        return
-    terminal.show(_lines(found, root, bare=True) if bare else [*_lines(found, root), *_stages(found)])
-    for warning in warnings:
-        terminal.console(stderr=True).print(Text(f"warning: {warning}", "yellow"))
+            warnings = [*_mark(root, statuses), *_deliver(chosen)]
+    if not as_json:
+        terminal.show([Text(f"warning: {warning}", "yellow") for warning in warnings], stderr=True)
+    record = {
+        "storage": root,
+        "warnings": warnings,
+        "runs": [{**run.to_dict(), **_progress(run, statuses)} for run in statuses],
+    }
+    return Answer(record, lambda: [*_lines(statuses, root, bare=bare), *([] if bare else _stages(statuses))])
 
 
-def _waits_for(count: int) -> str:
-    who = "a process" if count == 1 else f"{count} processes"
-    return f"waiting half a minute for a sign of life of {who} on another machine"
-
-
-def _mark(root: str, found: Sequence[RunStatus]) -> list[str]:
+def _mark(root: str, statuses: Sequence[RunStatus]) -> list[str]:
     """Mark what died, in Prefect and on the storage; returns what could not be done, and why."""
     import httpx
 
@@ -93,65 +102,61 @@ def _mark(root: str, found: Sequence[RunStatus]) -> list[str]:
 
     try:
         with prefect_api():
-            return sweep(root, list(found))
+            return sweep(root, list(statuses))
     except (TrainflowError, httpx.HTTPError) as error:
         why = error.message if isinstance(error, TrainflowError) else f"its server does not answer ({error})."
         return [f"Prefect's runs of dead processes are not marked: {why}"]
 
 
-def _deliver(tracking: TrackingConfig, place: Store) -> list[str]:
+def _deliver(chosen: Chosen) -> list[str]:
     """End the MLflow runs of what died, with all that they had logged; returns why it could not be done."""
-    delivery = deliver_waiting(tracking, place)
+    delivery = deliver_waiting(chosen.tracking, chosen.place)
     if delivery is None or delivery.close(stages=_PATIENCE_S):
         return []
     return ["MLflow did not take yet what waits for it: trainflow sync delivers the rest."]
 
 
 def _watch(root: str) -> None:
-    """Draw the runs at work, and draw them again, until none is at work or Ctrl-C."""
+    """Draw the runs at work again and again, until none is at work or Ctrl-C."""
     from rich.live import Live
 
     from trainflow.flows.runs.run_status import look
 
-    with (
-        contextlib.suppress(Interrupted, Preempted),
-        stoppable(lambda _: None, remedy=""),
-        Live(console=terminal.console(), auto_refresh=False, transient=True) as live,
-    ):
-        found = look(root)
-        while at_work := [each for each in found if each.is_at_work]:
-            live.update(Group(*_lines(at_work, root), *_stages(found)), refresh=True)
+    with until_stopped(), Live(console=terminal.console(), auto_refresh=False, transient=True) as live:
+        statuses = look(root)
+        while at_work := [run for run in statuses if run.is_at_work]:
+            live.update(Group(*_lines(at_work, root), *_stages(statuses)), refresh=True)
             time.sleep(_WATCH_EVERY_S)
             # What is drawn last and the list below it are of one moment.
-            found = look(root, closely={each.run.id for each in at_work})
+            statuses = look(root, closely={run.run.id for run in at_work})
 
 
-def _progress(status: RunStatus, found: Sequence[RunStatus]) -> dict[str, Any]:
-    from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
+def _progress(status: RunStatus, statuses: Sequence[RunStatus]) -> dict[str, Any]:
+    from trainflow.flows.runs.run_status import describe_progress, estimate_rest
 
     if not status.is_at_work:
         return {}
-    stages = describe_progress(status, [each.run for each in found])
-    return {"stage_progress": [each.to_dict() for each in stages], "rest_s": estimate_rest(stages)}
+    stages = describe_progress(status, [other.run for other in statuses])
+    return {"stage_progress": [stage.to_dict() for stage in stages], "rest_s": estimate_rest(stages)}
 
 
-def _stages(found: Sequence[RunStatus]) -> list[Text]:
-    """The stages of each run at work: a bar, how long it took or takes, and when it is likely to end."""
-    from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
+def _stages(statuses: Sequence[RunStatus]) -> list[Text]:
+    """The stages of the runs at work: a bar, how long they took or take, and when they are likely to end."""
+    from trainflow.flows.runs.run_status import describe_progress, estimate_rest
 
     lines: list[Text] = []
-    for status in found:
+    for status in statuses:
         if not status.is_at_work:
             continue
-        stages = describe_progress(status, [each.run for each in found])
+        stages = describe_progress(status, [other.run for other in statuses])
         rest = estimate_rest(stages)
-        left = "" if rest is None else f", about {duration(rest)} left"
-        lines += [Text(), Text(f"{status.run.id[:_SHORT_ID]} {status.run.title}{left}", "bold")]
+        remaining = "" if rest is None else f", about {duration(rest)} left"
+        lines += [Text(), Text(f"{status.run.id[:SHORT_ID]} {status.run.title}{remaining}", "bold")]
         rows = [("stage", "state", "", "time", "left", "")]
-        for each in stages:
-            took, eta = ("" if number is None else duration(number) for number in (each.seconds, each.eta_s))
-            rows.append((each.stage, each.state, _bar(each.share), took, eta, each.text))
-        lines += table(rows, [("", _COLOURS.get(each.state, "dim")) for each in stages], right=frozenset({3, 4}))
+        for stage in stages:
+            took, eta = ("" if number is None else duration(number) for number in (stage.seconds, stage.eta_s))
+            rows.append((stage.stage, stage.state, _bar(stage.share), took, eta, stage.text))
+        lines += table(rows, [("", COLOURS.get(stage.state, "dim")) for stage in stages], right=frozenset({3, 4}))
     return lines
 
 
@@ -162,13 +167,103 @@ def _bar(share: float | None) -> str:
     return f"{'━' * full}{'╌' * (_BAR - full)} {share:4.0%}"
 
 
-def _lines(found: Sequence[RunStatus], root: str, *, bare: bool = False) -> list[Text]:
-    if not found:
+def _lines(statuses: Sequence[RunStatus], root: str, *, bare: bool = False) -> list[Text]:
+    if not statuses:
         return [] if bare else [Text(f"No run is recorded in {shown(root)}.")]
-    rows = [("run", "pipeline", "state", "started", ""), *(_row(each) for each in found)]
-    return table(rows, [("", "", _COLOURS.get(each.state, "")) for each in found], bare=bare)
+    rows = [("run", "pipeline", "state", "started", "")]
+    for status in statuses:
+        run = status.run
+        rows.append((run.id[:SHORT_ID], run.name, status.state, run.started[:16].replace("T", " "), status.where))
+    return table(rows, [("", "", COLOURS.get(status.state, "")) for status in statuses], bare=bare)
 
 
-def _row(status: RunStatus) -> tuple[str, str, str, str, str]:
-    run = status.run
-    return run.id[:_SHORT_ID], run.name, status.state, run.started[:16].replace("T", " "), status.where
+# -- logs -------------------------------------------------------------------------------------------------------------
+
+
+@command("""
+    trainflow logs last
+    trainflow logs last train --rank 1 --follow
+""")
+def logs(
+    run: Run,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[STAGE] [SPEC]", help="A stage; a spec, unset: what is in this folder."),
+    ] = None,
+    storage: StorageUrl = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while the run does.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="What this rank wrote, alone.")] = None,
+    bare: Bare = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Show what a run's workers wrote, how its attempts ended, and the stacks of those that failed."""
+    if follow and as_json:
+        raise ConfigError("--json prints one object, so it cannot follow a run.", field="--follow", remedy="Drop one.")
+    chosen = choose(words, storage, command="logs")
+    stages = _stages_of(chosen)
+    from trainflow.flows.records.run_logs import LogReader, follow_lines, read_attempts
+
+    past = chosen.run(run)
+    reader = LogReader(chosen.storage, past, stages=stages, rank=rank)
+    lines = []
+    if follow:
+        from trainflow.flows.runs.run_status import read_status
+
+        with until_stopped():
+            for line in follow_lines(reader, lambda: not read_status(chosen.storage, chosen.run(past.id)).is_at_work):
+                terminal.show([_line(line)])
+                lines.append(line)
+    else:
+        lines = reader.read()
+    attempts = [attempt for attempt in read_attempts(chosen.storage, past) if stages is None or attempt.stage in stages]
+    failed = _failures(attempts) if rank is None else []
+    if not (lines or failed or bare or as_json):
+        terminal.console(stderr=True).print("Nothing is kept of what this run's workers wrote.")
+    record = {
+        "id": past.id,
+        "lines": [vars(line) for line in lines],
+        "attempts": [attempt.to_dict() for attempt in attempts],
+    }
+    return Answer(record, lambda: [*([] if follow else map(_line, lines)), *failed])
+
+
+def _stages_of(chosen: Chosen) -> list[str] | None:
+    """The stages that are named; None: all.
+
+    Raises:
+        ConfigError: a word names none.
+    """
+    if not chosen.words:
+        return None
+    names = []
+    for word in chosen.words:
+        row = find_stage(word)
+        if row is None:
+            raise ConfigError(
+                "This is neither a stage nor a spec.", field="STAGE", value=word, remedy=suggestion(word, stage_names())
+            )
+        names.append(row.name)
+    return names
+
+
+def _line(line: LogLine) -> Text:
+    rank = f"[rank {line.rank}] " if line.rank else ""
+    return Text.assemble(
+        (f"{line.at[11:19]} ", "dim"),
+        (f"{line.stage} │ ", "dim cyan"),
+        (f"{rank}{line.text}", _LINES.get(line.kind, "")),
+    )
+
+
+def _failures(attempts: Sequence[Attempt]) -> list[Text]:
+    """The attempts that failed, with the details that they left: the stacks of a rank that hung, a traceback."""
+    lines: list[Text] = []
+    for attempt in attempts:
+        error = attempt.error
+        if attempt.outcome in ("committed", "open") and not error:
+            continue
+        head = f"{attempt.stage}: attempt {attempt.number} {attempt.outcome} {attempt.ended or ''}{attempt.place}"
+        lines += [Text(), Text(head, "bold red"), Text(str(error.get("message") or ""))]
+        lines += [Text(str(detail).rstrip(), "dim") for detail in (error.get("details"), attempt.decision) if detail]
+    return lines

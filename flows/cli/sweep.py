@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Debug, Json, Overrides, Quiet, Spec, print_json
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Answer, Debug, Json, Overrides, Quiet, Spec, command
 from trainflow.flows.cli.presentation import shown
+from trainflow.flows.cli.run_choice import choose_spec_file
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.cli.spec_choice import choose_spec_file
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
 from trainflow.flows.sweeps.sweep_result import reached_text
@@ -29,9 +28,13 @@ if TYPE_CHECKING:
 _STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
 
 
+@command("""
+    trainflow sweep pipeline.yaml
+    trainflow sweep pipeline.yaml sweep.trials=40 sweep.parallel=2
+""")
 def sweep(
     spec: Spec = None, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False, debug: Debug = False
-) -> None:
+) -> Answer:
     """Run the trials that the spec's section `sweep` describes, and write out the spec of the best one.
 
     Interrupt it, kill it or pull the plug: the same command goes on, and no trial runs twice.
@@ -50,14 +53,7 @@ def sweep(
         display = SweepDisplay(out, settings, quiet=quiet)
         with display.status():
             result = run_sweep(parsed, listener=display, debug=debug)
-    if as_json:
-        code = 0 if result.error is None else result.error.exit_code
-        print_json({"ok": result.ok, "exit_code": code, **result.to_dict()})
-    elif not quiet:
-        terminal.show(summary(result, ["trainflow", "ui", str(spec)]))
-    if result.error is not None:
-        terminal.show(presentation.failure(result.error, debug=debug), stderr=True)
-        raise typer.Exit(result.error.exit_code)
+    return Answer(result.to_dict(), lambda: summary(result, ["trainflow", "ui", str(spec)]), result.error)
 
 
 def title(spec: PipelineSpec, settings: SweepSettings, path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import secrets
@@ -12,33 +11,70 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Annotated, Any
 from urllib.parse import quote, urlsplit
+
+import typer
 
 from trainer_lib import guard
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import user_data_dir
-from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.spec_choice import choose_spec_or_storage
-from trainflow.flows.spec.spec import PipelineSpec, load_spec
-from trainflow.tasks.configs import TrackingConfig
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.options import Debug, Overrides, SpecHere, StorageRoot, command
+from trainflow.flows.cli.run_choice import choose_spec_or_storage
+from trainflow.flows.cli.signals import until_stopped
+from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.tracking.mlflow_run import default_tracking_uri
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 HOST = "127.0.0.1"
 # MLflow opens in its view for language-model applications; this asks for the one with curves.
 TRAINING_VIEW = "workflowType=machine_learning"
 _START_S = 90.0
 _GRACE_S = 5.0
+
+
+@command("""
+    trainflow ui pipeline.yaml
+    trainflow ui --storage .trainflow --port 5000
+""")
+def ui(
+    spec: SpecHere = None,
+    overrides: Overrides = None,
+    storage: StorageRoot = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; unset: a free one.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Browse the runs in the UIs of MLflow and Prefect, on this machine only, until Ctrl-C."""
+    out = terminal.console()
+    with until_stopped(), contextlib.ExitStack() as stack:
+        place = _find_place(spec, overrides or [], storage)
+        with out.status("starting MLflow"):
+            address = stack.enter_context(_served(place, port))
+        out.print(f"MLflow:  {_page(address, place.experiment)}")
+        if place.server is not None:
+            # Nothing was started here and nothing waits: what runs is named.
+            from trainflow.flows.server.membership import find_page
+
+            if link := find_page():
+                out.print(f"Prefect: {link}")
+            return
+        try:
+            with out.status("starting Prefect"):
+                link = stack.enter_context(_prefect_served())
+            out.print(f"Prefect: {link}")
+        except TrainflowError as error:  # MLflow's pages are there all the same
+            out.print(f"Prefect: {error}")
+        out.print("Ctrl-C ends them. The links are for you alone: they carry passwords.")
+        while True:
+            time.sleep(3600)
 
 
 @dataclass(frozen=True)
@@ -60,7 +96,7 @@ class TrackingPlace:
         return Path(path).absolute() if path != self.uri else None
 
 
-def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> TrackingPlace:
+def _find_place(spec: Path | None, overrides: list[str], storage: str | None) -> TrackingPlace:
     """The tracking store of a spec or a storage, found exactly as a run finds it.
 
     With neither: the spec in this folder, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
@@ -70,69 +106,20 @@ def find_place(spec: Path | None, overrides: list[str], storage: str | None) -> 
     """
     spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
-        return _recorded(_place_of(load_spec(spec, overrides, needs_sweep=False)))
-    if storage is not None:
-        return _recorded(TrackingPlace(default_tracking_uri(Store.open(storage, field="--storage"))))
-    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-        return _recorded(TrackingPlace(uri))
-    raise ConfigError(
-        "No runs were named, this folder has neither a single spec nor .trainflow, and MLFLOW_TRACKING_URI is not set.",
-        field="ui",
-        remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
-    )
-
-
-def find_storage(
-    spec: Path | None, overrides: list[str], storage: str | None, *, command: str
-) -> tuple[TrackingConfig, Store]:
-    """The tracking settings and the storage root of a spec, or of what is in this folder.
-
-    Args:
-        command: what asks, for the message of an error.
-
-    Raises:
-        ConfigError: the spec is bad, both are given, this folder has neither, or the storage is not a folder.
-    """
-    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
-    if spec is not None:
         parsed = load_spec(spec, overrides, needs_sweep=False)
-        # It need not exist: the first run makes it.
-        return parsed.tracking, Store.open(parsed.storage)
-    if storage is not None:
-        return TrackingConfig(), _existing(storage)
-    raise ConfigError(
-        "No runs were named, and this folder has neither a single spec nor .trainflow.",
-        field=command,
-        remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
-    )
-
-
-def _existing(storage: str) -> Store:
-    """The storage that a user named; whether one on an object store is there cannot be known.
-
-    Raises:
-        ConfigError: it is a path where no folder is.
-    """
-    store = Store.open(storage, field="--storage")
-    if not store.is_local or (folder := store.local_path()).is_dir():
-        return store
-    if folder.exists():
-        remedy = "Name the folder that a run used as its storage."
-        raise ConfigError("This is a file, not a folder.", field="--storage", value=storage, remedy=remedy)
-    beside = [each.name for each in folder.parent.iterdir() if each.is_dir()] if folder.parent.is_dir() else []
-    close = nearest(folder.name, beside)
-    remedy = (
-        f'Did you mean "{shown(str(folder.with_name(close)))}"?' if close else "Name the folder or URL that a run used."
-    )
-    raise ConfigError("There is no such folder.", field="--storage", value=storage, remedy=remedy)
-
-
-def _place_of(spec: PipelineSpec) -> TrackingPlace:
-    uri = spec.tracking.uri or default_tracking_uri(Store.open(spec.storage))
-    return TrackingPlace(uri, spec.tracking.experiment or spec.name)
-
-
-def _recorded(place: TrackingPlace) -> TrackingPlace:
+        uri = parsed.tracking.uri or default_tracking_uri(Store.open(parsed.storage))
+        place = TrackingPlace(uri, parsed.tracking.experiment or parsed.name)
+    elif storage is not None:
+        place = TrackingPlace(default_tracking_uri(Store.open(storage, field="--storage")))
+    elif uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+        place = TrackingPlace(uri)
+    else:
+        raise ConfigError(
+            "No runs were named, this folder has neither a single spec nor .trainflow, and MLFLOW_TRACKING_URI is not "
+            "set.",
+            field="ui",
+            remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
+        )
     if place.sqlite_file is not None and not place.sqlite_file.is_file():
         raise ConfigError(
             "No run has been recorded there yet.",
@@ -144,7 +131,7 @@ def _recorded(place: TrackingPlace) -> TrackingPlace:
 
 
 @contextlib.contextmanager
-def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
+def _served(place: TrackingPlace, port: int | None) -> Iterator[str]:
     """MLflow's server inside the block; yields its address, with its token. One that runs already is used as it is.
 
     Everything it starts ends with the block, and also when this process is killed; no file is left then, either.
@@ -165,7 +152,7 @@ def served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def prefect_served() -> Iterator[str]:
+def _prefect_served() -> Iterator[str]:
     """A Prefect server inside the block, the embedded one unless another is configured; yields the link to its UI.
 
     Raises:
@@ -230,9 +217,9 @@ def _checked(port: int | None) -> int:
 def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            if _request(address, "GET", "/health") is not None:
-                return
+        with contextlib.suppress(OSError, HTTPException):
+            _request(address, "/health")
+            return
         time.sleep(0.1)
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
@@ -244,84 +231,48 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> Non
     )
 
 
-def show(place: TrackingPlace, port: int | None, out: Console) -> None:
-    """Serve MLflow and Prefect and print their links, until a signal ends the process.
-
-    Where MLflow has a server of its own, nothing is started and nothing waits: what runs is named.
-    """
-    with contextlib.ExitStack() as stack:
-        with out.status("starting MLflow"):
-            address = stack.enter_context(served(place, port))
-        out.print(f"MLflow:  {page(address, place.experiment)}")
-        if place.server is not None:
-            from trainflow.flows.server.membership import find_page
-
-            if link := find_page():
-                out.print(f"Prefect: {link}")
-            return
-        try:
-            with out.status("starting Prefect"):
-                link = stack.enter_context(prefect_served())
-            out.print(f"Prefect: {link}")
-        except TrainflowError as error:  # MLflow's pages are there all the same
-            out.print(f"Prefect: {error}")
-        out.print("Ctrl-C ends them. The links are for you alone: they carry passwords.")
-        while True:
-            time.sleep(3600)
-
-
-def page(address: str, experiment: str | None) -> str:
+def _page(address: str, experiment: str | None) -> str:
     """The page to open: the newest run of the experiment (of any, when None), else the experiment, else the start."""
     try:
-        found = [experiment_id] if (experiment_id := _experiment_id(address, experiment)) else []
-        searched = found or ([] if experiment else _all_experiments(address))
-        run = _newest_run(address, searched)
+        known = _experiments(address, experiment)
+        body = {"experiment_ids": known, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
+        newest = _request(address, "/api/2.0/mlflow/runs/search", body).get("runs", []) if known else []
     # The start page is always there; a deep link is a convenience.
-    except (OSError, ValueError, KeyError, http.client.HTTPException):
+    except (OSError, ValueError, KeyError, HTTPException):
         return address
     address = address if "?" in address else f"{address}/"
-    if run is not None:
-        return f"{address}#/experiments/{run[0]}/runs/{run[1]}?{TRAINING_VIEW}"
-    return f"{address}#/experiments/{found[0]}/runs?{TRAINING_VIEW}" if found else address
+    if newest:
+        info = newest[0]["info"]
+        return f"{address}#/experiments/{info['experiment_id']}/runs/{info['run_id']}?{TRAINING_VIEW}"
+    return f"{address}#/experiments/{known[0]}/runs?{TRAINING_VIEW}" if experiment and known else address
 
 
-def _experiment_id(address: str, name: str | None) -> str | None:
+def _experiments(address: str, name: str | None) -> list[str]:
+    """The ids of the experiments to look in: of that name, or all."""
     if name is None:
-        return None
-    path = f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(name)}"
-    answer = _request(address, "GET", path)
-    return None if answer is None else str(answer["experiment"]["experiment_id"])
+        answer = _request(address, "/api/2.0/mlflow/experiments/search", {"max_results": 1000})
+        return [str(experiment["experiment_id"]) for experiment in answer.get("experiments", [])]
+    answer = _request(address, f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(name)}")
+    return [str(answer["experiment"]["experiment_id"])]
 
 
-def _all_experiments(address: str) -> list[str]:
-    answer = _request(address, "POST", "/api/2.0/mlflow/experiments/search", {"max_results": 1000}) or {}
-    return [str(experiment["experiment_id"]) for experiment in answer.get("experiments", [])]
+def _request(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON answer to a GET, or to a POST of `body`; ``{}`` where it is not JSON.
 
-
-def _newest_run(address: str, experiments: list[str]) -> tuple[str, str] | None:
-    if not experiments:
-        return None
-    body = {"experiment_ids": experiments, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
-    runs = (_request(address, "POST", "/api/2.0/mlflow/runs/search", body) or {}).get("runs", [])
-    return (str(runs[0]["info"]["experiment_id"]), str(runs[0]["info"]["run_id"])) if runs else None
-
-
-def _request(address: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """The JSON answer ({} where it is not JSON); None when the server refuses."""
-    parts = urlsplit(address)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or HOST, parts.port, timeout=10)
-    try:
-        content = None if body is None else json.dumps(body)
-        headers = {"Content-Type": "application/json"}
-        if parts.query:
-            headers["Authorization"] = f"Bearer {parts.query.removeprefix('token=')}"
-        connection.request(method, parts.path.rstrip("/") + path, content, headers)
-        answer = connection.getresponse()
+    Raises:
+        OSError, HTTPException: the server does not answer, or refuses.
+    """
+    base, _, token = address.partition("?token=")
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(base.rstrip("/") + path, content)  # noqa: S310 - ours, or the user's tracking server
+    request.add_header("Content-Type", "application/json")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with _OPENER.open(request, timeout=10) as answer:
         data = answer.read()
-        if answer.status != http.HTTPStatus.OK:
-            return None
-        # /health answers "OK", which is not JSON.
-        return parse_json(data, dict) if data.startswith(b"{") else {}
-    finally:
-        connection.close()
+    # /health answers "OK", which is not JSON.
+    return parse_json(data, dict) if data.startswith(b"{") else {}
+
+
+# Not by a proxy: the server is on this machine, or one that the user named.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

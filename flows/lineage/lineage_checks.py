@@ -6,21 +6,36 @@ read in pieces, so a model that is larger than memory is verified as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import BrokenLineageError, ConfigError, DamagedError, StorageError
+from trainer_lib.errors import (
+    BrokenLineageError,
+    ConfigError,
+    DamagedError,
+    InfrastructureError,
+    StorageError,
+    StoreUnreachableError,
+)
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.huggingface import MAX_RECORD_BYTES, RECORD
 from trainer_lib.model_folder.lineage import FILE, CheckpointLink, StageLink
+from trainer_lib.model_folder.locate import find_model
+from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store, relative_problem
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit, verify_files
+from trainer_lib.trackers.mlflow_client import TOKEN_TAG, GoneError, connect_timed
+from trainer_lib.trackers.mlflow_registry import list_versions
+from trainer_lib.trackers.model_record import DIGEST_TAG
+from trainer_lib.trackers.shipper import Clock, shorten
 from trainflow.flows.lineage.lineage_chain import Chain
-from trainflow.flows.lineage.lineage_tracking import find_tracked, find_tracked_problems
 from trainflow.flows.records.recorded_spec import read_spec_record
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.keys.keys import canonical
@@ -28,9 +43,14 @@ from trainflow.tasks.keys.sources import find_absent, find_remote, fingerprints
 from trainflow.tasks.model.model_lineage import MODEL, find_inputs
 from trainflow.tasks.stage.facts import PublishFacts
 from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest
+from trainflow.tasks.tracking.mlflow_run import find_run_id, tracking_uri
 
 State = Literal["held", "broken", "not checked"]
 _KEY_BYTES = 16 << 20
+_TAG = "trainflow."
+_SHORT = 16
+"""Characters of a key that a run's tag has."""
+_SQLITE = "sqlite:///"
 _MOST = 20
 """Problems of one link that are named."""
 
@@ -77,45 +97,31 @@ class _NotCheckedError(Exception):
     """A link cannot be reached from here; the text says why."""
 
 
-def verify_chain(chain: Chain, config: TrackingConfig, note: Callable[[LinkCheck], object] = id) -> list[LinkCheck]:
-    """Hash every link of a chain again.
-
-    Args:
-        config: the tracking settings that name the MLflow server.
-        note: called with each link as soon as it is checked.
-    """
-    found: list[LinkCheck] = []
-    for check in _checks(chain, config):
-        found.append(check)
-        note(check)
-    return found
-
-
-def require_held(checks: Sequence[LinkCheck]) -> None:
-    """Raise for the first link that is broken.
-
-    Raises:
-        BrokenLineageError: names the link, its place and what differs. ConfigError: nothing could be checked.
-    """
+def find_failure(checks: Sequence[LinkCheck]) -> BrokenLineageError | ConfigError | None:
+    """The failure of a verification: the first link that is broken, or that nothing could be checked; None: it held."""
     broken = [check for check in checks if check.state == "broken"]
     if broken:
         first = broken[0]
         more = f" {len(broken) - 1} more of the {len(checks)} links do not hold." if len(broken) > 1 else ""
-        raise BrokenLineageError(
+        return BrokenLineageError(
             f"The link {first.link} does not hold: {first.problems[0]}.{more}",
             field=first.link,
             value=first.where or None,
             remedy="Restore the file, or run the pipeline again: what is damaged is made again.",
         )
-    if not any(check.state == "held" for check in checks):
-        raise ConfigError(
-            "No link could be checked from here.",
-            field="X",
-            remedy="Name the storage of the run: --storage URL.",
-        )
+    if any(check.state == "held" for check in checks):
+        return None
+    return ConfigError(
+        "No link could be checked from here.", field="X", remedy="Name the storage of the run: --storage URL."
+    )
 
 
-def _checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
+def verify_chain(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
+    """Hash every link of a chain again.
+
+    Args:
+        config: the tracking settings that name the MLflow server.
+    """
     if chain.lineage.sources:
         yield _check("sources", "", partial(_look_at_sources, chain))
     for link in chain.lineage.stages:
@@ -154,7 +160,7 @@ def _check(link: str, where: str, look: Callable[[_Looked], None]) -> LinkCheck:
 
 
 def _look_at_stage(chain: Chain, link: StageLink, seen: _Looked) -> None:
-    store = _reach(chain, chain.stage_folder(link))
+    store = _reach(chain.stage_folder(link))
     commit = _read(store, "stage")
     key = str(commit.meta.get("key"))
     if commit.meta.get("stage") != link.stage or not key.startswith(link.key):
@@ -196,9 +202,8 @@ def _look_at_key(store: Store, key: str, stage: str, seen: _Looked) -> dict[str,
 
 
 def _look_at_checkpoint(chain: Chain, link: CheckpointLink, seen: _Looked) -> None:
-    train = chain.lineage.stage("train")
-    stage = None if train is None else chain.stage_folder(train)
-    store = _reach(chain, None if stage is None else stage.child("checkpoints", link.name))
+    stage = _reach(chain.stage_folder(chain.lineage.stage("train")))
+    store = stage.child("checkpoints", link.name)
     commit = _read(store, "checkpoint")
     if commit.content_digest != link.content_digest:
         digests = f"{commit.content_digest[:12]}…, the lineage has {link.content_digest[:12]}…"
@@ -220,7 +225,7 @@ def _compare_publication(chain: Chain, store: Store, commit: Commit, seen: _Look
 
 
 def _look_at_publication(chain: Chain, seen: _Looked) -> None:
-    store = _reach(chain, chain.publication)
+    store = _reach(chain.publication)
     entries = _published_entries(store, chain)
     seen.add(entries)
     seen.problems += _compare_files(store, entries)
@@ -284,8 +289,7 @@ def _compare_files(store: Store, entries: Iterable[FileEntry]) -> Iterator[str]:
 
 def _compare_with_training(chain: Chain, listed: dict[str, FileEntry], seen: _Looked) -> None:
     """The published weights are those that train committed, where the storage can be read."""
-    train = chain.lineage.stage("train")
-    folder = None if train is None else chain.stage_folder(train)
+    folder = chain.stage_folder(chain.lineage.stage("train"))
     try:
         commit = None if folder is None else read_commit(folder, kind="stage")
     except StorageError:  # its own link says so
@@ -301,7 +305,7 @@ def _compare_with_training(chain: Chain, listed: dict[str, FileEntry], seen: _Lo
 
 def _look_at_run(chain: Chain, seen: _Looked) -> None:
     """The spec, the recipe and the description that the run kept."""
-    folder = _reach(chain, chain.run_folder)
+    folder = _reach(chain.run_folder)
     seen.problems += [text for link, text in chain.damage if link == "run"]
     if chain.recorded is not None:
         entries = chain.recorded.files
@@ -358,7 +362,7 @@ def _tracked_checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]
 # -- reaching ---------------------------------------------------------------------------------------------------------
 
 
-def _reach(chain: Chain, store: Store | None) -> Store:
+def _reach(store: Store | None) -> Store:
     if store is None:
         raise _NotCheckedError("its storage is not known here; --storage URL names it")
     return store
@@ -371,3 +375,111 @@ def _read(store: Store, kind: str) -> Commit:
     if store.children():
         raise DamagedError("The commit file is missing.", field=f"{store.url}/{COMMIT}")
     raise _NotCheckedError("it is not on the storage any more")
+
+
+# -- MLflow -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrackedLinks:
+    """What MLflow has of a chain.
+
+    Attributes:
+        uri: its address, without credentials.
+        run_id: of the run.
+        tags: of the run.
+        versions: of registered models: name, version, aliases, and the tags that trainflow gave it.
+        digest: under which the registry has the model of the chain; None where its run does not describe it.
+    """
+
+    uri: str
+    run_id: str
+    tags: Mapping[str, str]
+    versions: tuple[Mapping[str, Any], ...] = ()
+    digest: str | None = None
+
+
+def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
+    """Ask the tracking server that this machine uses for the run of a chain.
+
+    Raises:
+        ConfigError: there is nothing to ask: no server is known, or it does not have the run.
+        StoreUnreachableError: it does not answer.
+    """
+    lineage = chain.lineage
+    if lineage.mlflow_run_id is None and lineage.tracked_run is None:
+        raise ConfigError("The run was not tracked.")
+    uri = tracking_uri(config, chain.storage) if chain.storage is not None else os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:
+        raise ConfigError("No tracking server is known here; MLFLOW_TRACKING_URI names one.")
+    if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).is_file():
+        raise ConfigError("The database of MLflow is not on this machine.")
+    try:
+        client: Any = connect_timed(uri, Clock())
+        run = _find_run(client, chain)
+        if run is None:
+            raise ConfigError(f"The tracking server {mask(uri)} does not have the run.")
+        digest = _model_digest(chain)
+        versions = tuple(_versions(client, digest, run))
+        return TrackedLinks(mask(uri), run.info.run_id, dict(run.data.tags), versions, digest)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever mlflow raises
+        raise StoreUnreachableError(
+            f"The tracking server does not answer: {shorten(error)}.", field="tracking", value=mask(uri)
+        ) from error
+
+
+def find_tracked_problems(chain: Chain, found: TrackedLinks) -> Iterator[tuple[str, str]]:
+    """What differs between a chain and what MLflow has, as (link, sentence)."""
+    for link in chain.lineage.stages:
+        tag = found.tags.get(f"{_TAG}{link.stage}")
+        if tag is not None and tag != link.key[:_SHORT]:
+            yield "MLflow run", f"tag {_TAG}{link.stage}: {tag}, the lineage has {link.key[:_SHORT]}"
+    published = chain.lineage.publication
+    tag = found.tags.get("trainflow.published_digest")
+    if published is not None and tag is not None and tag != published.content_digest:
+        yield "MLflow run", f"tag trainflow.published_digest: {tag[:12]}…, published {published.content_digest[:12]}…"
+    digest = found.digest
+    for version in found.versions:
+        name = f"{version['name']} version {version['version']}"
+        if digest is not None and version["tags"].get(DIGEST_TAG) != digest:
+            yield name, f"tag {DIGEST_TAG}: {version['tags'].get(DIGEST_TAG)}, the model has {digest}"
+        for link in chain.lineage.stages:
+            tag = version["tags"].get(f"{_TAG}{link.stage}")
+            if tag is not None and tag != link.key:
+                yield name, f"tag {_TAG}{link.stage}: {tag[:_SHORT]}, the lineage has {link.key[:_SHORT]}"
+
+
+def _find_run(client: Any, chain: Chain) -> Any:
+    lineage = chain.lineage
+    run_id = lineage.mlflow_run_id
+    if run_id is None and chain.storage is not None:
+        run_id = find_run_id(chain.storage, lineage.tracked_run)
+    if run_id is not None:
+        with contextlib.suppress(GoneError):
+            return client.get_run(run_id)
+        return None
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    query = f"tags.`{TOKEN_TAG}` = '{lineage.tracked_run}'"
+    found = client.search_runs(experiments, query, max_results=1)
+    return found[0] if found else None
+
+
+def _versions(client: Any, digest: str | None, run: Any) -> Iterator[dict[str, Any]]:
+    """The versions that the run registered, and those of the same model."""
+    for each in list_versions(client):
+        if each["run_id"] == run.info.run_id or (digest is not None and each["digest"] == digest):
+            shown = {key: value for key, value in each["tags"].items() if key.startswith(_TAG)}
+            yield {"name": each["name"], "version": each["version"], "aliases": each["aliases"], "tags": shown}
+
+
+def _model_digest(chain: Chain) -> str | None:
+    """The digest under which the registry has the model; None where the run does not describe it."""
+    folder = chain.run_folder or chain.publication
+    if folder is None:
+        return None
+    try:
+        return find_model(folder.url).digest()
+    except (ConfigError, StorageError, InfrastructureError):
+        return None

@@ -86,20 +86,17 @@ class Outcome:
         """As plain JSON."""
         return asdict(self)
 
-    def require_same(self) -> None:
-        """Raise for what differs.
-
-        Raises:
-            NotReproducibleError: names the first difference.
-        """
-        if self.verdict == "different":
-            more = f" {len(self.differences) - 1} more differ." if len(self.differences) > 1 else ""
-            raise NotReproducibleError(
-                f"The second run differs from the recorded one: {self.differences[0]}.{more}",
-                field=self.run,
-                value=self.to,
-                remedy="Use the versions and the kind of processor of the run; --tolerance compares numbers instead.",
-            )
+    def failure(self) -> NotReproducibleError | None:
+        """The failure that names the first difference; None: there is none."""
+        if self.verdict != "different":
+            return None
+        more = f" {len(self.differences) - 1} more differ." if len(self.differences) > 1 else ""
+        return NotReproducibleError(
+            f"The second run differs from the recorded one: {self.differences[0]}.{more}",
+            field=self.run,
+            value=self.to,
+            remedy="Use the versions and the kind of processor of the run; --tolerance compares numbers instead.",
+        )
 
 
 class Reproduction:

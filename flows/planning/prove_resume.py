@@ -180,7 +180,7 @@ class _Proof:
         # `.fn` runs it without Prefect: a proof needs neither a server nor retries.
         return prepare_data.fn(self._spec.prepare, self._context)
 
-    def _train(self, name: str, proof: Proof = Proof()) -> TrainResult:  # noqa: B008 - frozen
+    def _train(self, name: str, proof: Proof | None = None) -> TrainResult:
         from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
         train, attempt = self._spec.train, self._attempt(name)
@@ -191,7 +191,7 @@ class _Proof:
             train_split=train.train_split,
             eval_split=train.eval_split,
             metrics=self._context.metrics,
-            proof=proof,
+            proof=proof or Proof(),
         )
         return self._launched(request, attempt)
 
@@ -339,24 +339,10 @@ def write_record(verdict: Mapping[str, Any], path: Path) -> None:
 
 
 def describe_record(verdict: Mapping[str, Any]) -> list[Text]:
-    """What was compared, in lines for a terminal.
-
-    Raises:
-        NotReproducibleError: something differs.
-    """
-    compared, stopped = verdict["compared"], verdict["stopped"]
-    how = f"stopped by {stopped['by']} after step {stopped['after_step']}, resumed from {verdict['resumed_from']}"
-    if (difference := verdict["first_difference"]) is not None:
-        where = f"step {difference['step']}, " if difference["step"] is not None else ""
-        raise NotReproducibleError(
-            f"{where}{difference['what']}: {difference['whole']} without an interruption, {difference['resumed']} with "
-            f"one ({how}).",
-            field=verdict["spec"],
-            remedy=_remedy(verdict),
-            details=json.dumps(verdict["differences"], indent=1),
-        )
+    """What was compared and is equal, in lines for a terminal."""
+    compared = verdict["compared"]
     return [
-        Text(f"equal  {verdict['spec']}: {verdict['steps']} steps, {how}", "green"),
+        Text(f"equal  {verdict['spec']}: {verdict['steps']} steps, {_describe_stop(verdict)}", "green"),
         Text(
             f"       {compared['steps']} losses, {compared['grad_norms']} gradient norms, "
             f"{compared['learning_rates']} learning rates, {compared['evaluations']} evaluations; "
@@ -367,13 +353,27 @@ def describe_record(verdict: Mapping[str, Any]) -> list[Text]:
     ]
 
 
-def _remedy(verdict: Mapping[str, Any]) -> str:
-    if not verdict["repeatable"]:
-        return (
-            "Two uninterrupted runs differ as well: set train.args.full_determinism=true, and look for time, "
-            "threads or unseeded generators in the recipe."
-        )
-    return "Look for state that no checkpoint holds: in callbacks (ExportableState), the data (state_dict), globals."
+def find_failure(verdict: Mapping[str, Any]) -> NotReproducibleError | None:
+    """The failure of a proof: the first difference; None: there is none."""
+    if (difference := verdict["first_difference"]) is None:
+        return None
+    where = f"step {difference['step']}, " if difference["step"] is not None else ""
+    return NotReproducibleError(
+        f"{where}{difference['what']}: {difference['whole']} without an interruption, {difference['resumed']} with "
+        f"one ({_describe_stop(verdict)}).",
+        field=verdict["spec"],
+        remedy="Look for state that no checkpoint holds: in callbacks (ExportableState), the data (state_dict), "
+        "globals."
+        if verdict["repeatable"]
+        else "Two uninterrupted runs differ as well: set train.args.full_determinism=true, and look for time, threads "
+        "or unseeded generators in the recipe.",
+        details=json.dumps(verdict["differences"], indent=1),
+    )
+
+
+def _describe_stop(verdict: Mapping[str, Any]) -> str:
+    stopped = verdict["stopped"]
+    return f"stopped by {stopped['by']} after step {stopped['after_step']}, resumed from {verdict['resumed_from']}"
 
 
 def _digest(value: Any) -> str:

@@ -1,13 +1,17 @@
-"""The result of a pipeline run: one outcome per stage, and where the run can be looked at. No engine is imported."""
+"""The result of a pipeline run, the one source of what its summary, report, note and message say. Imports no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import TrainflowError
+from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement
+from trainflow.tasks.stage.progress import duration
 
 RUN_ID_CHARS = 16
 """A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
@@ -32,6 +36,11 @@ class StageOutcome:
     seconds: float = 0.0
     manifest: dict[str, Any] | None = None
     places: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def took(self) -> str:
+        """Its time in words; empty below half a second."""
+        return duration(self.seconds) if self.seconds >= 0.5 else ""
 
 
 @dataclass
@@ -66,6 +75,21 @@ class PipelineResult:
     def outcome(self, stage: str) -> StageOutcome | None:
         """The outcome of `stage`; None if the run never reached it."""
         return next((outcome for outcome in self.stages if outcome.stage == stage), None)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Label -> place of what the run left: what its stages made, the report, the MLflow run."""
+        places = {label: url for outcome in self.stages for label, url in outcome.places.items()}
+        mlflow = f"{self.mlflow_run_id} in {self.tracking_uri or ''}" if self.mlflow_run_id else ""
+        places |= {"report": self.report_url or "", "MLflow run": (mlflow and self.run_url) or mlflow}
+        return {label: place for label, place in places.items() if place}
+
+    def measured(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """The splits that stages measured, with their metrics."""
+        for outcome in self.stages:
+            for split, values in ((outcome.manifest or {}).get("metrics") or {}).items():
+                if isinstance(values, Mapping):
+                    yield split, values
 
     def raise_for_error(self) -> None:
         """Raise the failure that ended the run, if there is one."""
@@ -126,3 +150,28 @@ def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[s
         elif isinstance(value, int | float) and not isinstance(value, bool) and (timings or is_measurement(name)):
             flat[name] = value
     return flat
+
+
+def summarize(result: PipelineResult) -> str:
+    """The summary of a run as Markdown, for Prefect and MLflow: stages, warnings about the data, places."""
+    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    lines = [f"# {_markdown(result.name)}: {_markdown(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
+    for outcome in result.stages:
+        lines.append(f"| {outcome.stage} | {outcome.status} | {outcome.took} | {_markdown(outcome.reason)} |")
+    noted = [(outcome.manifest or {}).get("meta", {}).get("warnings") for outcome in result.stages]
+    warnings = [f"- warning: {_markdown(str(text))}" for texts in noted if isinstance(texts, list) for text in texts]
+    lines += ["", *warnings] if warnings else []
+    places = result.places
+    if places.get("MLflow run") and not result.run_url:
+        places["MLflow run"] += f"; trainflow ui --storage {result.storage}"
+    return "\n".join([*lines, "", *(f"- {label}: {_link(url)}" for label, url in places.items())])
+
+
+def _link(url: str) -> str:
+    if re.match(r"https?://\S+$", url):
+        return f"[{_markdown(url)}]({mask(url)})"
+    return f"`{mask(url).replace('`', '')}`"
+
+
+def _markdown(text: str) -> str:
+    return to_markdown(mask(text))

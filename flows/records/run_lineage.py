@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer_lib.errors import DamagedError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.model_folder.description import SOURCE
 from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.storage.commit import read_commit
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, KEYS_FILE, SPEC_FILE
 from trainflow.flows.stages import stage_names
 from trainflow.tasks.model.model_lineage import describe_lineage
-from trainflow.tasks.stage.manifest import StageManifest, stage_folder
+from trainflow.tasks.stage.manifest import look_up_in
 
 _KEPT = (SPEC_FILE, ARGUMENTS_FILE, KEYS_FILE, MODEL_FILE)
 
@@ -47,8 +45,8 @@ def compose_lineage(
     """
     keys = {str(stage): str(key) for stage, key in dict(record.get("stages") or {}).items()}
     order = [*(name for name in stage_names() if name in keys), *sorted(set(keys) - set(stage_names()))]
-    found = {name: _read_manifest(storage, name, keys[name]) for name in order}
-    manifests = [manifest for manifest in found.values() if manifest is not None]
+    found = (look_up_in(storage, name, keys[name]) for name in order)
+    manifests = [manifest for manifest in found if manifest is not None and manifest.key == keys[manifest.stage]]
     lineage = describe_lineage(
         str(record.get("name")),
         manifests,
@@ -60,16 +58,6 @@ def compose_lineage(
     # A stage whose commit file is gone or damaged is a link all the same.
     stages = tuple(known.get(name, StageLink(stage=name, key=keys[name])) for name in order)
     return Lineage(**{**vars(lineage), "stages": stages})
-
-
-def _read_manifest(storage: str, stage: str, key: str) -> StageManifest | None:
-    store = stage_folder(Store.open(storage), stage, key)
-    try:
-        commit = read_commit(store, kind="stage")
-        manifest = None if commit is None else StageManifest.from_commit(store.url, commit)
-    except DamagedError:
-        return None
-    return manifest if manifest is not None and manifest.key == key else None
 
 
 def _kept_files(folder: Store) -> Iterator[FileEntry]:

@@ -82,6 +82,11 @@ class Attempt:
     error: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
 
+    @property
+    def place(self) -> str:
+        """The rank and the step of its failure, as the end of a phrase."""
+        return "".join(f", {key} {self.error[key]}" for key in ("rank", "step") if self.error.get(key) is not None)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         return dict(vars(self))

@@ -10,7 +10,6 @@ from trainer_lib.errors import ConfigError, Interrupted, Preempted, Pruned, Trai
 from trainflow.flows.records.past_runs import PastRun, run_folder
 from trainflow.flows.records.recorded_spec import read_spec_record
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, collect_metrics
-from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.tracking.notify_settings import BLOCK, End, NotifySettings
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def describe_run(result: PipelineResult) -> Message:
     state = state_of(result.error)
     name = result.run_name or result.name
     lines = [
-        f"{outcome.stage}: {outcome.status}" + (f", {duration(outcome.seconds)}" if outcome.seconds >= 0.5 else "")
+        f"{outcome.stage}: {outcome.status}" + (f", {outcome.took}" if outcome.took else "")
         for outcome in result.stages
         if outcome.status != "skipped"
     ]

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.records.results import PipelineResult, summarize
 from trainflow.flows.reports.charts import LOSS
 from trainflow.flows.reports.report import REPORT, render_report
 from trainflow.flows.reports.report_facts import collect_facts
-from trainflow.flows.reports.run_summary import summarize
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.progress import Event, describe, subscribe
 
@@ -147,7 +146,8 @@ def make_artifacts(result: PipelineResult, pictures: Mapping[str, bytes]) -> lis
     found = [
         {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
     ]
-    if rows := _metric_rows(result):
+    measured = [(split, name, value) for split, values in result.measured() for name, value in values.items()]
+    if rows := [{"split": split, "metric": name, "value": _plain(value)} for split, name, value in measured]:
         found.append({"key": "metrics", "type": "table", "data": json.dumps(rows), "description": "Measured quality"})
     if result.gates:
         names = ("metric", "requirement", "value", "passed")
@@ -175,16 +175,6 @@ def _flow_run_id() -> Any:
 
     context = FlowRunContext.get()
     return None if context is None or context.flow_run is None else context.flow_run.id
-
-
-def _metric_rows(result: PipelineResult) -> list[dict[str, Any]]:
-    rows = []
-    for outcome in result.stages:
-        for split, values in ((outcome.manifest or {}).get("metrics") or {}).items():
-            if isinstance(values, Mapping):
-                measured = values.items()
-                rows += [{"split": split, "metric": name, "value": _plain(value)} for name, value in measured]
-    return rows
 
 
 def _plain(value: Any) -> Any:

@@ -20,8 +20,7 @@ from trainer_lib.trackers.names import flatten_params, with_intervals
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.ending import expected_ending
 from trainflow.flows.records.prefect_runs import configured_api
-from trainflow.flows.records.results import PipelineResult, collect_metrics
-from trainflow.flows.reports.run_summary import summarize
+from trainflow.flows.records.results import PipelineResult, collect_metrics, summarize
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest

@@ -28,14 +28,14 @@ from trainer_lib.locks.readers import list_readers
 from trainer_lib.locks.removal import REMOVING, announce_removal, remove_run, withdraw_removal
 from trainer_lib.secrets import MASK, mask
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import COMMIT, read_commit, withdraw_folder
+from trainer_lib.storage.commit import COMMIT, withdraw_folder
 from trainflow.flows.records.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs, raise_damage
 from trainflow.flows.runs.heartbeat import read_signs
 from trainflow.flows.stages import stage_names
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.keys.keys import FOLDER_CHARS
 from trainflow.tasks.stage.facts import PublishFacts
-from trainflow.tasks.stage.manifest import STAGES, StageManifest, read_key_fields
+from trainflow.tasks.stage.manifest import STAGES, look_up_in, read_key_fields
 from trainflow.tasks.tracking.mlflow_run import default_tracking_uri, tracking_uri
 
 # What refers to the results on a storage: runs, tags, publications, versions in MLflow's registry.
@@ -86,24 +86,19 @@ def folders_of(run: PastRun) -> set[Folder]:
 
 def find_publications(storage: str) -> list[Referrer]:
     """The publications of this storage's models that are still there, as far as that can be seen without a hub."""
-    root = Store.open(storage)
-    stages = root.child(STAGES, PUBLISH)
-    found = (_read_publication(storage, stages.child(name)) for name in stages.children())
-    return [each for each in found if each is not None]
+    return [
+        Referrer(f"published as {mask(manifest.facts.published_url)}", _published_folders(storage, manifest.key))
+        for name in Store.open(storage).children(f"{STAGES}/{PUBLISH}")
+        if (manifest := look_up_in(storage, PUBLISH, name)) is not None
+        and isinstance(manifest.facts, PublishFacts)
+        and _is_there(manifest.facts)
+    ]
 
 
-def _read_publication(storage: str, store: Store) -> Referrer | None:
-    try:
-        commit = read_commit(store, kind="stage")
-        manifest = None if commit is None else StageManifest.from_commit(store.url, commit)
-    except DamagedError:
-        return None
-    if manifest is None or not isinstance(manifest.facts, PublishFacts) or not _is_there(manifest.facts):
-        return None
-    inputs = (read_key_fields(storage, PUBLISH, manifest.key) or {}).get("stage_keys")
-    keys = {**(inputs if isinstance(inputs, dict) else {}), PUBLISH: manifest.key}
-    folders = frozenset((stage, str(key)[:FOLDER_CHARS]) for stage, key in keys.items())
-    return Referrer(f"published as {mask(manifest.facts.published_url)}", folders)
+def _published_folders(storage: str, key: str) -> frozenset[Folder]:
+    inputs = (read_key_fields(storage, PUBLISH, key) or {}).get("stage_keys")
+    keys = {**(inputs if isinstance(inputs, dict) else {}), PUBLISH: key}
+    return frozenset((stage, str(of_stage)[:FOLDER_CHARS]) for stage, of_stage in keys.items())
 
 
 def _is_there(facts: PublishFacts) -> bool:

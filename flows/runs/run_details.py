@@ -1,25 +1,27 @@
-"""Everything that is recorded about one run: its stages, settings, code, data, versions, metrics, places, attempts.
+"""Everything that is recorded about one run, and how two runs differ.
 
 Read from the run's folder and the commit files of its stages; no result is opened or verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer_lib.base.json_text import parse_record
-from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import read_commit
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, SPEC_FILE, PastRun, read_tags, run_folder
 from trainflow.flows.records.plan_record import Comparison, compare, read_plan_record
 from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
+from trainflow.flows.records.run_names import flat_settings
 from trainflow.flows.stages import find_stage, stage_names
+from trainflow.tasks.code.reach import Place
+from trainflow.tasks.keys.code_changes import describe_code
+from trainflow.tasks.keys.keys import Difference, differences
 from trainflow.tasks.stage.facts import PrepareFacts
-from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest, stage_folder
+from trainflow.tasks.stage.manifest import KEY_FILE, look_up_in, stage_folder
 
 _REPORT = "report.html"
 _LIMIT = 64 << 20
@@ -39,7 +41,7 @@ class StageDetails:
         digest: content digest of its files.
         metrics: name -> number.
         places: label -> URL of what people look for.
-        fields: every field of the key, and where the code stands; empty where the record of the key is gone.
+        record: the record of the key; empty where it is gone.
     """
 
     stage: str
@@ -53,12 +55,17 @@ class StageDetails:
     metrics: Mapping[str, float] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of its key."""
+        return self.record.get("fields") or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON, without the fields of the key."""
+        """As plain JSON, without the record of the key."""
         plain = asdict(self)
-        plain.pop("fields")
+        plain.pop("record")
         return plain
 
 
@@ -97,7 +104,7 @@ class RunDetails:
         """The versions that change numerics, as the stages' keys hold them."""
         found: dict[str, str] = {}
         for stage in self.stages:
-            versions = (stage.fields.get("fields") or {}).get("versions")
+            versions = stage.fields.get("versions")
             found |= versions if isinstance(versions, dict) else {}
         return found
 
@@ -183,38 +190,23 @@ def _read_stage(storage: str, run: PastRun, name: str, is_at_work: bool) -> Stag
     if key is None:
         return StageDetails(name, state, seconds, reason)
     store = stage_folder(Store.open(storage), name, key)
-    manifest, row = _read_manifest(store), find_stage(name)
-    found = StageDetails(
+    manifest, row = look_up_in(storage, name, key), find_stage(name)
+    facts = None if manifest is None else manifest.facts
+    splits = facts.splits if isinstance(facts, PrepareFacts) else {}
+    return StageDetails(
         stage=name,
         state=state,
         seconds=seconds,
         reason=reason,
         key=key,
         url=store.url,
-        fields=_read_json(store, KEY_FILE),
+        committed=None if manifest is None else manifest.created,
+        digest=None if manifest is None else manifest.content_digest,
+        metrics={} if manifest is None else flat_metrics(manifest.metrics),
+        places={} if manifest is None or row is None else dict(row.places(manifest)),
+        rows={split: counts.rows for split, counts in splits.items()},
+        record=_read_json(store, KEY_FILE),
     )
-    if manifest is None:
-        return found
-    facts = manifest.facts
-    splits = facts.splits if isinstance(facts, PrepareFacts) else {}
-    return StageDetails(
-        **{
-            **vars(found),
-            "committed": manifest.created,
-            "digest": manifest.content_digest,
-            "metrics": flat_metrics(manifest.metrics),
-            "places": {} if row is None else dict(row.places(manifest)),
-            "rows": {split: each.rows for split, each in splits.items()},
-        }
-    )
-
-
-def _read_manifest(store: Store) -> StageManifest | None:
-    try:
-        commit = read_commit(store, kind="stage")
-        return None if commit is None else StageManifest.from_commit(store.url, commit)
-    except DamagedError:
-        return None
 
 
 def _read_spec(folder: Store) -> dict[str, Any]:
@@ -230,3 +222,128 @@ def _read_spec(folder: Store) -> dict[str, Any]:
 
 def _read_json(folder: Store, name: str) -> dict[str, Any]:
     return parse_record(folder.read_if_exists(name, limit=_LIMIT))
+
+
+# -- differences ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MetricPair:
+    """One metric of two runs; None where a run does not have it."""
+
+    name: str
+    old: float | None
+    new: float | None
+
+    @property
+    def delta(self) -> float | None:
+        """The second minus the first."""
+        return None if self.old is None or self.new is None else self.new - self.old
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {**vars(self), "delta": self.delta}
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """The differences of the second of two runs from the first, and all metrics of both.
+
+    Attributes:
+        spec: settings.
+        code: sentences about functions, statements and files.
+        data: sentences about sources, prepared data and its splits.
+        versions: of packages and of Python.
+        arguments: training arguments that differ although no setting of the spec says so.
+        metrics: every metric that one of them has.
+    """
+
+    old: RunDetails
+    new: RunDetails
+    spec: list[Difference]
+    code: list[str]
+    data: list[str]
+    versions: list[Difference]
+    arguments: list[Difference]
+    metrics: list[MetricPair]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both were made from the same."""
+        return not any((self.spec, self.code, self.data, self.versions, self.arguments))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+
+        def plain(found: list[Difference]) -> list[dict[str, Any]]:
+            return [{"field": change.field, "old": change.old, "new": change.new} for change in found]
+
+        return {
+            "runs": [{"id": side.run.id, "run_name": side.run.run_name} for side in (self.old, self.new)],
+            "equal": self.is_equal,
+            "spec": plain(self.spec),
+            "code": self.code,
+            "data": self.data,
+            "versions": plain(self.versions),
+            "arguments": plain(self.arguments),
+            "metrics": [pair.to_dict() for pair in self.metrics],
+        }
+
+
+def compare_runs(old: RunDetails, new: RunDetails) -> RunComparison:
+    """Compare two runs."""
+    spec = differences(flat_settings(old.spec), flat_settings(new.spec))
+    return RunComparison(
+        old=old,
+        new=new,
+        spec=spec,
+        code=_compare_code(old, new),
+        data=list(_compare_data(old.stage("prepare-data"), new.stage("prepare-data"))),
+        versions=differences(old.versions, new.versions),
+        arguments=_compare_arguments(old, new, {change.field for change in spec}),
+        metrics=[
+            MetricPair(name, old.metrics.get(name), new.metrics.get(name)) for name in {**new.metrics, **old.metrics}
+        ],
+    )
+
+
+def _compare_code(old: RunDetails, new: RunDetails) -> list[str]:
+    """What the stages' functions reach that differs; files where the stages' keys are gone."""
+    sentences: dict[str, None] = {}
+    is_known = False
+    for stage in old.stages:
+        other = new.stage(stage.stage)
+        if other is None or not stage.record or not other.record:
+            continue
+        is_known = True
+        code = [change for change in differences(stage.fields, other.fields) if change.field.startswith("recipe.")]
+        recorded = other.record.get("places")
+        pairs = recorded.items() if isinstance(recorded, Mapping) else ()
+        places = {label: Place(*place) for label, place in pairs if isinstance(place, list)}
+        sentences |= {str(change): None for change in describe_code(code, stage.record.get("places"), places)}
+    if is_known:
+        return list(sentences)
+    return [str(change) for change in differences(old.run.sources, new.run.sources)]
+
+
+def _compare_data(old: StageDetails | None, new: StageDetails | None) -> Iterator[str]:
+    if old is None or new is None:
+        return
+    sources = ({"sources": side.fields.get("sources")} for side in (old, new))
+    yield from map(str, differences(*sources))
+    if old.digest and new.digest and old.digest != new.digest:
+        yield f"the prepared data differs: {old.digest[:12]} -> {new.digest[:12]}"
+    rows = ({f"rows of {split}": count for split, count in side.rows.items()} for side in (old, new))
+    yield from map(str, differences(*rows))
+
+
+def _compare_arguments(old: RunDetails, new: RunDetails, named: set[str]) -> list[Difference]:
+    """Arguments that differ beyond the settings; those that evaluate and predict take over from train come once."""
+    found: dict[str, Difference] = {}
+    for stage in stage_names():
+        before, after = old.arguments.get(stage), new.arguments.get(stage)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            for change in differences(before, after):
+                if not any(name.endswith(f".args.{change.field}") for name in named):
+                    found.setdefault(change.field, change)
+    return list(found.values())

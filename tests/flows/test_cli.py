@@ -32,8 +32,7 @@ from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
-from trainflow.flows.cli import inventory
-from trainflow.flows.cli import main as cli_main
+from trainflow.flows.cli import checkpoints, execution
 
 # The shortest chain that trains: two launches.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
@@ -89,7 +88,7 @@ def test_a_failure_of_our_own_is_one_line_and_a_file(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("the sky fell")
 
-    monkeypatch.setattr(cli_main, "load_spec", broken)
+    monkeypatch.setattr(execution, "load_spec", broken)
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
     done = cli("run", spec, env=env)
     assert done.code == 1
@@ -447,10 +446,10 @@ def test_one_that_is_being_read_says_so_and_stays(root: Path, cli: Cli) -> None:
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(ConfigError, match="transformers Trainer") as caught:
-        inventory.find(str(tmp_path))
+        checkpoints.find(str(tmp_path))
     assert "import" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="No committed checkpoint is there"):
-        inventory.find(str(tmp_path / "absent"))
+        checkpoints.find(str(tmp_path / "absent"))
 
 
 def test_every_damaged_byte_is_found_by_verify_which_shows_how_far_it_is(

@@ -18,8 +18,8 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, write_commit
 from trainer_lib.trackers import mlflow_client, mlflow_registry
 from trainer_lib.trackers.mlflow_registry import ModelVersion
-from trainflow.flows.cli import cleaning
 from trainflow.flows.cli import main as cli
+from trainflow.flows.cli import options
 from trainflow.flows.records.past_runs import find_run, list_runs, tag_run
 from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
@@ -88,7 +88,7 @@ def test_a_link_is_named_and_left_with_what_is_behind_it(
     left = sorted(f"{storage}/{link}" for link in links if "checkpoints" not in link)
     assert sorted(found.links) == left
     assert sorted(outside.rglob("*")) == before
-    monkeypatch.setattr(cleaning, "quiet_environment", lambda: None)
+    monkeypatch.setattr(options, "quiet_environment", lambda: None)
     cli.application()(["gc", "--storage", str(storage), "--delete", "--skip-registry"], standalone_mode=False)
     told = capsys.readouterr().out.replace("\n", "")
     assert all(f"link  {link}  neither followed" in told for link in left)
@@ -100,7 +100,7 @@ def test_the_command_that_is_named_removes_what_was_shown(
 ) -> None:
     storage = str(tmp_path)
     ids = nightly(storage, 3)
-    monkeypatch.setattr(cleaning, "quiet_environment", lambda: None)
+    monkeypatch.setattr(options, "quiet_environment", lambda: None)
     words = ["gc", "--storage", storage, "--keep", "1", "--skip-registry"]
     monkeypatch.setattr("sys.argv", ["trainflow", *words])
     cli.application()(words, standalone_mode=False)

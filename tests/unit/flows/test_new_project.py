@@ -14,7 +14,7 @@ from tests.support.toy import SPEC
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import ABOUT
-from trainflow.flows.cli.completion import complete_override, complete_recipe
+from trainflow.flows.cli.options import complete_override, complete_recipe
 from trainflow.flows.new_project import starting
 from trainflow.flows.new_project.starting import FILES, diabetes, elnino, wine
 from trainflow.flows.spec.schema import argument_schemas, spec_schema

@@ -33,10 +33,8 @@ from trainflow.flows.records.results import StageOutcome, describe_outcomes, fla
 from trainflow.flows.records.run_logs import LogReader, read_attempts
 from trainflow.flows.records.run_names import describe_settings, flat_settings, name_run
 from trainflow.flows.runs.garbage import find_garbage, remove_garbage
-from trainflow.flows.runs.run_comparison import compare_runs
-from trainflow.flows.runs.run_details import read_details
-from trainflow.flows.runs.run_progress import describe_progress, estimate_rest
-from trainflow.flows.runs.run_status import look
+from trainflow.flows.runs.run_details import compare_runs, read_details
+from trainflow.flows.runs.run_status import describe_progress, estimate_rest, look
 from trainflow.flows.server.api import quiet_environment
 from trainflow.tasks.stage.retry import Ledger
 
@@ -223,9 +221,9 @@ def test_a_comparison_names_only_what_differs(tmp_path: Path) -> None:
         details.append(read_details(storage, find_run(storage, f"toy-{day}", field="RUN")))
     found = compare_runs(*details)
     assert [str(each) for each in found.spec] == ["train.args.learning_rate: 0.1 -> 0.2"]
-    assert found.code == ("prepare changed (recipe.py)",)
+    assert found.code == ["prepare changed (recipe.py)"]
     assert [str(each) for each in found.arguments] == ["warmup_steps: 1 -> 2"]
-    assert found.versions == ()
+    assert found.versions == []
     [loss] = found.metrics
     assert (loss.old, loss.new) == (0.1, 0.2)
     assert loss.delta == pytest.approx(0.1)

@@ -28,7 +28,7 @@ from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.records.results import PipelineResult, StageOutcome, summarize
 from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
 from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
@@ -37,7 +37,6 @@ from trainflow.flows.reports.charts import draw_charts, draw_images
 from trainflow.flows.reports.report import REPORT, render_report
 from trainflow.flows.reports.report_facts import ReportFacts, describe_data
 from trainflow.flows.reports.run_images import log_outcomes
-from trainflow.flows.reports.run_summary import summarize
 from trainflow.flows.reports.run_tracking import (
     NOTE,
     describe_end,

@@ -21,7 +21,7 @@ from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
-from trainflow.flows.cli import follow
+from trainflow.flows.cli import options
 from trainflow.flows.cli.main import main
 from trainflow.flows.follow import following
 from trainflow.flows.follow import following as module
@@ -290,7 +290,7 @@ def test_follow_refuses_bad_input_and_shows_a_spec_that_never_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # It sets variables of the environment for Prefect, which this command does not start.
-    monkeypatch.setattr(follow, "quiet_environment", lambda: None)
+    monkeypatch.setattr(options, "quiet_environment", lambda: None)
     with pytest.raises(SystemExit) as ended:
         main(["follow", str(project(tmp_path / "project")), *words.split(), "--once"])
     assert int(ended.value.code or 0) == code

@@ -11,8 +11,7 @@ import pytest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.flows.cli.run_choice import choose_place
-from trainflow.flows.cli.spec_choice import choose_spec_file, choose_spec_or_storage
+from trainflow.flows.cli.run_choice import choose_place, choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import (
