@@ -183,8 +183,8 @@ class Snapshots:
     def model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files that make the weights usable elsewhere: the model's configuration and the processing class.
 
-        Of a model with adapters also the adapters, out of `state`. Without a processing class the collator's tokenizer
-        is saved.
+        Of a model with adapters also the adapters, out of `state`: tensors ``[...]`` by name. Without a processor,
+        the collator's tokenizer is saved.
         """
         trainer = self._trainer
         with self._internals.model.use_cache_as_given():
