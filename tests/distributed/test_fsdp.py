@@ -126,9 +126,20 @@ TWO: dict[str, dict[str, Any]] = {
 }
 
 
-def test_each_mode_trains_like_one_process(alone: dict[str, Any], tmp_path: Any) -> None:
+def of_two(folder: str) -> dict[str, Any]:
+    modes = several(f"{folder}/modes", TWO)
+    return {"modes": modes, "own": divided(f"{folder}/own"), "measured": both(f"{folder}/both")}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks find in one group: forming it takes longer than most trainings."""
+    return run_distributed(of_two, 2, str(tmp_path_factory.mktemp("two")), timeout_s=150)
+
+
+def test_each_mode_trains_like_one_process(alone: dict[str, Any], two: list[dict[str, Any]]) -> None:
     """Unequal token counts per rank, ranks without samples in the last step, accumulation, clipping."""
-    ranks = run_distributed(several, 2, str(tmp_path), TWO)
+    ranks = [rank["modes"] for rank in two]
     whole = alone["bytes"][1]
     for name in TWO:
         first, second = (rank[name] for rank in ranks)
@@ -234,9 +245,11 @@ class Unseeded(TokenModel):
 UNSYNCHRONISED: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"sync_module_states": False}}
 
 
-def test_optimizers_formats_and_values_of_ones_own(alone: dict[str, Any], tmp_path: Any) -> None:
-    expected = several(str(tmp_path / "one"), NUMERIC)
-    first, second = run_distributed(divided, 2, str(tmp_path / "two"))
+def test_optimizers_formats_and_values_of_ones_own(
+    alone: dict[str, Any], two: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    expected = several(str(tmp_path), NUMERIC)
+    first, second = (rank["own"] for rank in two)
     for name, found in expected.items():
         close(first[name], found)
     assert first["bf16"]["losses"] == pytest.approx(alone["losses"], rel=5e-3)
@@ -309,9 +322,9 @@ def both(folder: str) -> tuple[dict[str, list[Any]], list[Any]]:
     return measured(f"{folder}/measured", DIVIDED), alone_and_gathered(f"{folder}/alone")
 
 
-def test_every_row_is_measured_once_whatever_is_left_for_a_rank(tmp_path: Path) -> None:
-    expected = measured(str(tmp_path / "one"), {})
-    (first, streamed), (second, streamed_too) = run_distributed(both, 2, str(tmp_path / "two"))
+def test_every_row_is_measured_once_whatever_is_left_for_a_rank(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    expected = measured(str(tmp_path), {})
+    (first, streamed), (second, streamed_too) = (rank["measured"] for rank in two)
     assert second.pop("predictions") == []
     assert np.allclose(first.pop("predictions"), expected.pop("predictions"), rtol=1e-6)
     assert first == second

@@ -29,7 +29,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": "x"}, "seed = x"),
     ({"gradient_accumulation_steps": 2, "global_batch_size": 32}, "gradient_accumulation_steps = 2"),
     ({"warmup_steps": 2.5}, "warmup_steps = 2.5"),
-    ({"optim": "apollo_adamw_layerwise"}, "optim = apollo_adamw_layerwise"),
     ({"optim": "adamw_troch"}, "optim = adamw_troch"),
     ({"optim": 3}, "optim = 3"),
     ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type = cosin"),

@@ -116,16 +116,6 @@ def test_layerwise_optimizers_are_refused_with_the_whole_one_as_way_out(name: Op
     assert name.value.removesuffix("_layerwise") in (caught.value.remedy or "")
 
 
-def test_every_name_is_served_by_somebody() -> None:
-    for name in OptimizerNames:
-        try:
-            create_optimizer_cls_and_kwargs(_args(optim=name.value), Tiny())
-        except MissingExtraError:
-            assert name in PACKAGED
-        except ConfigError as error:
-            assert error.field == "optim_target_modules" or name.value.endswith("_layerwise")
-
-
 def test_settings_follow_from_the_arguments() -> None:
     adam: dict[str, Any] = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "learning_rate": 0.1}
     cls, kwargs = create_optimizer_cls_and_kwargs(_args(**adam))
