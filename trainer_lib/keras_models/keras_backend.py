@@ -390,3 +390,17 @@ class SummaryWriter:
     def flush(self) -> None:
         """Write what is buffered."""
         self._writer.flush()
+
+
+def as_writer(writer: Any) -> Any:
+    """A writer with the methods of torch's; one of TensorFlow is wrapped. Raises ConfigError for anything else."""
+    if callable(getattr(writer, "add_scalar", None)):
+        return writer
+    if callable(getattr(writer, "as_default", None)):
+        return SummaryWriter(writer)
+    raise ConfigError(
+        "It has neither add_scalar() nor as_default().",
+        field="tb_writer",
+        value=type(writer).__name__,
+        remedy="Give a SummaryWriter of torch or of TensorFlow.",
+    )

@@ -21,7 +21,7 @@ from trainer_lib.data.loader import EvalLoader, TrainLoader, has_length
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.evaluation import nested
 from trainer_lib.keras_models import keras_backend
-from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, LossSum, SummaryWriter, placed_on
+from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, LossSum, placed_on
 from trainer_lib.keras_models.pairs import Batch, BatchLoader, PairCollator, as_dataset
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
@@ -42,19 +42,6 @@ _UNCALLED = {
     "distributed_training_steps": "Override training_step: every process runs one replica.",
     "distributed_prediction_steps": "Override prediction_step: every process runs one replica.",
 }
-
-
-def _writing_callbacks(writer: Any) -> list[TrainerCallback]:
-    if writer is None or callable(getattr(writer, "add_scalar", None)):
-        return [] if writer is None else [TensorBoardCallback(writer)]
-    if callable(getattr(writer, "as_default", None)):
-        return [TensorBoardCallback(SummaryWriter(writer))]
-    raise ConfigError(
-        "It has neither add_scalar() nor as_default().",
-        field="tb_writer",
-        value=type(writer).__name__,
-        remedy="Give a SummaryWriter of torch or of TensorFlow.",
-    )
 
 
 class TFHooks:
@@ -191,28 +178,15 @@ class TFTrainer(Trainer):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         **further: Any,
     ) -> None:
-        for name, remedy in _UNCALLED.items():
-            if self._trainflow_overrides(name):
-                raise ConfigError(
-                    "The class overrides a method that the training loop does not call.",
-                    field=f"{type(self).__name__}.{name}",
-                    remedy=remedy,
-                )
+        self._trainflow_refuse_uncalled()
         self._trainflow_package = keras_backend.import_keras()
         names = None if args is None else args.label_names
         self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
         for dataset in (train_dataset, eval_dataset):
             as_dataset(dataset)  # raises DataError for what is not a set of samples
-        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-        is_torch = isinstance(optimizers[1] if optimizers[0] is None else optimizers[0], kinds)
-        self._trainflow_given = (None, None) if is_torch else optimizers
-        if model_init is not None and self._trainflow_given != (None, None):
-            raise ConfigError(
-                "The optimizer holds variables of another model: model_init makes a new one for every training.",
-                field="optimizers",
-                remedy="Override create_optimizer_and_scheduler.",
-            )
+        of_torch = self._trainflow_take_optimizers(optimizers, model_init)
+        writer = [] if tb_writer is None else [TensorBoardCallback(keras_backend.as_writer(tb_writer))]
         super().__init__(
             model=model,
             args=args,
@@ -221,8 +195,8 @@ class TFTrainer(Trainer):
             eval_dataset=eval_dataset,
             model_init=model_init,
             compute_metrics=compute_metrics,
-            callbacks=[*(callbacks or ()), *_writing_callbacks(tb_writer)],
-            optimizers=optimizers if is_torch else (None, None),
+            callbacks=[*(callbacks or ()), *writer],
+            optimizers=of_torch,
             **further,
         )
         if self._trainflow_given[0] is not None:
@@ -236,6 +210,15 @@ class TFTrainer(Trainer):
     @override
     def _trainflow_hooks(self) -> Trainer:
         return cast(Trainer, TFHooks(self))
+
+    def _trainflow_refuse_uncalled(self) -> None:
+        for name, remedy in _UNCALLED.items():
+            if self._trainflow_overrides(name):
+                raise ConfigError(
+                    "The class overrides a method that the training loop does not call.",
+                    field=f"{type(self).__name__}.{name}",
+                    remedy=remedy,
+                )
 
     def _trainflow_overrides(self, method: str) -> bool:
         return getattr(type(self), method, None) is not getattr(TFTrainer, method, None)
@@ -483,6 +466,20 @@ class TFTrainer(Trainer):
         if self.lr_scheduler is None and isinstance(self.optimizer, KerasOptimizer):
             self.lr_scheduler = KerasSchedule(self.optimizer)
         return super().create_scheduler(num_training_steps, self.optimizer)
+
+    def _trainflow_take_optimizers(self, given: tuple[Any, Any], model_init: Any) -> tuple[Any, Any]:
+        """Keep a Keras (optimizer, schedule); returns those of torch, which the Trainer takes itself."""
+        optimizer, schedule = given
+        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        is_torch = isinstance(schedule if optimizer is None else optimizer, kinds)
+        self._trainflow_given = (None, None) if is_torch else given
+        if model_init is not None and self._trainflow_given != (None, None):
+            raise ConfigError(
+                "The optimizer holds variables of another model: model_init makes a new one for every training.",
+                field="optimizers",
+                remedy="Override create_optimizer_and_scheduler.",
+            )
+        return given if is_torch else (None, None)
 
     def _trainflow_make_optimizer(self) -> None:
         """Use the given Keras optimizer, or Adam; nothing where the arguments ask for another optimizer or schedule."""

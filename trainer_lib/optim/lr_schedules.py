@@ -383,8 +383,7 @@ def get_scheduler(
     try:
         kind = SchedulerType(name)
     except ValueError:
-        options = [each.value for each in SchedulerType]
-        remedy = suggestion(str(name), options)
+        remedy = suggestion(str(name), SchedulerType)
         raise ConfigError(
             "No schedule has this name.", field="lr_scheduler_type", value=str(name), remedy=remedy
         ) from None
@@ -394,11 +393,8 @@ def get_scheduler(
         return METRIC_SCHEDULES[kind](optimizer, **_checked(declared, settings, kind))
     maker = FACTORS[kind]
     parameters = inspect.signature(maker).parameters
-    given: dict[str, Any] = {
-        "warmup": num_warmup_steps,
-        "total": num_training_steps,
-        "lr": optimizer.defaults.get("lr"),
-    }
+    lr = optimizer.defaults.get("lr")
+    given: dict[str, Any] = {"warmup": num_warmup_steps, "total": num_training_steps, "lr": lr}
     # Annotations are text here: `int | None` declares that the formula does without the number.
     for parameter, text in (("warmup", "num_warmup_steps"), ("total", "num_training_steps")):
         if parameter in parameters and given[parameter] is None and "None" not in str(parameters[parameter].annotation):

@@ -223,7 +223,7 @@ def match_names(
     keep: Collection[str],
     shape_of: Callable[[torch.Tensor], tuple[int, ...]],
 ) -> dict[str, str]:
-    """Return, for each tensor of `own` by its first name, the name in `state`; a tied weight may have any of its names.
+    """Return the first name of every tensor ``[...]`` of `own` -> its name in `state`, which may be any that is tied.
 
     Raises:
         ConfigError: as `Strategy.load_model_state`.
