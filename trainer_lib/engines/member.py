@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
 from trainer_lib.launch import follow, launch
-from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.launch.variables import free_port
 from trainer_lib.protocol.requests import read_request
 from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN
 
@@ -74,9 +75,9 @@ def _lead(given: argparse.Namespace) -> None:
     nodes: int | str = int(given.nodes) if given.nodes.isdigit() else given.nodes
     job = read_member(given.job.read_text(encoding="utf-8"), nodes=nodes)
     config = job.config
-    endpoint = f"{given.host}:{_free_port(given.host)}"
+    endpoint = f"{given.host}:{free_port(given.host)}"
     if config.several_nodes:
-        config = _changed(config, rendezvous=endpoint, node_rank=0)
+        config = replace(config, rendezvous=endpoint, node_rank=0)
     temporary = given.address.with_suffix(f".{os.getpid()}")
     temporary.write_text(endpoint, encoding="utf-8")
     temporary.replace(given.address)  # the others may be waiting for it
@@ -106,14 +107,8 @@ def _follow(given: argparse.Namespace) -> None:
                 remedy="Wait longer, or look at what the leading machine has written.",
             )
         time.sleep(0.05)
-    config = _changed(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
+    config = replace(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
     follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)
-
-
-def _changed(config: LaunchConfig, **changes: Any) -> LaunchConfig:
-    from dataclasses import replace
-
-    return replace(config, **changes)
 
 
 def _keep_points_here() -> None:
@@ -131,11 +126,6 @@ def _as_stopped(failure: TrainflowError) -> TrainflowError:
     return Preempted(
         f"The cluster asked the workers to stop{saved}.", step=failure.step, remedy="The same command continues."
     )
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _report(**fields: Any) -> None:

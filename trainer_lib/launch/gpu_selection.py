@@ -15,8 +15,6 @@ DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # a folder for each, named by i
 # How many processes like this one have launches at the same time, as the slots of a sweep do.
 SHARED_BY = "TRAINFLOW_SHARED_BY"
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
-# NVIDIA, Windows' subsystem for Linux, AMD, Intel and other renderers, TPUs and Habana, Ascend.
-_ACCELERATORS = ("nvidia*", "dxg", "kfd", "dri/render*", "accel*", "vfio/[0-9]*", "davinci*", "hl[0-9]*")
 _NAMED = re.compile(r"(GPU|MIG)-[\w/-]+")
 
 
@@ -74,13 +72,6 @@ def _number_of(part: str) -> str:
         if found is not None and found[1].startswith(part):
             return str(number)
     return part
-
-
-def has_accelerator(environment: Mapping[str, str]) -> bool:
-    """Whether this machine may have a device beside the CPU, of whichever vendor, visible to these workers or not."""
-    if "PJRT_DEVICE" in environment or "XRT_TPU_CONFIG" in environment:
-        return True
-    return _torch_has_cuda() and any(next(DEVICE_FILES.glob(pattern), None) is not None for pattern in _ACCELERATORS)
 
 
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:

@@ -123,8 +123,3 @@ def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
             "The folder does not hold a launch.", field="run dir", value=str(path), remedy="Start through trainflow."
         )
     return from_settings(config), request
-
-
-def leads(request: dict[str, Any]) -> bool:
-    """Whether the agent with this request in its run directory is the leading one."""
-    return not request.get("follow")

@@ -71,8 +71,7 @@ def single_process() -> dict[str, str]:
     return ALONE.variables()
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """Return a free port for a launcher that needs one. Another process may take it first: the launch is retried."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.create_server((host, 0)) as listener:
         return int(listener.getsockname()[1])

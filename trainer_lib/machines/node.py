@@ -241,7 +241,7 @@ def main(argv: list[str]) -> int:
     run_dir.record_process("agent", os.getpid())
     config, request = nodes.read_settings(run_dir.path)
     try:
-        return _lead(run_dir, config, request) if nodes.leads(request) else _follow(run_dir, config)
+        return _follow(run_dir, config) if request.get("follow") else _lead(run_dir, config, request)
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
 
