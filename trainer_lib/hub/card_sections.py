@@ -34,12 +34,8 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     A section that the author removed comes back at the end. A card without any marked section keeps its text, and
     gets all of them, unless trainflow wrote it before it marked its sections: then the new card takes its place.
 
-    Args:
-        present: the card that is there; None: there is none.
-        field: where it is, for errors.
-
     Raises:
-        ConfigError: the head of the present card is not YAML.
+        ConfigError: the head of the present card, which is at `field`, is not YAML.
     """
     new = _sections(generated)
     if present is None or not present.strip() or not new:

@@ -110,10 +110,7 @@ class ModelDescription:
 
 
 def read_description(data: bytes, where: str) -> ModelDescription:
-    """The description in a file's bytes.
-
-    Args:
-        where: address of the file, for errors.
+    """The description in the bytes of the file at `where`.
 
     Raises:
         DamagedError: it is not such a file. ConfigError: a newer version wrote it.

@@ -123,10 +123,7 @@ class Lineage:
 
 
 def read_lineage(data: bytes, where: str) -> Lineage:
-    """The lineage in a file's bytes, which may come from anyone.
-
-    Args:
-        where: address of the file, for errors.
+    """The lineage in the bytes of the file at `where`, which may come from anyone.
 
     Raises:
         ConfigError: trainflow did not write this, or a newer version did. DamagedError: its seal does not fit.

@@ -105,10 +105,7 @@ def require_weights(found: FoundModel) -> None:
 
 
 def require_trust(found: FoundModel, trust: bool | str) -> None:
-    """Refuse to execute a model's code that is not trusted.
-
-    Args:
-        trust: whether it is trusted, or the SHA-256 of the code that is.
+    """Refuse to execute a model's code that is not trusted; `trust` may be the SHA-256 of the code that is.
 
     Raises:
         ConfigError: the code is not that of a run on a storage of this user, and it is not trusted.

@@ -53,10 +53,6 @@ class ImageForm:
     def pixels(self, content: bytes, place: str, *, field: str = SOURCES) -> np.ndarray:
         """The pixels of an image file, uint8 ``[height, width, channels]``.
 
-        Args:
-            place: where the file is, for errors.
-            field: the setting or the column that names it, for errors.
-
         Raises:
             DataError: the bytes are not an image that Pillow can read.
         """
@@ -115,11 +111,8 @@ class ImageReader:
     def read(self, address: str, place: str = "") -> np.ndarray:
         """The pixels at a path or URL, uint8 ``[height, width, channels]``.
 
-        Args:
-            place: the row that names the file, for errors.
-
         Raises:
-            DataError: there is no such file, or it is not an image.
+            DataError: there is no such file, or it is not an image; `place` is the row that names it.
         """
         whole = absolute_path(address, self._folder) if is_path(address) else address
         folder, _, name = whole.rpartition("/")
@@ -139,10 +132,6 @@ class ImageReader:
 
 def find_images(addresses: Sequence[str], *, field: str) -> Table:
     """The images of folders as a table: `image` (its path below), `label` (its folder), and `split` (the folder above).
-
-    Args:
-        addresses: folders, files, patterns and URLs.
-        field: the setting that names them, for errors.
 
     Raises:
         ConfigError: there are none.
@@ -168,10 +157,7 @@ def read_image_table(
 ) -> Table:
     """The rows of tables with a column of images' paths. Relative ones start from the folder of their table.
 
-    Args:
-        addresses: the tables; images among them are not read here.
-        column: the column with the paths.
-        readers: as of `read_table`.
+    Images among the addresses are not read here.
 
     Raises:
         ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.

@@ -60,16 +60,10 @@ def import_transformers() -> Any:
 
 
 def from_place(kind: str, place: str, *, field: str, **settings: Any) -> Any:
-    """Load a model, configuration or tokenizer of transformers.
-
-    Args:
-        kind: the class that loads it, such as "AutoConfig".
-        place: the model's name, or its folder.
-        field: the setting that names the model, for errors.
-        settings: for `from_pretrained`.
+    """Load a model, configuration or tokenizer by a class of transformers, such as "AutoConfig", from a name or folder.
 
     Raises:
-        ConfigError: transformers cannot load it.
+        ConfigError: transformers cannot load it; `field` is the setting that names the model.
     """
     automatic = getattr(import_transformers(), kind)
     try:
@@ -89,11 +83,7 @@ def no_model(place: str, error: Exception, *, field: str) -> ConfigError:
 
 
 def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: str) -> Any:
-    """A configuration of transformers for a model at random.
-
-    Args:
-        settings: all of them, with the `model_type`.
-        own: those that the user gave, in the setting `field`.
+    """A configuration of transformers for a model at random; the user gave its settings `own`, in `field`.
 
     Raises:
         ConfigError: there is no such type of model, or no such setting, which transformers would keep without a word.

@@ -42,11 +42,7 @@ _DIGITS = re.compile(r"\d{7,8}")
 
 
 def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
-    """The settings of a split, checked.
-
-    Args:
-        given: `prepare.options.split`.
-        by: how rows are cut where the settings do not say it.
+    """The settings of a split, checked; `by` is the way where they do not say it.
 
     Raises:
         ConfigError: an unknown setting, shares that leave nothing to train on, or a way without its column.
@@ -87,11 +83,9 @@ def cut_rows(
     """The numbers of the rows of each split, ascending; a split with a share of 0 is left out.
 
     Args:
-        split: what `read_split` returned.
-        rows: how many there are.
+        split: as `read_split` returns it.
         labels: the number of each row's class, from 0 on, for equal shares.
         keys: the text of the split's column in each row.
-        place: where a row is from, for errors.
 
     Raises:
         DataError: a split has no rows, or a text is not a time.
@@ -180,9 +174,7 @@ def read_times(
 
     Args:
         time_format: their form, as for strptime; None: numbers, ISO 8601, or the one form that all of them have.
-        setting: the option that gives the form, for errors.
-        column: their column, for errors.
-        place: where a row is from, for errors.
+        setting, column, place: the option with the form, their column, and the places of rows, for errors.
 
     Raises:
         DataError: a text is not a time, or the column can be read in two ways.

@@ -185,10 +185,7 @@ def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str,
 def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The sentences of a file in CoNLL's columns behind their places, each as two lists: words and tags.
 
-    A line has a word and, in its last column, the tag; an empty line ends a sentence.
-
-    Args:
-        names: of the columns of words and of tags.
+    A line has a word and, in its last column, the tag; an empty line ends a sentence. `names` are those of the columns.
 
     Raises:
         DataError: the file is not UTF-8, or a line has no tag.
@@ -549,11 +546,7 @@ class TableForm:
         return self._dropped is None or name in self._dropped or is_index(name)
 
     def read(self, values: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """A row of the model's columns.
-
-        Args:
-            values: the row as its file has it.
-            place: where the row is from, for errors.
+        """A row of the model's columns, of the values that its file has.
 
         Raises:
             DataError: a column or a value is missing, or a value has another type.

@@ -387,10 +387,7 @@ def text_code(text: str) -> int:
 
 
 def collate_table(rows: Sequence[Mapping[str, Any]], *, label_dtype: torch.dtype) -> dict[str, Tensor]:
-    """A batch of a table's rows.
-
-    Args:
-        rows: columns by name, and perhaps `labels` and `row_id`.
+    """A batch of a table's rows, which perhaps have `labels` and `row_id`.
 
     Returns:
         `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of

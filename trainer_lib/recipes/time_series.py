@@ -8,9 +8,9 @@ of an earlier split, as it would be when the forecast is made; windows whose tar
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -305,32 +305,3 @@ def naive_error(values: np.ndarray, season: int) -> np.ndarray:
         return np.ones(values.shape[1])
     error = np.abs(values[season:] - values[:-season]).mean(axis=0)
     return np.where(error > 0, error, 1.0)
-
-
-class SeriesWindow(NamedTuple):
-    """A window with its values ``[context + horizon, columns]``; `number` counts over all splits."""
-
-    number: int
-    series: Series
-    origin: int
-    context: int
-    values: np.ndarray
-
-
-def cut_windows(
-    series: Sequence[Series], splits: WindowSplits, *, context: int, horizon: int
-) -> dict[str, Iterator[SeriesWindow]]:
-    """For every split its windows."""
-
-    def cut(start: int, windows: Sequence[Window]) -> Iterator[SeriesWindow]:
-        for number, window in enumerate(windows, start):
-            each = series[window.series]
-            values = each.values[window.origin - context : window.origin + horizon]
-            yield SeriesWindow(number, each, window.origin, context, values)
-
-    found: dict[str, Iterator[SeriesWindow]] = {}
-    start = 0
-    for name, windows in splits.windows.items():
-        found[name] = cut(start, windows)
-        start += len(windows)
-    return found

@@ -32,9 +32,8 @@ from trainer_lib.recipes.time_series import (
     FIELD,
     Series,
     SeriesTable,
-    SeriesWindow,
+    Window,
     WindowSplits,
-    cut_windows,
     naive_error,
     window_columns,
 )
@@ -148,23 +147,34 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
         **{name: chosen[name] for name in ("context", "horizon", "season")},
     )
     scales = _scales(series, [values[:, : len(targets)] for values in training], chosen["season"])
-    windows = cut_windows(series, splits, context=chosen["context"], horizon=chosen["horizon"])
-    return {
-        split: (_row(window, targets, known) | {"scale": scales[window.series.name]} for window in cut)
-        for split, cut in windows.items()
-    }
+    cut: dict[str, Iterator[dict[str, Any]]] = {}
+    number = 0
+    for split, windows in splits.windows.items():
+        cut[split] = _rows(number, windows, series, scales, chosen)
+        number += len(windows)
+    return cut
 
 
-def _row(window: SeriesWindow, targets: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
-    """A window as a row, without the unit of MASE."""
-    past, values = window.context, window.values.astype(np.float32)
-    return {
-        "row_id": window.number,
-        **({"series": window.series.name} if window.series.name else {}),
-        "time": window.series.labels[window.origin],
-        **window_columns(values, past, targets, known),
-        "labels": values[past:, : len(targets)],
-    }
+def _rows(
+    number: int,
+    windows: Sequence[Window],
+    series: Sequence[Series],
+    scales: Mapping[str, np.ndarray],
+    chosen: Mapping[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """The windows of a split as rows, numbered from `number` on."""
+    (targets, known), context = _columns(chosen), chosen["context"]
+    for row_id, window in enumerate(windows, number):
+        one, origin = series[window.series], window.origin
+        values = one.values[origin - context : origin + chosen["horizon"]].astype(np.float32)
+        yield {
+            "row_id": row_id,
+            **({"series": one.name} if one.name else {}),
+            "time": one.labels[origin],
+            **window_columns(values, context, targets, known),
+            "labels": values[context:, : len(targets)],
+            "scale": scales[one.name],
+        }
 
 
 def _scales(series: Sequence[Series], training: Sequence[np.ndarray], season: int) -> dict[str, np.ndarray]:

@@ -38,7 +38,6 @@ def find_tokenizer(
     """The tokenizer of the model that the options name, else one that is learned; kept beside the data and noted.
 
     Args:
-        chosen: the options of `prepare`.
         texts: those of training.
         of_bytes: learn a vocabulary that can write any text.
         load: loads that of a model; None: `load_tokenizer`.
@@ -66,9 +65,7 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings:
     """The tokenizer of a model on the Hub or in a folder, which can fill up short texts.
 
     Args:
-        place: the model's name, or its folder.
         pad_token: the token that fills up, for a tokenizer that has none.
-        field: the option that names the model, for errors.
         settings: of the tokenizer, in place of those that it was saved with.
 
     Raises:
