@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -47,11 +46,6 @@ def plain(value: Any) -> Any:
     # "float32", as transformers writes it and `torch_dtype=` reads it; torch itself prints "torch.float32".
     is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
     return str(value).removeprefix("torch.") if is_dtype else str(value)
-
-
-def to_json_string(args: Any) -> str:
-    """Return `to_dict` as indented JSON."""
-    return json.dumps(to_dict(args), indent=2)
 
 
 def to_sanitized_dict(args: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -354,7 +355,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 
     def to_json_string(self) -> str:
         """Return `to_dict` as indented JSON."""
-        return io.to_json_string(self)
+        return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """Return `to_dict` for trackers that accept only numbers, truth values and texts."""

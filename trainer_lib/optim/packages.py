@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Defaults of transformers' Trainer, here and in the next two.
+# Defaults of transformers' Trainer, as all in this module.
 _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 _APOLLO = {
     "rank": 128,
@@ -32,13 +32,6 @@ _APOLLO = {
     "update_proj_gap": 200,
     "scale": 1.0,
     "proj_type": "std",
-}
-_GROKADAMW = {
-    "alpha_init": 0.98,
-    "lamb": 2.0,
-    "gamma": 0.1,
-    "grokking_signal_decay_rate": 0.1,
-    "gradient_clipping": 1.0,
 }
 
 
@@ -123,7 +116,6 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
     args = request.args
     betas = tuple(
         float(request.take(beta, default))
-        # beta3 and alpha: defaults of transformers' Trainer.
         for beta, default in (("beta1", args.adam_beta1), ("beta2", args.adam_beta2), ("beta3", 0.9999))
     )
     alpha = float(request.take("alpha", 5.0))
@@ -132,7 +124,6 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
 
 def _anyprecision(request: OptimizerRequest) -> Served:
     cls = load(request, "torchdistx.optimizers", "AnyPrecisionAdamW", "torchdistx")
-    # Defaults of transformers' Trainer, here and in `_torchao`.
     dtypes = {"momentum_dtype": "float32", "variance_dtype": "float32", "compensation_buffer_dtype": "bfloat16"}
     kwargs = {name: _dtype(name, request.take(name, default)) for name, default in dtypes.items()}
     summation = bool(request.take("use_kahan_summation", False))
@@ -156,21 +147,6 @@ def adafactor(request: OptimizerRequest) -> Served:
         _log.warning("transformers is not installed: torch's Adafactor trains, which is another algorithm.")
         return Served(torch.optim.Adafactor, request.lr)
     return Served(cls, {**request.lr, "scale_parameter": False, "relative_step": False})
-
-
-def _xla(request: OptimizerRequest) -> Served:
-    return Served(load(request, "torch_xla.amp.syncfree", "AdamW", "torch_xla"), request.adam)
-
-
-def _npu(request: OptimizerRequest) -> Served:
-    return Served(load(request, "torch_npu.optim", "NpuFusedAdamW", "torch_npu"), request.adam)
-
-
-def _torchao(request: OptimizerRequest) -> Served:
-    name = "AdamW4bit" if request.name is OptimizerNames.ADAMW_TORCH_4BIT else "AdamW8bit"
-    cls = load(request, "torchao.optim", name, "torchao>=0.11")
-    own = {"block_size": 256, "bf16_stochastic_round": False}
-    return Served(cls, {**request.adam, **{key: request.take(key, default) for key, default in own.items()}})
 
 
 def _schedule_free(request: OptimizerRequest) -> Served:
@@ -197,19 +173,39 @@ def _schedule_free(request: OptimizerRequest) -> Served:
     return Served(cls, kwargs)
 
 
-def _grokadamw(request: OptimizerRequest) -> Served:
-    cls = load(request, "grokadamw", "GrokAdamW", "grokadamw")
-    return Served(cls, {**request.lr, **{key: float(request.take(key, value)) for key, value in _GROKADAMW.items()}})
+_TORCHAO: Mapping[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_GROK: Mapping[str, Any] = {
+    "alpha_init": 0.98,
+    "lamb": 2.0,
+    "gamma": 0.1,
+    "grokking_signal_decay_rate": 0.1,
+    "gradient_clipping": 1.0,
+}
+#: Name -> module, class, package, whether it takes Adam's settings, further settings with their defaults.
+_PLAIN: Mapping[OptimizerNames, tuple[str, str, str, bool, Mapping[str, Any]]] = {
+    OptimizerNames.ADAMW_TORCH_XLA: ("torch_xla.amp.syncfree", "AdamW", "torch_xla", True, {}),
+    OptimizerNames.ADAMW_TORCH_NPU_FUSED: ("torch_npu.optim", "NpuFusedAdamW", "torch_npu", True, {}),
+    OptimizerNames.ADAMW_TORCH_4BIT: ("torchao.optim", "AdamW4bit", "torchao>=0.11", True, _TORCHAO),
+    OptimizerNames.ADAMW_TORCH_8BIT: ("torchao.optim", "AdamW8bit", "torchao>=0.11", True, _TORCHAO),
+    OptimizerNames.GROKADAMW: ("grokadamw", "GrokAdamW", "grokadamw", False, _GROK),
+    OptimizerNames.STABLE_ADAMW: ("optimi", "StableAdamW", "torch-optimi", True, {}),
+    OptimizerNames.LOMO: ("lomo_optim", "Lomo", "lomo-optim", False, {}),
+    OptimizerNames.ADALOMO: ("lomo_optim", "AdaLomo", "lomo-optim", False, {}),
+}
 
 
-def _stable_adamw(request: OptimizerRequest) -> Served:
-    cls = load(request, "optimi", "StableAdamW", "torch-optimi")
-    return Served(cls, {**request.adam, "weight_decay": request.args.weight_decay})
-
-
-def _lomo(request: OptimizerRequest) -> Served:
-    cls = load(request, "lomo_optim", "AdaLomo" if request.name is OptimizerNames.ADALOMO else "Lomo", "lomo-optim")
-    return Served(cls, {**request.lr, "model": _model(request)})
+def _plain(request: OptimizerRequest) -> Served:
+    module, class_name, package, is_adam, further = _PLAIN[request.name]
+    cls = load(request, module, class_name, package)
+    kwargs: dict[str, Any] = {**(request.adam if is_adam else request.lr)}
+    for name, default in further.items():
+        value = request.take(name, default)
+        kwargs[name] = float(value) if isinstance(default, float) else value
+    if request.name is OptimizerNames.STABLE_ADAMW:
+        kwargs["weight_decay"] = request.args.weight_decay
+    if module == "lomo_optim":
+        kwargs["model"] = _model(request)
+    return Served(cls, kwargs)
 
 
 def _galore(request: OptimizerRequest) -> Served:
@@ -291,18 +287,11 @@ _BITSANDBYTES = (
 
 PACKAGED: Mapping[OptimizerNames, Callable[[OptimizerRequest], Served]] = {
     **dict.fromkeys(_BITSANDBYTES, _bitsandbytes),
+    **dict.fromkeys(_PLAIN, _plain),
     OptimizerNames.ADAMW_ANYPRECISION: _anyprecision,
-    OptimizerNames.ADAMW_TORCH_XLA: _xla,
-    OptimizerNames.ADAMW_TORCH_NPU_FUSED: _npu,
-    OptimizerNames.ADAMW_TORCH_4BIT: _torchao,
-    OptimizerNames.ADAMW_TORCH_8BIT: _torchao,
     OptimizerNames.SCHEDULE_FREE_RADAM: _schedule_free,
     OptimizerNames.SCHEDULE_FREE_ADAMW: _schedule_free,
     OptimizerNames.SCHEDULE_FREE_SGD: _schedule_free,
-    OptimizerNames.GROKADAMW: _grokadamw,
-    OptimizerNames.STABLE_ADAMW: _stable_adamw,
-    OptimizerNames.LOMO: _lomo,
-    OptimizerNames.ADALOMO: _lomo,
     OptimizerNames.GALORE_ADAMW: _galore,
     OptimizerNames.GALORE_ADAMW_8BIT: _galore,
     OptimizerNames.GALORE_ADAFACTOR: _galore,
