@@ -14,14 +14,13 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from trainer_lib.errors import InfrastructureError
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.events.schemas.automations import AutomationCore
 
 CRASHES = "TRAINFLOW_CRASH_RETRIES"
@@ -44,7 +43,7 @@ def run_environment(retries: int) -> dict[str, str]:
     return {CRASHES: str(retries), "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)} if retries else {}
 
 
-def set_retries(client: SyncPrefectClient, deployment_id: UUID, name: str, retries: int, *, by_worker: bool) -> None:
+def set_retries(deployment_id: Any, name: str, retries: int, *, by_worker: bool) -> None:
     """Create, replace or remove the automations of a deployment.
 
     Args:
@@ -52,13 +51,15 @@ def set_retries(client: SyncPrefectClient, deployment_id: UUID, name: str, retri
         retries: how often a crashed run runs again; 0 removes the automations.
         by_worker: whether a pool's worker starts its runs; they send heartbeats, those of `serve` do not.
     """
-    wanted = _automations(deployment_id, name, by_worker=by_worker) if retries else []
+    from prefect.client.orchestration import get_client
+
     known = set(_names(name))
-    for found in client.read_automations():
-        if found.name in known:
-            client.delete_automation(found.id)
-    for automation in wanted:
-        client.create_automation(automation)
+    with get_client(sync_client=True) as client:
+        for automation in client.read_automations():
+            if automation.name in known:
+                client.delete_automation(automation.id)
+        for wanted in _automations(deployment_id, name, by_worker=by_worker) if retries else []:
+            client.create_automation(wanted)
 
 
 def require_another_try(environ: dict[str, str] | os._Environ[str] | None = None) -> None:

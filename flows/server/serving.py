@@ -187,7 +187,7 @@ def serve(
         _forget_planned_runs(name)
         deployment = _deployment(spec, name, when, tags=[SERVED_TAG] if server_folder(url) else [])
         deployment_id = runner.add_deployment(deployment)
-        _set_retries(deployment_id, name, retry_crashed, by_worker=False)
+        set_retries(deployment_id, name, retry_crashed, by_worker=False)
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
@@ -371,7 +371,7 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         deployed = _deployment(
             spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
         ).apply(image=variables.get("image"))
-        _set_retries(deployed, name, target.retry_crashed, by_worker=True)
+        set_retries(deployed, name, target.retry_crashed, by_worker=True)
     commands = {
         "a worker": start_command(target.pool, kind),
         "a run now": f"prefect deployment run {FLOW}/{name}",
@@ -389,13 +389,6 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         else "",
         commands,
     )
-
-
-def _set_retries(deployment_id: Any, name: str, retries: int, *, by_worker: bool) -> None:
-    from prefect.client.orchestration import get_client
-
-    with get_client(sync_client=True) as client:
-        set_retries(client, deployment_id, name, retries, by_worker=by_worker)
 
 
 def _require_server() -> None:
