@@ -400,29 +400,21 @@ def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
 
 
 def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
-    stages, worked_in, sources, force = (record.get(key) for key in ("stages", "worked_in", "sources", "force"))
+    """The run of a record, whose collections `read_record` has checked."""
     if not isinstance(record.get("name"), str):
         return None
-
-    def text(key: str) -> str | None:
-        value = record.get(key)
-        return value if isinstance(value, str) else None
-
+    texts = {key: value for key, value in record.items() if isinstance(value, str)}
     return PastRun(
         id=name,
-        name=str(record["name"]),
-        status=text("status") or "RUNNING",
-        started=text("started") or "",
-        run_name=text("run_name") or "",
-        stages=dict(stages) if isinstance(stages, dict) else {},
-        worked_in=dict(worked_in) if isinstance(worked_in, dict) else {},
-        failed=text("failed"),
-        mlflow_run_id=text("mlflow_run_id"),
-        only=text("only"),
-        start=text("start"),
-        from_run=text("from_run"),
-        force=tuple(map(str, force)) if isinstance(force, list) else (),
-        sources=dict(sources) if isinstance(sources, dict) else {},
+        name=texts["name"],
+        status=texts.get("status") or "RUNNING",
+        started=texts.get("started", ""),
+        run_name=texts.get("run_name", ""),
+        stages=record.get("stages") or {},
+        worked_in=record.get("worked_in") or {},
+        **{key: texts.get(key) for key in ("failed", "mlflow_run_id", "only", "start", "from_run")},
+        force=tuple(record.get("force") or ()),
+        sources=record.get("sources") or {},
         record=record,
     )
 

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ _INK, _LINE = "#a10000", "#a100ff"
 _SERIES = [f"#a1000{number + 1}" for number in range(COLORS)]
 _NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|words|num_.*)$")
 _MARKED_POINTS = 40  # fewer have markers
-_CELLS_WITH_NUMBERS = 20  # classes of a confusion matrix
 _SVG_SIZE = (6.4, 3.4)  # inches
 _LETTER = (6.6, 12.5)  # points of one at most: matplotlib's letters have 10 points
 _drawing = threading.Lock()  # matplotlib's settings are global
@@ -51,68 +50,7 @@ def draw_images(history: Sequence[Mapping[str, Any]], only: str | None = None) -
         only: the name of the only one that is wanted.
     """
     charts = {title.lower().replace(" ", "-"): curves for title, curves in _charts(history) if any(curves.values())}
-    return {name: _draw_png(_curves(curves)) for name, curves in charts.items() if only in (None, name)}
-
-
-def draw_confusion(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> bytes:
-    """A confusion matrix as PNG: rows are the true classes, shaded by their share of the row.
-
-    Args:
-        matrix: counts ``[classes, classes]``.
-        names: of the classes.
-    """
-
-    def draw(axes: Any) -> None:
-        sums = [max(1, sum(row)) for row in matrix]
-        shares = [[count / total for count in row] for row, total in zip(matrix, sums, strict=True)]
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        if len(matrix) <= _CELLS_WITH_NUMBERS:
-            axes.set_xticks(range(len(names)), names, rotation=45 if max(map(len, names)) > 3 else 0)
-            axes.set_yticks(range(len(names)), names)
-            for y, row in enumerate(matrix):
-                for x, count in enumerate(row):
-                    color = "white" if shares[y][x] > 0.5 else "black"
-                    axes.text(x, y, str(count), ha="center", va="center", color=color, fontsize=7)
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("true")
-
-    return _draw_png(draw, size=(5.6, 5.2))
-
-
-def draw_reliability(bins: Sequence[Sequence[float]]) -> bytes:
-    """How often a class is right over how sure the model is of it, as PNG; a calibrated model is on the diagonal.
-
-    Args:
-        bins: (mean confidence, accuracy, rows) of each; larger points have more rows.
-    """
-
-    def draw(axes: Any) -> None:
-        confidence, accuracy, rows = zip(*bins, strict=True)
-        most = max(rows)
-        axes.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
-        axes.plot(confidence, accuracy, linewidth=1.2)
-        axes.scatter(confidence, accuracy, s=[15 + 120 * count / most for count in rows], alpha=0.7)
-        axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1)
-        axes.set_xlabel("confidence")
-        axes.set_ylabel("accuracy")
-        axes.grid(linewidth=0.4)
-
-    return _draw_png(draw, size=(4.6, 4.4))
-
-
-def draw_residuals(measured: Sequence[float], predicted: Sequence[float]) -> bytes:
-    """Predicted minus measured over measured as PNG; the arguments are ``[rows]``."""
-
-    def draw(axes: Any) -> None:
-        residuals = [guess - value for guess, value in zip(predicted, measured, strict=True)]
-        axes.axhline(0.0, color="gray", linewidth=0.8)
-        axes.plot(measured, residuals, linestyle="", marker="o", markersize=3, alpha=0.6)
-        axes.set_xlabel("measured")
-        axes.set_ylabel("predicted - measured")
-        axes.grid(linewidth=0.4)
-
-    return _draw_png(draw)
+    return {name: _draw_png(curves) for name, curves in charts.items() if only in (None, name)}
 
 
 def number_text(value: Any) -> str:
@@ -186,15 +124,6 @@ def _plot(axes: Any, curves: Mapping[str, Series], colors: Sequence[str] | None 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
 
 
-def _curves(curves: Mapping[str, Series]) -> Callable[[Any], None]:
-    def draw(axes: Any) -> None:
-        _plot(axes, curves)
-        axes.grid(linewidth=0.4)
-        axes.legend()
-
-    return draw
-
-
 def load_matplotlib() -> None:
     """Import what drawing takes, which is most of the time that the first picture takes."""
     with _drawing:
@@ -203,13 +132,16 @@ def load_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
 
 
-def _draw_png(draw: Callable[[Any], None], size: tuple[float, float] = (7.2, 3.8)) -> bytes:
+def _draw_png(curves: Mapping[str, Series]) -> bytes:
     with _drawing:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=size, dpi=100, layout="tight")
-        draw(figure.add_subplot())
+        figure = Figure(figsize=(7.2, 3.8), dpi=100, layout="tight")
+        axes = figure.add_subplot()
+        _plot(axes, curves)
+        axes.grid(linewidth=0.4)
+        axes.legend()
         buffer = io.BytesIO()
         FigureCanvasAgg(figure).print_figure(buffer, format="png")
     return buffer.getvalue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -33,55 +33,8 @@ _COLUMNS = 40  # of which the report shows the statistics
 _VALUES = 10  # of a column's counts
 _STATISTICS_BYTES = 16 << 20
 Rows = list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class AttemptRow:
-    """One attempt of a stage, in words."""
-
-    stage: str
-    number: int
-    started: str
-    took: str
-    host: str
-    outcome: str
-    why: str
-
-
-@dataclass(frozen=True)
-class HardestRows:
-    """The rows of a split that the model gets most wrong, in words."""
-
-    split: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """The confusion matrix of a split: each true class with its cells, as counts and as percent of their row."""
-
-    split: str
-    classes: Sequence[str]
-    rows: list[tuple[str, list[tuple[int, int]]]]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How often a split's predictions are right, by how sure the model is: confidence, accuracy and rows, in words."""
-
-    split: str
-    bins: list[list[str]]
-    drawing: Markup = field(default_factory=Markup)
-
-
-@dataclass(frozen=True)
-class Residuals:
-    """How far a split's predictions of numbers are off: a drawing and a sentence."""
-
-    split: str
-    drawing: Markup
-    note: str
+Section = dict[str, Any]
+"""What one place of the template shows."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +57,12 @@ class ReportFacts:
     settings: Rows
     machine: Rows
     spec: str
-    attempts: list[AttemptRow]
+    attempts: list[Section]
     goodput: Rows
-    hardest: list[HardestRows] = field(default_factory=list)
-    confusions: list[Confusion] = field(default_factory=list)
-    calibrations: list[Calibration] = field(default_factory=list)
-    residuals: list[Residuals] = field(default_factory=list)
+    hardest: list[Section] = field(default_factory=list)
+    confusions: list[Section] = field(default_factory=list)
+    calibrations: list[Section] = field(default_factory=list)
+    residuals: list[Section] = field(default_factory=list)
     data: Rows = field(default_factory=list)
 
 
@@ -192,40 +145,43 @@ def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
     return list(read_outcomes(evaluation, getattr(data.facts, "info", {})))
 
 
-def _hardest(outcomes: Iterable[Outcome]) -> Iterator[HardestRows]:
+def _hardest(outcomes: Iterable[Outcome]) -> Iterator[Section]:
     for outcome in outcomes:
-        columns, rows = outcome.hardest()
-        if rows:
-            yield HardestRows(outcome.split, columns, [[number_text(each) for each in row] for row in rows[:_HARDEST]])
+        columns, hardest = outcome.hardest()
+        if hardest:
+            rows = [[number_text(value) for value in row] for row in hardest[:_HARDEST]]
+            yield {"split": outcome.split, "columns": columns, "rows": rows}
 
 
 def tables_of_classes(outcomes: Iterable[Outcome]) -> dict[str, Any]:
     """`ReportFacts.confusions` and `ReportFacts.calibrations` of the splits that have classes."""
-    found = [each for each in outcomes if each.is_classes]
+    of_classes = [outcome for outcome in outcomes if outcome.is_classes]
     return {
-        "confusions": [_confusion(each) for each in found if len(each.classes) <= _CLASSES],
-        "calibrations": [_calibration(each) for each in found if each.found.get("reliability")],
+        "confusions": [_confusion(outcome) for outcome in of_classes if len(outcome.classes) <= _CLASSES],
+        "calibrations": [_calibration(outcome) for outcome in of_classes if outcome.found.get("reliability")],
     }
 
 
-def _confusion(outcome: Outcome) -> Confusion:
+def _confusion(outcome: Outcome) -> Section:
+    """The true classes with their cells, as counts and as percent of their row."""
     rows = []
     for name, counts in zip(outcome.classes, outcome.found["matrix"], strict=True):
         total = max(1, sum(counts))
         rows.append((name, [(count, round(100 * count / total)) for count in counts]))
-    return Confusion(outcome.split, outcome.classes, rows)
+    return {"split": outcome.split, "classes": outcome.classes, "rows": rows}
 
 
-def _calibration(outcome: Outcome) -> Calibration:
+def _calibration(outcome: Outcome) -> Section:
+    """Confidence, accuracy and rows, in words."""
     bins = [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in outcome.found["reliability"]]
-    return Calibration(outcome.split, bins, _drawing(outcome, "reliability"))
+    return {"split": outcome.split, "bins": bins, "drawing": _drawing(outcome, "reliability")}
 
 
-def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Residuals]:
+def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Section]:
     """`ReportFacts.residuals` of the splits that have numbers."""
     for outcome in outcomes:
         if not outcome.is_classes and (drawing := _drawing(outcome, "residuals")):
-            yield Residuals(outcome.split, drawing, outcome.describe_residuals())
+            yield {"split": outcome.split, "drawing": drawing, "note": outcome.describe_residuals()}
 
 
 def _drawing(outcome: Outcome, name: str) -> Markup:
@@ -251,7 +207,7 @@ def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Le
     return found
 
 
-def _attempts(stage: str, ledger: Ledger) -> list[AttemptRow]:
+def _attempts(stage: str, ledger: Ledger) -> list[Section]:
     try:
         records = ledger.records()
     except TrainflowError:
@@ -259,14 +215,22 @@ def _attempts(stage: str, ledger: Ledger) -> list[AttemptRow]:
     return [_attempt(stage, start, end) for start, end in records]
 
 
-def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> AttemptRow:
+def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> Section:
     error = end.get("error") or {}
     began, ended = str(start.get("started") or ""), end.get("ended")
     took = duration((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
     why = str(error.get("message") or start.get("reason") or "")
     outcome = str(end.get("outcome") or "no end was recorded")
     host = f"{start.get('host', '')} ({start.get('pid', '')})"
-    return AttemptRow(stage, int(start.get("attempt") or 0), began.replace("T", " "), took, host, outcome, why)
+    return {
+        "stage": stage,
+        "number": int(start.get("attempt") or 0),
+        "started": began.replace("T", " "),
+        "took": took,
+        "host": host,
+        "outcome": outcome,
+        "why": why,
+    }
 
 
 def _time(text: str) -> datetime:

@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.metric_tables import slice_tables
-from trainflow.flows.reports.charts import LOSS, draw_confusion, draw_images, draw_reliability, draw_residuals
+from trainer_lib.hub.outcome_pictures import as_file
+from trainflow.flows.reports.charts import LOSS, draw_images
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import TRIAL
 from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
@@ -44,7 +45,7 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
     """Log a confusion matrix and the calibration, or the residuals, of each evaluated split, and tables.
 
     The tables are of samples, of the rows that the model gets most wrong, and of the metrics of slices. A trial of a
-    sweep has only tables: drawing takes as long as a short training.
+    sweep has only tables.
 
     Args:
         info: what the recipe noted about the data; names of the classes are in `classes`.
@@ -53,7 +54,8 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
     for outcome in read_outcomes(evaluation, info):
         try:
             if not _is_trial(spec):
-                _log_pictures_of(run, outcome)
+                for name, drawing in outcome.drawings().items():
+                    run.log_file(as_file(drawing), f"plots/{name}-{outcome.split}.svg")
             tables += _log_outcome(run, outcome)
         except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
             _log.warning("The outcomes of %s are not drawn: %s", outcome.split, error)
@@ -62,16 +64,6 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
             tables.append(_log_table(run, f"slices-{split}-{column}", [column, *rows.columns], rows.cells))
     if tables:
         run.set_tags({_TABLES: json.dumps([{"path": path, "type": "table"} for path in tables])})
-
-
-def _log_pictures_of(run: TrackedRun, outcome: Outcome) -> None:
-    found, split = outcome.found, outcome.split
-    if not outcome.is_classes:
-        run.log_file(draw_residuals(found["measured"], found["predicted"]), f"plots/residuals-{split}.png")
-        return
-    if found.get("reliability"):
-        run.log_file(draw_reliability(found["reliability"]), f"plots/reliability-{split}.png")
-    run.log_file(draw_confusion(found["matrix"], outcome.classes), f"plots/confusion-{split}.png")
 
 
 def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:

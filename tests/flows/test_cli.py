@@ -250,7 +250,7 @@ def test_what_a_stranger_leaves_in_the_storage_or_beside_the_recipe_is_not_execu
     shutil.copytree(followed.folder / "store", project / "store")
     for folder in (project, project / "store", temporary):
         plant(folder, mark)
-    program = tmp_path / "program" / "trainflow.py"  # as the installed script: its own folder is on the path
+    program = tmp_path / "program" / "started.py"  # as the installed script: its own folder is on the path
     program.parent.mkdir()
     program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
     environ = {"TMPDIR": str(temporary)}

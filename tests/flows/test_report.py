@@ -18,7 +18,7 @@ from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.reports.charts import MAX_POINTS, draw_charts
 from trainflow.flows.reports.report import render_report
-from trainflow.flows.reports.report_facts import HardestRows, ReportFacts, draw_residuals, tables_of_classes
+from trainflow.flows.reports.report_facts import ReportFacts, draw_residuals, tables_of_classes
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import PublishFacts
@@ -181,7 +181,8 @@ def test_slices_are_tables_of_their_own_and_a_metric_has_its_interval_beside_it(
 
 
 def test_the_hardest_rows_are_a_table() -> None:
-    rows = HardestRows("test", ["row_id", "label", "prediction", "nats"], [["7", "<b>yes", "no", "4.02"]])
+    columns = ["row_id", "label", "prediction", "nats"]
+    rows = {"split": "test", "columns": columns, "rows": [["7", "<b>yes", "no", "4.02"]]}
     page = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], [rows])))
     assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words

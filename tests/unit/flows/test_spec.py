@@ -54,6 +54,8 @@ def test_a_mistake_in_sweep_stops_nothing_that_leaves_it_aside(
     plain = spec_file.read_text()
     spec_file.write_text(f"{plain}\nsweep: {{space: {{}}, objektive: test_error}}\n")
     assert load_spec(spec_file, needs_sweep=False).sweep is None
+    for command in ("models", "lineage"):  # they read where the runs are
+        assert choose_place([str(spec_file)], None, command=command).storage
     assert "trainflow sweep names" in caplog.text
     assert "objective" in str(refused(spec_file))
     whole = "{space: {train.args.seed: [1, 2]}, objective: a_b, direction: minimize, trials: 1}"
