@@ -419,9 +419,14 @@ def collect_garbage(
                 skip_registry=skip_registry,
                 on_removed=lambda item: None if as_json else terminal.show([_line(item, "removed")]),
             )
-    record = {
-        "storage": chosen.storage,
-        "deleted": delete,
+    record = {"storage": chosen.storage, "deleted": delete, **_garbage_record(garbage, removed)}
+    if not delete:
+        return Answer(record, lambda: _removable(garbage, bare=bare))
+    return Answer(record, lambda: [] if bare else _rest(garbage, removed))
+
+
+def _garbage_record(garbage: Garbage, removed: Sequence[Item]) -> dict[str, Any]:
+    return {
         "items": [item.to_dict() for item in removed],
         "bytes": sum(item.bytes for item in removed),
         "kept": garbage.kept,
@@ -429,9 +434,6 @@ def collect_garbage(
         "links": garbage.links,
         "obstacle": None if garbage.obstacle is None else garbage.obstacle.to_record(),
     }
-    if not delete:
-        return Answer(record, lambda: _removable(garbage, bare=bare))
-    return Answer(record, lambda: [] if bare else _rest(garbage, removed))
 
 
 def _line(item: Item, verb: str) -> Text:

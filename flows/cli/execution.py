@@ -69,11 +69,7 @@ def run(
     """
     spec, overrides = choose_spec_file(spec, [*(overrides or []), *([] if limit is None else [f"limit={limit}"])])
     parsed = load_spec(spec, overrides, Resolver(), needs_sweep=False)
-    # The resolver keeps both answers: the run that follows asks for them again.
-    resolver = parsed.resolver
-    config = resolver.launch(parsed.train.launch, use_cpu=resolver.arguments(parsed.train.args).use_cpu)
-    if config.follows:  # says the spec, or the launcher (Slurm, torchrun) that started this process
-        # It starts no engine and writes no record.
+    if (config := _launch_of(parsed)).follows:  # it starts no engine and writes no record
         _follow_leader(config, terminal.console(stderr=as_json, quiet=quiet))
         return
     from trainflow.flows.planning.plan import Plan
@@ -81,11 +77,10 @@ def run(
 
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
-    if only or start or from_run:
+    options = {"--only": only, "--from": start, "--from-run": from_run}
+    if words := [word for name, value in options.items() if value for word in (name, value)]:
         # Refused before an engine starts, where what they need is not there.
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
-    options = {"--only": only, "--from": start, "--from-run": from_run}
-    words = [word for name, value in options.items() if value for word in (name, value)]
     execute(
         parsed,
         title=presentation.title(parsed, spec),
@@ -100,6 +95,12 @@ def run(
         force=forced,
         from_run=from_run,
     )
+
+
+def _launch_of(spec: PipelineSpec) -> LaunchConfig:
+    """This machine's part in the training, by the spec or the launcher (Slurm, torchrun) that started this process."""
+    # The resolver keeps both answers: the run that follows asks for them again.
+    return spec.resolver.launch(spec.train.launch, use_cpu=spec.resolver.arguments(spec.train.args).use_cpu)
 
 
 @command("""

@@ -180,16 +180,20 @@ def runs(
     ]
     key, reverse = sort_key(sort, [status.run for status in statuses])
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
-    tags = {status.run.id: read_tags(chosen.storage, status.run) for status in listed}
     if not listed:
         why = f"No run of {len(statuses)} fits." if statuses else f"No run is recorded in {shown(chosen.storage)}."
         return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
-    plain = [{**status.to_dict(), **_listed(status.run), "tags": tags[status.run.id]} for status in listed]
-    shown_ones, trials = (listed, {}) if sweep or state or filters else _grouped(listed)
+    is_grouped = not (sweep or state or filters)
     wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
+    return _list(chosen.storage, listed, wanted, is_grouped=is_grouped, bare=bare)
+
+
+def _list(storage: str, listed: Sequence[RunStatus], wanted: Sequence[str], *, is_grouped: bool, bare: bool) -> Answer:
+    tags = {status.run.id: read_tags(storage, status.run) for status in listed}
+    plain = [{**status.to_dict(), **_listed(status.run), "tags": tags[status.run.id]} for status in listed]
+    kept, trials = _grouped(listed) if is_grouped else (listed, {})
     return Answer(
-        {"storage": chosen.storage, "runs": plain},
-        lambda: _run_lines(shown_ones, tags, wanted, trials)[1 if bare else 0 :],
+        {"storage": storage, "runs": plain}, lambda: _run_lines(kept, tags, wanted, trials)[1 if bare else 0 :]
     )
 
 
