@@ -5,21 +5,23 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
+from trainflow.flows.cached_run import result_if_unchanged
 from trainflow.flows.records.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take_result
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
 from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.runs.run_details import RunDetails, read_details
 from trainflow.flows.runs.run_status import read_status
+from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec, storage_here
 from trainflow.flows.stages import require_stage
-from trainflow.in_this_process import run_here
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -296,6 +298,36 @@ def runs(storage: Place | None = None) -> Runs:
     """
     place = _storage_of(storage)
     return Runs(place, list_runs(place))
+
+
+def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineResult:
+    """Run a pipeline.
+
+    Args:
+        progress: show how it goes: drawn on a terminal, lines elsewhere, also in a notebook.
+        choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
+
+    Raises:
+        TrainflowError: a stage failed; the run so far is recorded, and the same call goes on with it.
+    """
+    Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
+    quiet_environment()
+    with _shown(progress):
+        if (unchanged := result_if_unchanged(spec, **choice)) is not None:
+            return unchanged
+    with prefect_api():
+        from trainflow.flows.pipeline import run_pipeline
+
+        with _shown(progress):
+            result = run_pipeline(spec, **choice)
+    result.raise_for_error()
+    return result
+
+
+def _shown(progress: bool) -> AbstractContextManager[None]:
+    from trainflow.flows.cli import terminal
+
+    return terminal.followed(terminal.console(quiet=not progress), debug=False)
 
 
 def _storage_of(place: Place | None) -> str:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from trainflow.flows.stages import require_stage
-from trainflow.in_this_process import run_here
-from trainflow.recorded_run import Run
+from trainflow.recorded_run import Run, run_here
 
 if TYPE_CHECKING:
     import pandas as pd
