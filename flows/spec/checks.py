@@ -120,7 +120,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
-    from trainflow.tasks.code.closure import top_level_names
+    from trainflow.tasks.code.syntax import top_level_names
 
     if spec.root is not None and not Path(spec.root).is_dir():
         remedy = "Give the folder that the recipe's imports start from, or leave it out."
@@ -274,7 +274,7 @@ def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section:
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
-    from trainflow.tasks.code.closure import top_level_names
+    from trainflow.tasks.code.syntax import top_level_names
 
     for stage in all_stages():
         config = stage.config(spec)
@@ -377,7 +377,7 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
 
 def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
     """The names that the recipe's compute_metrics returns; None where that is known only when it runs."""
-    from trainflow.tasks.code.closure import top_level_names
+    from trainflow.tasks.code.syntax import top_level_names
 
     calls = read_metrics(spec.evaluate.metrics)
     if any(call.module is not None for call in calls):  # some return several numbers

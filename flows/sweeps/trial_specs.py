@@ -17,7 +17,7 @@ from trainflow.flows.spec.checks import find_measured, names_no_split
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
 from trainflow.flows.spec.spec_file import set_field
 from trainflow.flows.spec.sweep_settings import Range, SweepSettings
-from trainflow.tasks.code.closure import top_level_names
+from trainflow.tasks.code.syntax import top_level_names
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.manifest import compare_keys
 from trainflow.tasks.tracking.notify_settings import NotifySettings

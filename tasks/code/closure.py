@@ -4,36 +4,52 @@ The walk starts at the recipe's file and follows import statements through the p
 our own are not followed: their versions stand in the keys instead. Each file counts as the digest of its normalised
 syntax tree, so comments, formatting and docstrings do not retrain; a docstring counts in a file that reads docstrings.
 
-Imports are looked up below the root, its `src` folder, the recipe's own folder, the folders that code adds to
-`sys.path`, and where packages are installed in place. Where a module's name or place is known only at run time, every
-Python file below the root belongs to the closure. What no reading sees are files that the code opens: declare them as
-`prepare.sources`.
+Imports are looked up below the root, its `src` folder, the recipe's own folder, and where packages are installed in
+place. Where a file changes `sys.path`, they are looked up in every folder below the root, and in those around it that
+the texts of the file name. Where code names a module at run time, every Python file below the root belongs to the
+closure. What no reading sees are files that the code opens: declare them as `prepare.sources`.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import FOLDER, KEPT
-from trainflow.tasks.code.project_files import (
-    OURS,
-    contents_tree,
-    find_in_place,
-    is_covered,
-    parse_or_digest,
-    python_files,
-    recipe_module,
+from trainflow.tasks.code.syntax import (
+    ImportTarget,
+    digest_syntax,
+    import_targets,
+    module_names,
+    parse_file,
+    reads_docstrings,
 )
-from trainflow.tasks.code.search_paths import Additions, find_additions
-from trainflow.tasks.code.syntax import digest_syntax, parse_file, reads_any
 
+OURS = {"trainer_lib", "trainflow"}
+_RECIPES = ("trainer_lib", "recipes")
+_INSTALLED = {"site-packages", "dist-packages"}
+_SKIPPED = _INSTALLED | {"__pycache__", "build", "dist", "env", "mlruns", "node_modules", "outputs", "venv", "wandb"}
+# A storage below the project keeps copies of each run's sources.
+_STORAGE = {"runs", "stages"}
 _MOST_FILES = 300
 """A package that is installed in place and has more files counts by their bytes, as a whole."""
+_LOADERS = {"__import__", "eval", "exec", "imp", "importlib", "pkgutil", "pydoc", "runpy", "zipimport"}
+"""Modules and builtins that import by a name that may be made at run time."""
+_FACTS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")
+"""Parts of these that only look."""
+_LOADS = {"exec_module", "load_module"}
+"""Methods that import what such a look found."""
+_MODULE_PATH = {"site", "site.addsitedir", "sys", "sys.path"}
+"""Names that lead to the module path, the modules themselves where they are handed on."""
+_LEVELS_AROUND = 3
+"""So many folders around the root may hold those that a file adds to the module path."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +57,10 @@ class Closure:
     """The files a recipe consists of: path relative to the root -> digest of what the file means."""
 
     files: dict[str, str]
-    unseen: tuple[str, ...] = field(default=())
-    """Places where a module is named only at run time, as ``file:line``."""
-    unattributed: tuple[str, ...] = field(default=())
-    """Places that change the module path by folders which are known only at run time, as ``file:line``."""
+    unseen: bool = False
+    """Whether code names a module only at run time."""
+    swept: frozenset[str] = frozenset()
+    """Files that no import statement names, which code may import by a name that it makes."""
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     """Size in bytes and time of change (ns) of each file, taken before it was read."""
     trees: dict[str, ast.Module] = field(default_factory=dict, compare=False, repr=False)
@@ -61,48 +77,34 @@ class Closure:
         absolute = path.absolute()
         return next((name for name, known in self.paths.items() if known == absolute), path.name)
 
-    def joined(self, other: Closure) -> Closure:
-        """The files of both."""
-        names: dict[str, str] = {}
-        for name, path in other.paths.items():
-            # Two files outside of the root may go by one name.
-            names[name] = name if self.paths.get(name, path) == path else f"{name}~2"
-        return Closure(
-            {**self.files, **{names[name]: digest for name, digest in other.files.items()}},
-            tuple(sorted({*self.unseen, *other.unseen})),
-            tuple(sorted({*self.unattributed, *other.unattributed})),
-            {**self.marks, **other.marks},
-            {**self.trees, **{names[name]: tree for name, tree in other.trees.items()}},
-            {**self.paths, **{names[name]: path for name, path in other.paths.items()}},
-            self.root,
-            tuple(dict.fromkeys((*self.places, *other.places))),
-        )
-
     def is_current(self) -> bool:
         """Whether no file has changed since; a worker reads the files as they are now."""
         return all(_mark(path) == mark for path, mark in self.marks.items())
 
 
-def closure(recipe: str | Path, root: str | Path | None = None, *, field: str = "recipe") -> Closure:
-    """Walk the imports of `recipe` below `root`.
+def closure(
+    recipe: str | Path, root: str | Path | None = None, *, fallback: str | Path | None = None, field: str = "recipe"
+) -> Closure:
+    """Walk the imports of `recipe` below `root`, and those of the file that has what `recipe` does not define.
 
     Raises:
         ConfigError: about `field`: no such Python file, or a file in the walk has a syntax error.
     """
-    recipe = Path(recipe).absolute()
-    if not recipe.is_file():
-        reason = "This is a folder, not a file." if recipe.is_dir() else "There is no such file."
-        raise ConfigError(reason, field=field, value=str(recipe), remedy="Give the path of the recipe's Python file.")
-    if recipe.suffix != ".py":
-        raise ConfigError(
-            "A recipe is a Python file.", field=field, value=str(recipe), remedy="Give the path of a .py file."
-        )
-    walk = _Walk(Path(root).absolute() if root is not None else find_root(recipe), recipe, field)
-    walk.visit(recipe)
+    recipes = [Path(path).absolute() for path in (recipe, fallback) if path is not None]
+    for path in recipes:
+        if not path.is_file():
+            reason = "This is a folder, not a file." if path.is_dir() else "There is no such file."
+            raise ConfigError(reason, field=field, value=str(path), remedy="Give the path of the recipe's Python file.")
+        if path.suffix != ".py":
+            raise ConfigError(
+                "A recipe is a Python file.", field=field, value=str(path), remedy="Give the path of a .py file."
+            )
+    walk = _Walk(Path(root).absolute() if root is not None else find_root(recipes[0]), recipes, field)
+    walk.visit()
     return Closure(
         dict(sorted(walk.digests.items())),
-        tuple(sorted(walk.unseen)),
-        tuple(sorted(walk.unattributed)),
+        walk.unseen,
+        frozenset(walk.swept),
         walk.marks,
         walk.trees,
         walk.paths,
@@ -124,217 +126,251 @@ def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
     return spec_folder if spec_folder is not None and folder.is_relative_to(spec_folder) else folder
 
 
-def top_level_names(path: Path) -> set[str] | None:
-    """Names that a file defines or imports at its top level; None when a star import hides some of them."""
-    names: set[str] = set()
-    waiting: list[ast.AST] = list(parse_file(path, "recipe").body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            # Its body is left out: names in there are local.
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        # Also below `if`, `try` and `with`: a name defined there is a name of the module.
-        waiting.extend(ast.iter_child_nodes(node))
-    return None if "*" in names else names
+def is_covered(parts: Sequence[str]) -> bool:
+    """Whether keys follow an import of this module: not into our own code, but into trainflow's recipes."""
+    return not parts or parts[0] not in OURS or (tuple(parts[:2]) == _RECIPES and len(parts) > 2)
+
+
+def recipe_module(parts: Sequence[str]) -> Path | None:
+    """The path without ending of a module of trainflow's recipes (`trainer_lib.recipes.x`); None for any other."""
+    return FOLDER.joinpath(*parts[2:]) if tuple(parts[:2]) == _RECIPES else None
 
 
 class _Walk:
     """A walk over files; cycles end at files already seen."""
 
-    def __init__(self, root: Path, recipe: Path, field: str) -> None:
+    def __init__(self, root: Path, recipes: Sequence[Path], field: str) -> None:
         self.root = root
-        self.recipe = recipe
         self.field = field
         self.digests: dict[str, str] = {}
-        self.unseen: set[str] = set()
-        self.unattributed: set[str] = set()
+        self.unseen = False
+        self.swept: set[str] = set()
         self.marks: dict[Path, tuple[int, int]] = {}
         self.trees: dict[str, ast.Module] = {}
         self.paths: dict[str, Path] = {}
         # src: a package that is installed in place from there. The recipe's own folder may come from PYTHONPATH.
-        self.places: dict[Path, None] = dict.fromkeys((root, root / "src", recipe.parent))
-        self._names: dict[Path, str] = {}
-        self._additions: dict[Path, Additions] = {}
-        # Files that no import statement names need not be Python; those swept up may never be imported.
-        self._tolerated: set[Path] = set()
-        self._swept: set[Path] = set()
+        self.places = dict.fromkeys((root, root / "src", *(recipe.parent for recipe in recipes)))
+        self._recipes = recipes
+        self._imports: dict[Path, list[ImportTarget]] = {}
+        # Folders below the root by the name of a module or package in them, once the module path is changed.
+        self._anywhere: dict[str, set[Path]] | None = None
         self._looked_up: set[str] = set()
+        self._named: list[Path] = []
 
-    def visit(self, first: Path) -> None:
-        """Visit a file and all that it imports."""
-        waiting, places = [first], 0
+    def visit(self) -> None:
+        """Visit the recipes and all that they import."""
+        waiting, places = list(self._recipes), len(self.places)
         while waiting:
             path = waiting.pop()
-            if path not in self._names:
-                self._read(path)
-                waiting.extend(self._imports(path))
+            if path not in self._imports:
+                self._read(path, parse_file(path, self.field))
+                waiting.extend(self._imported(path))
+            if not waiting and self.unseen:
+                waiting.extend(self._sweep())
             if not waiting and places != len(self.places):
-                # What was read before may be found in a new place.
+                # What was looked up before may be in a new place.
                 places = len(self.places)
-                waiting.extend(each for known in list(self._names) for each in self._imports(known))
-            if not waiting and (self.unseen or self.unattributed):
-                waiting.extend(self._all_files())
+                waiting.extend(file for known in list(self._imports) for file in self._imported(known))
 
-    def _read(self, path: Path) -> None:
+    def _imported(self, path: Path) -> list[Path]:
+        return [file for target in self._imports[path] for file in self._files(path, target)]
+
+    def _read(self, path: Path, tree: ast.Module) -> None:
         name = self._name(path)
-        self._names[path] = name
-        # Before the read: a change in between then makes the closure stale, not wrong.
+        # Before the digest: a change in between then makes the closure stale, not wrong.
         self.marks[path] = _mark(path)
-        if path in self._tolerated:
-            tree, self.digests[name] = parse_or_digest(path)
-        else:
-            tree = parse_file(path, self.field)
-            self.digests[name] = digest_syntax([tree], keep_docstrings=reads_any(tree))
-        self.trees[name] = tree
-        self.paths[name] = path
-        found = self._additions[path] = find_additions(path, tree)
-        if path not in self._swept:
-            self.unseen |= {f"{name}:{line}" for line in found.unknown_modules}
-            self.unattributed |= {f"{name}:{line}" for line in found.unknown_folders}
-        for folder in self._located(path, found.folders):
-            if folder.is_dir():
-                self.places.setdefault(folder)
+        self.digests[name] = digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+        self.trees[name], self.paths[name] = tree, path
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        self._imports[path] = [target for node in imports for _, target in import_targets(node)]
+        uses = _dotted_uses(tree, imports)
+        makes_names = any(use.partition(".")[0] in _LOADERS and not use.startswith(_FACTS) for use in uses) or any(
+            isinstance(node, ast.Attribute) and node.attr in _LOADS for node in ast.walk(tree)
+        )
+        self.unseen = self.unseen or makes_names
+        changes_path = any(use in _MODULE_PATH or use.startswith("sys.path.") for use in uses)
+        if changes_path and self._anywhere is None:
+            self._anywhere = _index(self.root)
+        if changes_path or makes_names:
+            for place in self._around(path, tree):
+                if place.is_dir():
+                    self.places[place] = None
+                else:
+                    self._named.append(place)
+
+    def _sweep(self) -> list[Path]:
+        """Take all files below the root, for a module that is known only at run time; some may not be Python."""
+        taken = [path for path in (*python_files(self.root), *self._named) if path not in self._imports]
+        for path in taken:
+            try:
+                tree = parse_file(path, self.field)
+            except ConfigError:
+                tree = _contents_tree([path])
+            self._read(path, tree)
+            self.swept.add(self._name(path))
+        return [file for path in taken for file in self._imported(path)]
 
     def _name(self, path: Path) -> str:
         """The file's name in keys: from the root, else from the place that it is imported from."""
+        known = next((name for name, other in self.paths.items() if other == path), None)
+        if known is not None:
+            return known
         if path.parent == FOLDER:  # wherever trainflow is installed
             return f"{KEPT}/{path.name}"
         if path.is_relative_to(self.root):
             return path.relative_to(self.root).as_posix()
-        if path.parent == self.recipe.parent:
-            return path.name
-        place = next((each for each in self.places if path.is_relative_to(each)), path.parent)
+        around = [place for place in self.places if path.is_relative_to(place)]
+        place = max(around, key=lambda place: len(place.parts), default=path.parent)
         name = f"({place.name})/{path.relative_to(place).as_posix()}"
+        if path.parent == self._recipes[0].parent:
+            name = path.name
         while name in self.paths:
             name += "~2"
         return name
 
-    def _located(self, path: Path, written: Iterable[str]) -> Iterator[Path]:
-        """Where paths of a file may lie; relative ones follow the working directory, which may be any of these."""
-        for each in written:
-            starts = (self.root, path.parent, Path.cwd()) if not Path(each).is_absolute() else (self.root,)
-            yield from dict.fromkeys(Path(os.path.normpath(start / each)) for start in starts)
-
-    def _all_files(self) -> list[Path]:
-        """All files below the root, for a module that is known only at run time."""
-        found = [path for path in python_files(self.root) if path not in self._names]
-        self._tolerated.update(found)
-        self._swept.update(found)
-        return found
+    def _around(self, path: Path, tree: ast.Module) -> list[Path]:
+        """Folders and Python files outside of the root that the texts of a file may name."""
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
+        texts += [part for text in texts for part in os.environ.get(text or "=", "").split(os.pathsep)]
+        starts = {*self.root.parents[:_LEVELS_AROUND], *path.parents[: 2 * _LEVELS_AROUND], Path.cwd()}
+        found = sorted(start for start in starts if start.name)
+        for text in texts:
+            if 0 < len(text) < 200 and text.isprintable():
+                # Parts of a path may be joined one by one.
+                joined = [Path(os.path.normpath(folder / Path(text).expanduser())) for folder in found]
+                found += [place for place in joined if place.is_dir() or (place.suffix == ".py" and place.is_file())]
+                found = list(dict.fromkeys(found))
+        return [place for place in found if not place.is_relative_to(self.root)]
 
     # -- imports ------------------------------------------------------------------------------------------------------
 
-    def _imports(self, path: Path) -> Iterator[Path]:
-        for node in ast.walk(self.trees[self._names[path]]):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield from self._absolute(alias.name.split("."))
-            elif isinstance(node, ast.ImportFrom):
-                yield from self._from(path, node)
-        found = self._additions[path]
-        for module in found.modules:
-            yield from self._absolute(module.split("."))
-        for package in found.below:
-            yield from self._all_below(package.split("."))
-        for file in self._located(path, found.files):
-            if file.is_file() and file not in self._names:
-                self._tolerated.add(file)
-                yield file
-
-    def _from(self, path: Path, node: ast.ImportFrom) -> Iterator[Path]:
-        parts = node.module.split(".") if node.module else []
-        names = [alias.name for alias in node.names]
-        if node.level == 0:
-            for name in names:
-                yield from self._absolute([*parts, *_submodules(name)])
-            if "*" in names and parts[0] not in OURS:
-                for place in list(self.places):
-                    yield from _siblings(place.joinpath(*parts))
+    def _files(self, path: Path, target: ImportTarget) -> Iterator[Path]:
+        """The files that importing `target` in the file `path` runs."""
+        parts = target.module.split(".") if target.module else []
+        names = [target.name] if target.name not in (None, "*") else []
+        if target.level:
+            package = path.parents[target.level - 1]
+            initial = package / "__init__.py"
+            # A relative import runs the package's __init__ as well; the root itself is not a package.
+            if package not in (self.root, self.root / "src") and initial.is_file():
+                yield initial
+            places = [package]
+        elif not is_covered([*parts, *names]):
             return
-        package = path.parent
-        for _ in range(node.level - 1):
-            package = package.parent
-        own = package / "__init__.py"
-        # A relative import runs the package's __init__ as well; the root itself is not a package.
-        if package not in (self.root, self.root / "src") and own.is_file():
-            yield own
-        for name in names:
-            yield from self._below(package, [*parts, *_submodules(name)])
-        if "*" in names:
-            yield from _siblings(package.joinpath(*parts))
-
-    def _absolute(self, parts: list[str]) -> Iterator[Path]:
-        if not is_covered(parts):
+        elif (ours := recipe_module([*parts, *names][:3])) is not None:  # what is behind that is a name in it
+            module = _module_file(ours)
+            yield from () if module is None else (module,)
             return
-        own = recipe_module(parts[:3])  # what is behind that is a name in it
-        if own is not None:
-            found = _module_file(own)
-            yield from () if found is None else (found,)
-            return
-        if not any(_module_file(place / parts[0]) for place in self.places):
+        else:
             self._look_up(parts[0])
-        # The first may hide the others, by an order that only the run knows: all of them count.
-        for place in list(self.places):
-            yield from self._below(place, parts)
+            # The first may hide the others, by an order that only the run knows: all of them count.
+            places = list(self.places)
+        for place in places:
+            for depth in range(1, len(parts) + len(names) + 1):
+                module = _module_file(place.joinpath(*[*parts, *names][:depth]))
+                if module is not None:
+                    yield module
+            if target.name == "*" and place.joinpath(*parts).is_dir():
+                # It may take in any module of a package: `__all__` decides at run time.
+                yield from sorted(place.joinpath(*parts).glob("*.py"))
 
     def _look_up(self, name: str) -> None:
-        """Add the place of a package that is installed in place."""
-        if name in self._looked_up:
+        """Add the places of a top-level module that are not known yet."""
+        if self._anywhere is not None:
+            self.places |= dict.fromkeys(sorted(self._anywhere.pop(name, ())))
+        if name in self._looked_up or any(_module_file(place / name) for place in self.places):
             return
         self._looked_up.add(name)
         place = find_in_place(name)
-        if place is None or place in self.places:
+        if place is None:
             return
-        own = python_files(place / name, limit=_MOST_FILES)
-        if len(own) > _MOST_FILES and (place / name / "__init__.py") in own:
-            self._read_whole(place, name)
-        else:
-            self.places.setdefault(place)
-
-    def _read_whole(self, place: Path, package: str) -> None:
-        """Take a large package as the bytes of its files."""
-        files, first = python_files(place / package), place / package / "__init__.py"
-        name = f"({place.name})/{package}/__init__.py"
-        self.marks |= {each: _mark(each) for each in files}
-        self.trees[name], self.digests[name] = contents_tree(files)
-        self.paths[name], self._names[first] = first, name
-        self._additions[first] = Additions()
-        self.places.setdefault(place)
-        self._names |= dict.fromkeys(files, name)
-        self._additions |= {each: Additions() for each in files}
-
-    def _all_below(self, parts: list[str]) -> Iterator[Path]:
-        """All modules of a package, of which one is chosen at run time."""
-        if parts[0] in OURS:
-            return
-        yield from self._absolute(parts)
-        for place in list(self.places):
-            folder = place.joinpath(*parts)
-            yield from python_files(folder) if folder.is_dir() else ()
-
-    def _below(self, place: Path, parts: list[str]) -> Iterator[Path]:
-        """The files that importing `parts` from `place` runs: every package's __init__ on the way, then the module."""
-        for depth in range(1, len(parts) + 1):
-            found = _module_file(place.joinpath(*parts[:depth]))
-            if found is not None:
-                yield found
+        files, first = python_files(place / name, limit=_MOST_FILES), place / name / "__init__.py"
+        if len(files) > _MOST_FILES and first in files and place not in self.places:
+            # As the bytes of its files.
+            files = python_files(place / name)
+            self.places[place] = None
+            self._read(first, _contents_tree(files))
+            self.marks |= {file: _mark(file) for file in files}
+            self._imports |= {file: [] for file in files}
+        self.places[place] = None
 
 
-def _mark(path: Path) -> tuple[int, int]:
+def _dotted_uses(tree: ast.Module, imports: Iterable[ast.Import | ast.ImportFrom]) -> set[str]:
+    """The names that a file uses, as dotted names of what they import."""
+    bound: dict[str, set[str]] = {}
+    for name, target in (pair for node in imports for pair in import_targets(node)):
+        module = target.top if target.is_top else target.module
+        bound.setdefault(name, set()).add(module if target.name is None else f"{module}.{target.name}")
+    chains = set(module_names(tree))
+    return {".".join((head, *chain[1:])) for chain in chains for head in bound.get(chain[0], (chain[0],))}
+
+
+def _index(root: Path) -> dict[str, set[Path]]:
+    """The folders below the root that hold a module or a package, by its name."""
+    found: dict[str, set[Path]] = {}
+    for file in python_files(root):
+        found.setdefault(file.stem, set()).add(file.parent)
+        for folder in file.parents:
+            if folder == root:
+                break
+            found.setdefault(folder.name, set()).add(folder.parent)
+    return found
+
+
+def find_in_place(name: str) -> Path | None:
+    """The folder above a package or module that is imported from where it is edited; None for one that is not.
+
+    Those are packages on PYTHONPATH, and what `pip install -e` links.
+
+    Args:
+        name: a top-level name.
+    """
+    if name in OURS or name in sys.stdlib_module_names:
+        return None
     try:
-        status = path.stat()
-    except OSError:
-        return -1, -1  # it is gone, or cannot be read
-    return status.st_size, status.st_mtime_ns
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        # Folders without an __init__: the first that holds a module.
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+        place = next((folder.parent for folder in folders if any(folder.glob("*.py"))), None)
+    else:
+        module = Path(spec.origin)
+        place = module.parents[1] if module.name == "__init__.py" else module.parent
+    return None if place is None or _INSTALLED & set(place.parts) else place
 
 
-def _submodules(name: str) -> list[str]:
-    return [] if name == "*" else [name]
+def python_files(folder: Path, *, limit: int | None = None) -> list[Path]:
+    """The Python files below a folder, without installed packages, environments, storages and our own packages.
+
+    Args:
+        limit: stop after this many.
+    """
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        if "pyvenv.cfg" in files or set(folders) >= _STORAGE:
+            folders.clear()
+            continue
+        ours = OURS if Path(place) == folder else set()
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _SKIPPED | ours)
+        found += [Path(place, name) for name in sorted(files) if name.endswith(".py")]
+        if limit is not None and len(found) > limit:
+            break
+    return found
+
+
+def _contents_tree(paths: Iterable[Path]) -> ast.Module:
+    """A syntax tree that stands for the bytes of files: it counts for every stage."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        except OSError:
+            digest.update(b"unreadable")
+    return ast.parse(f"contents({digest.hexdigest()!r})")
 
 
 def _module_file(stem: Path) -> Path | None:
@@ -345,6 +381,9 @@ def _module_file(stem: Path) -> Path | None:
     return module if module.is_file() else None
 
 
-def _siblings(package: Path) -> list[Path]:
-    """A star import may take in any module of a package (`__all__` decides at run time): count them all."""
-    return sorted(package.glob("*.py")) if package.is_dir() else []
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1  # it is gone, or cannot be read
+    return status.st_size, status.st_mtime_ns

@@ -294,9 +294,8 @@ def publishes_code(config: PublishConfig, context: StageContext) -> bool:
     """Whether the code goes along: as the settings say, else where reading it shows which files belong to it."""
     if config.code is not None:
         return config.code
-    own = {config.recipe or context.recipe, context.recipe}
-    closures = [context.resolver.closure(recipe, context.root) for recipe in own]
-    return not any(each.unseen or each.unattributed for each in closures)
+    recipe = config.recipe or context.recipe
+    return not context.resolver.closure(recipe, context.root, fallback=context.recipe).unseen
 
 
 def settings_fields(config: KeyedSettings, *, selects: bool = False, **resolved: Any) -> dict[str, Any]:

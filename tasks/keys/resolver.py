@@ -67,24 +67,33 @@ class Resolver:
         with in_words_of_spec(section):
             return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
-    def closure(self, recipe: str | Path, root: str | Path | None, *, field: str = "recipe") -> Closure:
+    def closure(
+        self,
+        recipe: str | Path,
+        root: str | Path | None,
+        *,
+        fallback: str | Path | None = None,
+        field: str = "recipe",
+    ) -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.
 
         A stage is keyed by the code that its worker is about to load: during a long training, the functions that
         evaluate uses may be edited.
 
         Args:
+            fallback: the file that has the functions which the first does not define; None: there is none.
             field: the setting that names the recipe, for the message of an error.
 
         Raises:
             ConfigError: the recipe is not a Python file, or a file that it imports has a syntax error.
         """
-        key = ("closure", str(recipe), "" if root is None else str(root))
+        fallback = None if fallback is None or Path(fallback) == Path(recipe) else fallback
+        key = ("closure", str(recipe), str(fallback or ""), "" if root is None else str(root))
         known: Closure | None = self._found.get(key)
         if known is not None and not known.is_current():
             # Forgotten, so that the next line reads the edited file.
             self._found.pop(key, None)
-        return self._once(key, lambda: closure(recipe, root, field=field))
+        return self._once(key, lambda: closure(recipe, root, fallback=fallback, field=field))
 
     def code(self, recipe: str | Path, fallback: str | Path | None, root: str | Path | None) -> Code:
         """The recipe's code, function by function; of files that were edited meanwhile, as they are now.
@@ -96,14 +105,14 @@ class Resolver:
         Raises:
             ConfigError: a file is not Python.
         """
-        paths = [recipe, *([] if fallback is None or Path(fallback) == Path(recipe) else [fallback])]
-        closures = tuple(self.closure(path, root) for path in paths)
+        paths = list(dict.fromkeys(Path(path) for path in (recipe, fallback) if path is not None))
+        files = self.closure(recipe, root, fallback=fallback)
         key = ("code", *(str(path) for path in paths), "" if root is None else str(root))
-        known: tuple[tuple[Closure, ...], Code] | None = self._found.get(key)
+        known: Code | None = self._found.get(key)
         # Compared as objects: a closure that was read again is another one.
-        if known is None or any(one is not other for one, other in zip(known[0], closures, strict=True)):
-            self._found[key] = known = (closures, Code.of([Path(path) for path in paths], closures))
-        return known[1]
+        if known is None or known.closure is not files:
+            self._found[key] = known = Code(files, paths)
+        return known
 
     def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:
         """A label and a digest of each declared source of the data; see `trainflow.tasks.keys.sources.fingerprints`.

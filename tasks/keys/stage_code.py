@@ -1,15 +1,14 @@
-"""Which functions of a recipe each stage calls, and so which code its key covers."""
+"""The functions of a recipe that each stage calls, and so the code that its key covers."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from typing import TYPE_CHECKING
 
-from trainflow.tasks.code.definitions import Piece
-from trainflow.tasks.code.known_calls import QUIET_PACKAGES
-from trainflow.tasks.code.reach import Code, Reach
+from trainflow.tasks.code.reach import BASES, Code, Piece, Reach
 
 if TYPE_CHECKING:
     from trainflow.tasks.configs import StageSettings
@@ -31,18 +30,19 @@ _SEES_METRICS = {
 }  # fmt: skip
 _QUIET_CALLBACKS = {"TrainerCallback", "ProgressCallback", "PrinterCallback", "StragglerCallback"}
 # Callbacks of other packages may look at metrics under any name. These have none that do, but for those above.
-_WITHOUT_CALLBACKS = {"builtins", "numpy", "torch", "trainer_lib", "transformers", *sys.stdlib_module_names} | (
-    QUIET_PACKAGES - {"keras", "lightning"}
+_WITHOUT_CALLBACKS = (BASES - {"keras", "lightning"}) | {
+    "PIL", "accelerate", "matplotlib", "pandas", "polars", "pyarrow", "safetensors", "scipy", "seaborn", "tqdm",
+    *sys.stdlib_module_names,
+}  # fmt: skip
+# What draws random numbers, or sets up the process, changes the training that continues after an evaluation.
+_ACTS = re.compile(
+    r"(?i:.*(rand|seed|shuffle|permut|bootstrap|bernoulli|multinomial))|(choices?|normal_?|sample|uniform_?)$"
+    r"|set_|use_deterministic|environ|putenv|chdir|setattr|inject|patch"
 )
-# What draws random numbers, or sets up the process, changes the training that goes on after an evaluation.
-_RANDOM = ("rand", "seed", "shuffle", "permut", "bootstrap", "bernoulli", "multinomial")
-_DRAWS = {"choice", "choices", "normal", "normal_", "sample", "uniform", "uniform_"}
-_SETS_UP = ("set_", "use_deterministic", "environ", "putenv", "chdir", "setattr", "inject", "patch")
 _MUTATES = {
     "add", "append", "appendleft", "clear", "discard", "extend", "fill", "fill_", "insert", "pop", "popitem", "popleft",
     "put", "remove", "resize", "reverse", "rotate", "send", "setdefault", "sort", "subtract", "update", "next",
 }  # fmt: skip
-_UNCHANGING = (int, float, complex, str, bytes, bool, type(None))
 
 
 def code_of(config: StageSettings, context: StageContext) -> Code:
@@ -90,9 +90,7 @@ def _sees_metrics(code: Code) -> bool:
     if not watchers:
         return False
     reached = code.reach(watchers)
-    words = {word for piece in reached.pieces for word in piece.references.words}
-    # An import may rename it.
-    words |= {piece.target.name for piece in reached.pieces if piece.target is not None and piece.target.name}
+    words = {word for piece in reached.pieces for word in piece.words}
     if reached.everything is not None or words & _SEES_METRICS:
         return True
     if any(name.partition(".")[0] not in _WITHOUT_CALLBACKS for name in reached.outside):
@@ -103,27 +101,30 @@ def _sees_metrics(code: Code) -> bool:
 
 
 def _disturbs_training(metrics: Reach, training: Reach) -> bool:
-    """Whether measuring may change the training that goes on after it, through what both hold in one process."""
-    if metrics.everything is not None:
+    """Whether measuring may change the training that continues after it, through what both hold in one process."""
+    if metrics.everything is not None or any(_ACTS.match(word) for piece in metrics.named for word in piece.words):
         return True
-    both = set(training.pieces)
-    mutates = any(_MUTATES & piece.references.words for piece in metrics.pieces)
-    for piece in metrics.pieces:
-        # A call at import has run before; it keeps nothing under a name.
-        if piece.target is None and not isinstance(piece.node, ast.Expr):
-            if piece in both and not _cannot_change(piece, mutates=mutates):
-                return True
-            if piece.references.changes or "global" in piece.references.words:
-                return True
-        if not isinstance(piece.node, ast.Expr) and _acts(piece):
+    pieces = [piece for piece in metrics.named if piece.target is None]
+    mutates = any(_MUTATES & piece.words for piece in pieces)
+    return any(
+        _changes_others(piece) or (piece in training.named and not _cannot_change(piece, mutates=mutates))
+        for piece in pieces
+    )
+
+
+def _changes_others(piece: Piece) -> bool:
+    """Whether code sets a global, or an attribute or item of something that it does not hold itself."""
+    seen = {chain[0] for chain in piece.chains}
+    for node in ast.walk(piece.node):
+        if isinstance(node, ast.Global):
             return True
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute | ast.Subscript):
+                inner = inner.value
+            if not isinstance(inner, ast.Name) or inner.id in seen:
+                return True
     return False
-
-
-def _acts(piece: Piece) -> bool:
-    names = piece.references.words | {piece.target.name or "" if piece.target else ""}
-    draws = bool(names & _DRAWS) or any(part in name.lower() for name in names for part in _RANDOM)
-    return draws or any(name.startswith(_SETS_UP) for name in names)
 
 
 def _cannot_change(piece: Piece, *, mutates: bool) -> bool:
@@ -135,9 +136,8 @@ def _cannot_change(piece: Piece, *, mutates: bool) -> bool:
     node = piece.node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         # A cache, and a default that is changed in place, live as long as the process.
-        defaults = [*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)]
-        plain = all(_is_unchanging(each, containers=False) for each in defaults)
-        return plain and not node.decorator_list
+        defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+        return all(_is_unchanging(value, containers=False) for value in defaults) and not node.decorator_list
     if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
         return _is_unchanging(node.value, containers=not mutates)
     # The attributes of a class can be changed.
@@ -145,10 +145,8 @@ def _cannot_change(piece: Piece, *, mutates: bool) -> bool:
 
 
 def _is_unchanging(node: ast.expr, *, containers: bool) -> bool:
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, _UNCHANGING)
-    kinds: tuple[type[ast.expr], ...] = (ast.Tuple, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp)
-    if isinstance(node, (*kinds, ast.List, ast.Dict, ast.Set) if containers else kinds):
-        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-        return all(_is_unchanging(part, containers=containers) for part in parts)
-    return False
+    kinds: tuple[type[ast.expr], ...] = (ast.Constant, ast.Tuple, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp)
+    kinds = (*kinds, ast.List, ast.Dict, ast.Set) if containers else kinds
+    return isinstance(node, kinds) and all(
+        _is_unchanging(part, containers=containers) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)
+    )

@@ -48,9 +48,7 @@ def describe_model(
     """
     recipe = Path(config.recipe or context.recipe).absolute()
     fallback = Path(context.recipe).absolute() if config.recipe and config.recipe != context.recipe else None
-    closure = context.resolver.closure(recipe, context.root)
-    if fallback is not None:
-        closure = closure.joined(context.resolver.closure(fallback, context.root))
+    closure = context.resolver.closure(recipe, context.root, fallback=fallback)
     _require_same_model(config, context, model)
     code = {name: path.read_bytes() for name, path in closure.paths.items()}
     columns: dict[str, str] = {}
