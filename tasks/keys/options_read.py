@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 
 from trainer_lib.base.suggestions import nearest
-from trainflow.tasks.code.reach import Code, Piece
+from trainflow.tasks.code.program import Piece
+from trainflow.tasks.code.reach import Code
 
 READERS: dict[str, dict[str, dict[str, int]]] = {
     "prepare-data": {"options": {"prepare": 0, "list_sources": 0, "prepare_shard": 1}},

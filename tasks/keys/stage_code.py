@@ -8,7 +8,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from trainflow.tasks.code.reach import BASES, Code, Piece, Reach
+from trainflow.tasks.code.program import Piece
+from trainflow.tasks.code.reach import BASES, Code, Reach
 
 if TYPE_CHECKING:
     from trainflow.tasks.configs import StageSettings

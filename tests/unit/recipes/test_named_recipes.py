@@ -49,7 +49,7 @@ def test_a_spec_names_a_recipe_nothing_of_which_runs_at_import(tmp_path: Path, n
     assert f"recipe: {name}\n" in dump_yaml(record)
     assert recipe_name(found.recipe) == name
     code = Resolver().code(recipe_file(name), None, tmp_path)
-    constants = {f"(trainflow)/times.py:{name}" for name in ("_CLOCKS", "_CLOCK_FORMATS", "import itertools")}
+    constants = {f"(trainflow)/splitting.py:{name}" for name in ("_CLOCKS", "_CLOCK_FORMATS", "import itertools")}
     assert {piece.label for piece in code.at_import.pieces} <= constants, "it would count for every stage"
     assert len(code.program.modules) > 3, "keys follow into what recipes share"
     assert all(file.startswith("(trainflow)/") for file in code.program.modules)
