@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.path_options import PathOptions, absolute_path, map_paths
 from trainflow.tasks.code.reach import Code
+from trainflow.tasks.code.syntax import chain_of
 from trainflow.tasks.keys.options_read import READERS
 from trainflow.tasks.keys.sources import memory
 from trainflow.tasks.keys.stage_code import code_of
@@ -107,11 +108,11 @@ class _Types:
             return self._paths_in_generic(file, node, depth)
         if isinstance(node, ast.Call):
             return self._paths_in_call(file, node, depth)
-        chain = _chain(node)
+        chain = chain_of(node)
         return self._paths_of_name(file, chain, depth) if chain else False
 
     def _paths_in_generic(self, file: str, node: ast.Subscript, depth: int) -> Paths:
-        head = _chain(node.value)[-1:]
+        head = (chain_of(node.value) or ())[-1:]
         inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if head == ("Literal",):
             return False
@@ -164,7 +165,7 @@ class _Types:
         return depth > 0 and any(self._is_typed_dict(file, base, depth - 1) for base in node.bases)
 
     def _is_typed_dict(self, file: str, node: ast.expr, depth: int) -> bool:
-        chain = _chain(node)
+        chain = chain_of(node)
         if not chain:
             return False
         meaning = self._program.resolve(file, chain)
@@ -179,15 +180,6 @@ def _merge(one: Paths, other: Paths) -> Paths:
         return True
     left, right = one or {}, other or {}
     return {name: _merge(left.get(name, False), right.get(name, False)) for name in (*left, *right)} or False
-
-
-def _chain(node: ast.expr) -> tuple[str, ...]:
-    """``a.b.c`` as its names; empty for anything else."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    return (node.id, *reversed(names)) if isinstance(node, ast.Name) else ()
 
 
 def _parsed(text: str) -> ast.expr | None:
