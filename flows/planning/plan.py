@@ -25,8 +25,8 @@ from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.stages import Stage, all_stages, require_stage, stage_names
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import StageSettings
+from trainflow.tasks.keys.declared_paths import warn_of_unread
 from trainflow.tasks.keys.keys import REFRESH, Difference, StageKey, differences, stage_key
-from trainflow.tasks.keys.options_read import warn_of_unread
 from trainflow.tasks.keys.stage_code import code_of
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage.choosing_metrics import choosing_metrics

@@ -15,8 +15,7 @@ from trainflow.tasks.code.closure import Closure, closure, find_root
 from trainflow.tasks.code.reach import Code
 from trainflow.tasks.configs import PrepareConfig, TrainConfig
 from trainflow.tasks.keys import resolver as _resolver
-from trainflow.tasks.keys.declared_paths import declared_paths
-from trainflow.tasks.keys.options_read import warn_of_unread
+from trainflow.tasks.keys.declared_paths import declared_paths, warn_of_unread
 from trainflow.tasks.keys.resolver import Resolver
 
 
