@@ -1,8 +1,9 @@
-"""A real MLflow server behind a TCP proxy that misbehaves on demand: refuses, waits, hangs, cuts an answer off."""
+"""A real MLflow server behind a proxy that misbehaves on demand: refuses, waits, cuts an answer off."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -12,8 +13,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from typing_extensions import override
 
 from tests.support.mlflow_store import fresh_store
 
@@ -53,105 +57,81 @@ def mlflow_server(folder: Path) -> Iterator[int]:
         yield port
 
 
-class Proxy:
+class Proxy(ThreadingHTTPServer):
     """Forwards requests to a port, one connection each, and misbehaves as its attributes say.
 
     Attributes:
-        mode: "ok"; "refuse" closes every connection at once; "hang" accepts and never answers; "delay" answers after
-            `delay_s`; "cut" forwards a request and closes before the answer.
+        mode: "ok"; "refuse" closes every connection at once; "delay" forwards after `delay_s`; "cut" forwards a request
+            and closes before the answer.
         only: the requests that the mode is meant for contain this text in their first line; the others are forwarded.
         requests: the first line of each request that came.
     """
 
+    daemon_threads = True
+
     def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Forwarding)
+        self.target = port
         self.mode = "ok"
         self.only = ""
         self.delay_s = 2.0
         self.requests: list[str] = []
-        self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._sockets: set[socket.socket] = set()
+        self.ended = threading.Event()
 
     @property
     def uri(self) -> str:
         """Its address, as a tracking URI."""
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def __enter__(self) -> Proxy:
-        self._start(self._accept)
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="mlflow proxy", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in tuple(self._sockets):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(10)
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
 
     def behave(self, mode: str, *, only: str = "") -> None:
         """Set how requests are treated from now on."""
         self.mode, self.only = mode, only
 
-    def _start(self, target: Any, *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name="mlflow proxy", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._ended.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._sockets.add(connection)
-            self._start(self._serve, connection)
-
-    def _serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            if self.mode == "refuse" and not self.only:
-                return
-            request = _read_message(connection)
-            line = request.partition(b"\r\n")[0].decode(errors="replace")
-            if not line:
-                return
-            self.requests.append(line)
-            mode = self.mode if self.only in line else "ok"
-            if mode == "hang":
-                self._ended.wait()
-            if mode == "delay":
-                self._ended.wait(self.delay_s)
-            if mode in ("hang", "refuse"):
-                return
-            with socket.create_connection(("127.0.0.1", self._target)) as server:
-                # One request per connection, so that each is treated as the mode is when it comes.
-                head, _, body = request.partition(b"\r\n\r\n")
-                server.sendall(head + b"\r\nConnection: close\r\n\r\n" + body)
-                answer = b"".join(iter(lambda: server.recv(65536), b""))
-            if mode != "cut":
-                head, _, body = answer.partition(b"\r\n\r\n")
-                connection.sendall(head + b"\r\nConnection: close\r\n\r\n" + body)
-        self._sockets.discard(connection)
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that gave up has closed its connection."""
 
 
-def _read_message(connection: socket.socket) -> bytes:
-    """Read one HTTP request whose body, if there is one, has a length or comes in chunks."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        if not (more := connection.recv(65536)):
-            return data
-        data += more
-    head, _, body = data.partition(b"\r\n\r\n")
-    headers = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:] if b": " in line)
-    length = int(headers.get(b"content-length", b"0"))
-    is_chunked = headers.get(b"transfer-encoding") == b"chunked"
-    while len(body) < length or (is_chunked and not body.endswith(b"0\r\n\r\n")):
-        if not (more := connection.recv(65536)):
-            break
-        body += more
-    return head + b"\r\n\r\n" + body
+class _Forwarding(BaseHTTPRequestHandler):
+    """One request, since HTTP/1.0 has one a connection: each is treated as the mode is when it comes."""
+
+    server: Proxy
+
+    @override
+    def handle(self) -> None:
+        if self.server.mode != "refuse" or self.server.only:
+            super().handle()
+
+    def _forward(self) -> None:
+        proxy = self.server
+        proxy.requests.append(self.requestline)
+        mode = proxy.mode if proxy.only in self.requestline else "ok"
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if mode == "delay":
+            proxy.ended.wait(proxy.delay_s)
+        if mode == "refuse":
+            return
+        server = http.client.HTTPConnection("127.0.0.1", proxy.target)
+        with contextlib.closing(server):
+            server.request(self.command, self.path, body or None, dict(self.headers))
+            answer = server.getresponse()
+            content = answer.read()
+        if mode != "cut":
+            self.send_response_only(answer.status, answer.reason)
+            for name, value in answer.getheaders():
+                if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _forward

@@ -209,8 +209,7 @@ class DataCollatorForSeq2Seq:
             longest = self.max_length
         if (multiple := self.pad_to_multiple_of) is not None:
             longest = -(-longest // multiple) * multiple
-        left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        return _pad_rows(labels, longest, self.label_pad_token_id, left=left)
+        return _pad_rows(self, labels, longest)
 
 
 @dataclass
@@ -230,10 +229,8 @@ class DataCollatorForTokenClassification(DataCollatorMixin):
         label_name = "label" if "label" in features[0] else "labels"
         batch = _pad(self, _without(features, label_name))
         if label_name in features[0]:
-            left = getattr(self.tokenizer, "padding_side", "right") == "left"
-            width = batch["input_ids"].shape[1]
             rows = [row[label_name] for row in features]
-            batch[label_name] = _pad_rows(rows, width, self.label_pad_token_id, left=left)
+            batch[label_name] = _pad_rows(self, rows, batch["input_ids"].shape[1])
         return batch
 
 
@@ -262,8 +259,13 @@ class DataCollatorForMultipleChoice(DataCollatorMixin):
         return batch
 
 
+PURE: tuple[type, ...] = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
+PURE += (DataCollatorForTokenClassification, DataCollatorForMultipleChoice)
+"""Collators that draw no random numbers for certain; a subclass may."""
+
+
 def _without(features: list[Any], name: str) -> list[dict[str, Any]]:
-    return [{each: value for each, value in row.items() if each != name} for row in features]
+    return [{column: value for column, value in row.items() if column != name} for row in features]
 
 
 def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -278,11 +280,12 @@ def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(padded)
 
 
-def _pad_rows(rows: list[Sequence[int]], width: int, value: int, *, left: bool) -> torch.Tensor:
-    """Rows of numbers as a tensor ``[rows, width]``, int64, filled with `value`."""
-    padded = torch.full((len(rows), width), value, dtype=torch.int64)
+def _pad_rows(collator: Any, rows: list[Sequence[int]], width: int) -> torch.Tensor:
+    """Labels as a tensor ``[rows, width]``, int64, filled with the collator's label on the tokenizer's side."""
+    is_left = getattr(collator.tokenizer, "padding_side", "right") == "left"
+    padded = torch.full((len(rows), width), collator.label_pad_token_id, dtype=torch.int64)
     for target, row in zip(padded, rows, strict=True):
         values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
-        place = target[width - len(values) :] if left else target[: len(values)]
+        place = target[width - len(values) :] if is_left else target[: len(values)]
         place.copy_(values)
     return padded

@@ -11,24 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trainer_lib.data.collators import (
-    DataCollatorForMultipleChoice,
-    DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
-    DefaultDataCollator,
-    default_data_collator,
-    seeds_of_samples,
-)
+from trainer_lib.data.collators import PURE, default_data_collator, seeds_of_samples
 from trainer_lib.data.generators import keep_generators, seed_generators, watch_generators
 from trainer_lib.data.order import Indices, sample_seeds
 
 T = TypeVar("T")
 _AHEAD = 8  # quick batches that are read as one block
-_PURE: tuple[type, ...] = (
-    *(DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq),
-    *(DataCollatorForTokenClassification, DataCollatorForMultipleChoice),
-)
 _QUICK_S = 250e-6  # a quick batch is read in less time
 
 
@@ -48,7 +36,7 @@ def is_pure(dataset: Any) -> bool:
 
 def is_pure_collator(collate: Any) -> bool:
     """Whether a collator draws no random numbers for certain. A collator can declare it as `is_pure = True`."""
-    known = collate is default_data_collator or type(collate) in _PURE
+    known = collate is default_data_collator or type(collate) in PURE
     return known or bool(getattr(collate, "is_pure", False))
 
 

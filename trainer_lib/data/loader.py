@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from typing_extensions import override
 from trainer_lib.data.fetch import Fetch, Keys
 from trainer_lib.data.order import BatchPlan, Order
 from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.data.foreign import ForeignLoader
+    from trainer_lib.data.iterable import IterableLoader
 
 
 class Micro(NamedTuple):
@@ -37,38 +41,10 @@ class Micro(NamedTuple):
     samples: int | None = None
 
 
-class TrainSource(Protocol):
-    """The source of the training loop's micro-batches.
-
-    Attributes:
-        global_batch: samples of a full step over all ranks; 0 when unknown.
-        steps_per_epoch: optimizer steps per epoch; None when unknown before the data ends.
-        epoch_samples: samples of one epoch over all ranks; None when unknown.
-        micros_per_epoch: micro-batches of one epoch on this rank, dummy batches included; None when unknown.
-    """
-
-    global_batch: int
-    steps_per_epoch: int | None
-    micros_per_epoch: int | None
-    epoch_samples: int | None
-
-    def micro_steps(self, step: int) -> int:
-        """The largest number of micro-batches that step `step` of an epoch has."""
-
-    def step_samples(self, step: int) -> int:
-        """Samples of step `step` of an epoch over all ranks; those of a full step while the length is unknown."""
-
-    def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
-        """This rank's micro-batches of `epoch` from `start_step` on."""
-
-    def close(self) -> None:
-        """End the worker processes, if any."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides epoch and step, as JSON values."""
-
-    def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Continue from `state`. Raises ConfigError when the data or the batch changed."""
+TrainSource: TypeAlias = "TrainLoader | IterableLoader | ForeignLoader"
+"""The source of the training loop's micro-batches. `global_batch` is 0 when it is unknown, `steps_per_epoch`,
+`epoch_samples` (over all ranks) and `micros_per_epoch` (on this rank, dummy batches included) are None. Its state is
+what a checkpoint holds besides epoch and step, as JSON values."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +35,6 @@ _SORTED_LIMIT = 1 << 16  # below this a Feistel network has too few bits to shuf
 _BLOCK = 1024  # positions computed together: a NumPy call costs as much as hundreds of positions
 _ROUNDS = 8  # of the Feistel network: each half is changed four times
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-class Order(Protocol):
-    """The sample at every position of every epoch."""
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in an epoch."""
-
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Dataset indices at positions [start, stop) of `epoch`, int64 ``[stop - start]``."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """JSON values that are equal for two orders exactly when their sequences are; stored in checkpoints."""
 
 
 def mix(words: _Words) -> _Words:
@@ -233,6 +219,11 @@ class SamplerOrder:
         """Kind, class of the sampler, number of samples and seed."""
         kind = f"sampler:{type(self._sampler).__qualname__}"
         return {"kind": kind, "num_samples": self.num_samples, "seed": self._seed}
+
+
+Order = SequentialOrder | RandomOrder | LengthGroupedOrder | SamplerOrder
+"""The sample at every position of every epoch. Fingerprints are equal for two orders exactly when their sequences are;
+checkpoints store them."""
 
 
 class OrderSampler(torch.utils.data.Sampler[int]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,27 +18,12 @@ Sums = dict[str, Any]
 """Name -> an integer, a float, or nested lists of them: plain JSON."""
 
 
-class Mergeable(Protocol):
-    """Metrics that are measured range by range.
+class MergedMetrics:
+    """`compute_metrics` of a recipe with `metric_sums` and `metrics_from_sums`.
 
     Attributes:
         of_range: stands for `compute_metrics` while a range is evaluated.
     """
-
-    of_range: Any
-
-    def take(self) -> Sums | None:
-        """The state after the range that was just evaluated; None where it had no labels. It is empty then."""
-
-    def merge(self, total: Sums | None, more: Sums) -> Sums:
-        """The state of the rows of both; None stands for no rows so far. Raises ConfigError where they differ."""
-
-    def compute(self, state: Sums) -> Any:
-        """The metrics of all rows."""
-
-
-class MergedMetrics:
-    """`compute_metrics` of a recipe with `metric_sums` and `metrics_from_sums`."""
 
     def __init__(self, metric_sums: Callable[[Any], Any], metrics_from_sums: Callable[[Any], Any]) -> None:
         self._sums_of, self._finish = metric_sums, metrics_from_sums

@@ -410,7 +410,7 @@ def _read_state(path: Path) -> State:
 
 
 def _remove_old(path: Path, after_s: float) -> None:
-    """Remove a session that was never finished making, or was set aside, some seconds after it was begun."""
+    """Remove a session that was never finished making, or was set aside, once it is so many seconds old."""
     with contextlib.suppress(OSError, ValueError):
         if time.time() - int(path.name.partition("-")[0]) / 1e9 > after_s:
             shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ from trainer_lib.data.parts import SUMS, NumberedParts, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
-from trainer_lib.evaluation.metric_sums import Mergeable
+from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
     MAX_INTERVALS,
@@ -66,7 +66,7 @@ from trainer_lib.worker.train import HISTORY
 _LIMIT = 256 << 20
 
 
-def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Mergeable | None, str]:
+def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[MergedMetrics | MetricStates | None, str]:
     """The metrics that this worker measures range by range; None, and why as a clause, where it needs all rows."""
     recipe, request = work.recipe, work.request
     for name in ("resamples", "confidence", "metrics", "slices"):
@@ -88,7 +88,9 @@ def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Mer
 class RangeEvaluation:
     """The ranges of one request, and the Trainer that measures them."""
 
-    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: Mergeable) -> None:
+    def __init__(
+        self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: MergedMetrics | MetricStates
+    ) -> None:
         self._request = work.request
         self._store = store
         self._trainer = trainer
