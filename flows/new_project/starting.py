@@ -128,7 +128,7 @@ def _find(node: ast.expr | ast.arg | None, lines: list[str], first: int) -> dict
     return {"text": [lines[node.lineno - 1][node.col_offset : end]], "answer_start": [before + node.col_offset]}
 
 
-_MODULES = ("argparse", "ast", "configparser", "datetime", "doctest", "inspect", "pathlib", "tarfile", "zipfile")
+_MODULES = ("argparse", "ast", "configparser", "datetime", "doctest", "inspect", "subprocess", "tarfile", "threading")
 _MORE = ("calendar", "cmd", "csv", "difflib", "gettext", "locale", "mailbox", "optparse", "pickle", "random", "shlex",
          "statistics", "string", "textwrap", "typing", "uuid")  # fmt: skip
 
@@ -169,7 +169,7 @@ def modules() -> str:
 def docstrings() -> str:
     """400 docstrings out of modules of this interpreter's standard library, as JSON lines (PSF licence)."""
     found: dict[str, None] = {}
-    for module in ("argparse", "datetime", "doctest", "inspect", "pathlib", "random", "statistics", "typing"):
+    for module in ("argparse", "datetime", "doctest", "inspect", "random", "statistics", "threading", "typing"):
         tree = ast.parse(Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text("utf-8"))
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
         written = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
