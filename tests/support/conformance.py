@@ -86,12 +86,12 @@ def fault_each_write(root: Store, plain: Store, kind: Kind) -> tuple[int, int]:
                 assert {info.path for info in plain.child("checkpoint-2").list()} <= {WRITING}, (
                     "the space is given back"
                 )
-            outcomes.append(_check_after_fault(plain, before, attempted, returned=returned))
+            outcomes.append(check_after_fault(plain, before, attempted, returned=returned))
     assert kind != "die" or outcomes == sorted(outcomes), "the new one counts from one write on, and never before it"
     return writes, sum(outcomes)
 
 
-def _check_after_fault(root: Store, before: Snapshot, attempted: Snapshot, *, returned: bool) -> bool:
+def check_after_fault(root: Store, before: Snapshot, attempted: Snapshot, *, returned: bool) -> bool:
     """Whether the attempted checkpoint counts; it may only if it is whole, and must if the save returned.
 
     The same save then works, and nothing of the failed one is left.
