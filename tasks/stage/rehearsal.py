@@ -67,7 +67,7 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
         processes=own.world_size,
     )
     with in_words_of_spec("train"):
-        return launch(request, _alone(own), env={}, on_line=_ignore, on_event=_ignore)
+        return launch(request, _alone(own), env={}, on_line=_ignore, on_event=_ignore, shared=True)
 
 
 def needs_rehearsal(config: EvaluateConfig, context: StageContext, named: Mapping[str, str]) -> bool:
@@ -115,7 +115,9 @@ def rehearse_evaluation(
     )
     try:
         with in_words_of_spec("evaluate"):
-            launch(request, _alone(own), env={}, on_line=_ignore, on_event=on_event, should_cancel=context.stop.is_set)
+            # It writes nothing, so runs of one storage may rehearse at the same time.
+            stop = context.stop.is_set
+            launch(request, _alone(own), env={}, on_line=_ignore, on_event=on_event, should_cancel=stop, shared=True)
     except (Interrupted, Preempted):
         raise
     except TrainflowError as error:
