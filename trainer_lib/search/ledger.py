@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import ConfigError, MissingExtraError, StorageError, first_line
+from trainer_lib.base.json_text import parse_json, seal_of
+from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError, StorageError, first_line
 from trainer_lib.locks.file_lock import try_lock
 
 _FEW = 100_000
@@ -115,7 +115,7 @@ def _is_plain(axis: Axis) -> bool:
 
 DATABASE = "study.db"
 _STUDY = "sweep"
-_IDENTITY, _NOTES = "trainflow:identity", "trainflow:notes"
+_IDENTITY, _NOTES, _SEAL = "trainflow:identity", "trainflow:notes", "trainflow:seal"
 _BUSY_S = 60
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
@@ -186,6 +186,8 @@ class Claim:
     def complete(self, objective: Sequence[float]) -> None:
         """The trial has reached its end."""
         with _reached(self._file):
+            # Before the end: a trial that ends without its seal could not be told from an old one.
+            self._trial.set_user_attr(_SEAL, _seal(self._study.get_trials(deepcopy=False)[self.number], objective))
             self._study.tell(self.number, list(objective))
 
     def prune(self) -> None:
@@ -273,9 +275,9 @@ class Ledger:
             self._create()
 
     def trials(self) -> list[TrialState]:
-        """Every trial, by its number."""
+        """Every trial, by its number. Raises DamagedError for one whose values were changed after its end."""
         with _reached(self.file):
-            return [self._state(trial) for trial in self._study.get_trials(deepcopy=False)]
+            return [self._state(trial) for trial in self._read_trials()]
 
     def best(self) -> list[int]:
         """The numbers of the best trial, or of all that no other beats in every objective; none before one ended."""
@@ -292,7 +294,7 @@ class Ledger:
     def claim(self) -> Claim | None:
         """The next trial: one that was interrupted, else a new one; None when there is nothing to claim."""
         with _reached(self.file), self._locked():
-            trials = self._study.get_trials(deepcopy=False)
+            trials = self._read_trials()
             running = [trial for trial in trials if trial.state.name == "RUNNING"]
             for trial in running:
                 if (lock := self._take(trial.number)) is not None:
@@ -313,6 +315,22 @@ class Ledger:
         with _reached(self.file):
             trials = self._study.get_trials(deepcopy=False)
         return len(trials) >= self.design.num_trials and all(trial.state.is_finished() for trial in trials)
+
+    def _read_trials(self) -> list[Any]:
+        trials = list(self._study.get_trials(deepcopy=False))
+        for trial in trials:
+            seal = trial.user_attrs.get(_SEAL)
+            if seal is None or trial.state.name != "COMPLETE":
+                continue
+            if seal != _seal(trial, trial.values):
+                raise DamagedError(
+                    f"The ledger's values of trial {trial.number} were changed after the trial had ended.",
+                    field=str(self.file),
+                    value=trial.values,
+                    remedy="Restore the file, or give the sweep another name (sweep.name): no committed training is "
+                    "repeated.",
+                )
+        return trials
 
     def close(self) -> None:
         """Release the database."""
@@ -423,6 +441,11 @@ def _distributions(axes: Sequence[Axis]) -> dict[str, Any]:
         else:
             found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
     return found
+
+
+def _seal(trial: Any, objective: Sequence[float]) -> str:
+    reports, notes = sorted(trial.intermediate_values.items()), trial.user_attrs.get(_NOTES)
+    return seal_of({"trial": [trial.number, trial.params, reports, notes, [float(value) for value in objective]]})
 
 
 @contextlib.contextmanager

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sqlite3
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.search.ledger import DATABASE, Axis, Claim, Design, Ledger
 
 RATE = Axis("train.args.learning_rate", low=1e-4, high=1e-1, is_log=True)
@@ -178,6 +181,53 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
         claim = opened.claim(of)
         claim.complete(values)
     assert of.best() == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The database of a sweep of one axis with two trials that have ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    first = Ledger.open(folder, replace(DESIGN, axes=(RATE,)))
+    for value in (0.5, 1e-300):
+        claim = first.claim()
+        assert claim is not None
+        claim.report(10, 0.7)
+        claim.note(seconds=1.5)
+        claim.complete([value])
+        claim.release()
+    assert (first.best(), len(first.trials())) == ([1], 2)
+    first.close()
+    return folder / DATABASE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE trial_values SET value = value - 0.001",
+        "UPDATE trial_params SET param_value = param_value * 1.5",
+        "UPDATE trial_intermediate_values SET intermediate_value = 0.01",
+        "UPDATE trial_user_attributes SET value_json = '{\"run\": \"a\"}' WHERE key = 'trainflow:notes'",
+        "UPDATE trial_user_attributes SET value_json = '\"0\"' WHERE key = 'trainflow:seal'",
+    ],
+)
+def test_a_trial_whose_values_were_changed_after_its_end_is_named_and_decides_nothing(
+    opened: Opened, ended: Path, tmp_path: Path, change: str
+) -> None:
+    shutil.copy(ended, tmp_path)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
+        assert database.execute(f"{change}{' AND' if 'WHERE' in change else ' WHERE'} trial_id = 2").rowcount == 1
+    last = ledger(opened, tmp_path, replace(DESIGN, axes=(RATE,)))
+    for decide in (last.best, last.trials, last.claim):
+        with pytest.raises(DamagedError, match="values of trial 1 were changed"):
+            decide()
+
+
+def test_a_trial_of_an_earlier_version_has_no_seal_and_counts(opened: Opened, tmp_path: Path) -> None:
+    claim = opened.claim(ledger(opened, tmp_path))
+    claim.complete([0.5])
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
+        database.execute("DELETE FROM trial_user_attributes WHERE key = 'trainflow:seal'")
+    assert ledger(opened, tmp_path).best() == [0]
 
 
 def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:
