@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         DataCollatorForPermutationLanguageModeling,
         DataCollatorWithFlattening,
     )
+    from trainer_lib.installation import install, uninstall
     from trainer_lib.keras_models.tf_trainer import TFTrainer
     from trainer_lib.model_folder.loaded import LoadedModel, load_model
     from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
@@ -72,7 +73,6 @@ if TYPE_CHECKING:
         WandbCallback,
     )
     from trainer_lib.trainer import Trainer
-    from trainer_lib.trainer.installation import install, uninstall
     from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
     from trainer_lib.trainer.seq2seq import Seq2SeqTrainer
 
@@ -94,7 +94,7 @@ _MODULES = {
     "trainer_lib.data.masking": (
         "DataCollatorForLanguageModeling DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening"
     ),
-    "trainer_lib.trainer.installation": "install uninstall",
+    "trainer_lib.installation": "install uninstall",
     "trainer_lib.keras_models.tf_trainer": "TFTrainer",
     "trainer_lib.model_folder.loaded": "LoadedModel load_model",
     "trainer_lib.base.outputs": "BestRun EvalLoopOutput EvalPrediction ModelOutput PredictionOutput TrainOutput",

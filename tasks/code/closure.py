@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError
@@ -320,17 +320,20 @@ def _index(root: Path) -> dict[str, set[Path]]:
 def find_in_place(name: str) -> Path | None:
     """The folder above a package or module that is imported from where it is edited; None for one that is not.
 
-    Those are packages on PYTHONPATH, and what `pip install -e` links.
+    Those are packages on PYTHONPATH, and what `pip install -e` links. A worker has the variables and the environment of
+    this process, but not its working directory.
 
     Args:
         name: a top-level name.
     """
     if name in OURS or name in sys.stdlib_module_names:
         return None
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
+    own = {"", str(Path.cwd())} - set(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    spec = PathFinder.find_spec(name, [place for place in sys.path if place not in own])
+    for finder in sys.meta_path:
+        # The finder of an editable package is a class in a module of this name.
+        if spec is None and getattr(finder, "__module__", "").startswith("__editable__"):
+            spec = finder.find_spec(name, None)
     if spec is None:
         return None
     if spec.origin is None or not spec.origin.endswith(".py"):

@@ -205,6 +205,7 @@ def test_every_evaluation_is_reported_and_may_prune(tmp_path: Path) -> None:
     assert [sorted(trial.intermediate_values) for trial in study.trials] == [[2, 4], [2], [2, 4]]
     assert study.trials[0].value == study.trials[0].intermediate_values[4]
     study._storage.remove_session()
+    study._storage._backend.engine.dispose()  # type: ignore[attr-defined]
 
 
 def test_early_stopping_starts_anew_with_every_trial(tmp_path: Path) -> None:
