@@ -1,8 +1,9 @@
-"""The reference of the Python API, from signatures and docstrings, which griffe reads without importing anything."""
+"""The reference of the Python API, from signatures and docstrings, which griffe reads from the sources."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterator
 
@@ -58,8 +59,11 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _object(found: griffe.Object | griffe.Alias, name: str, module: str = "") -> str:
     """A name with its signature, its docstring and, of a class, its public members."""
-    while isinstance(found, griffe.Alias):
-        found = found.final_target
+    try:
+        while isinstance(found, griffe.Alias):
+            found = found.final_target
+    except griffe.AliasResolutionError:  # made when it is asked for, as the callbacks of vendors are
+        return f"## {name}\n\n{getattr(importlib.import_module('trainer_lib'), name).__doc__}\n"
     lines = [f"## {name}\n", *([f"`from {module} import {name}`\n"] if module else [])]
     if isinstance(found, griffe.Attribute):
         return "\n".join((*lines, _code(str(found.value) if found.value else name), _text(found)))
