@@ -1,9 +1,8 @@
 """The record that a pipeline run keeps in a folder of its storage, and its MLflow run.
 
 <storage>/runs/<pipeline key[:16]>/
-    run.json       the stages that are committed, for going on from this run (`trainflow.flows.records.past_runs`); the
-    MLflow run:
-                   unfinished -> taken up by the next command; finished -> linked to
+    run.json       the stages that are committed, for runs that resume from this one (`flows.records.past_runs`);
+                   the MLflow run: unfinished -> taken up by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
     keys.json      what the spec and the recipe decide of each stage's key: what has changed since
     arguments.json every training argument of each stage, as this machine worked them out

@@ -1,5 +1,4 @@
-"""The process behind `trainflow.flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and
-lingers.
+"""The process behind `flows.server.api.prefect_api`: a Prefect server that lives while it has clients, and lingers.
 
     python embedded.py FOLDER
 

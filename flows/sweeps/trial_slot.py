@@ -1,7 +1,6 @@
 """One slot of a sweep: a process that claims trials and runs them, one after the other.
 
-    python -m trainflow.flows.sweeps.trial_slot      orders as one line of JSON on stdin; events as lines of JSON on
-    stdout
+    python -m trainflow.flows.sweeps.trial_slot      orders: one line of JSON on stdin; events: lines of JSON on stdout
 
 Its owner keeps stdin open: when that ends, however the owner ended, the slot ends at once, and the guards of its
 workers end those. What it was at work on is claimed again by the next slot, and goes on from its checkpoints.
