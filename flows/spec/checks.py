@@ -140,7 +140,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
                 f"The recipe has no function '{stage.recipe_function}'.",
                 field=field,
                 value=recipe,
-                remedy=f"Define {stage.recipe_function}; docs/recipes.md shows its arguments.",
+                remedy=f"Define {stage.recipe_function}; docs/recipes/own.md shows its arguments.",
             )
     resolver.check_sources(spec.prepare.sources)
 

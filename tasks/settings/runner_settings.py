@@ -69,7 +69,7 @@ def check_runner(runner: RunnerSettings, launch: LaunchSettings, *, section: str
             "The recipe prepares its data in one process: it has no function 'prepare_shard'.",
             field=f"{section}.runner.kind",
             value=runner.kind,
-            remedy=f"Define list_sources and prepare_shard (docs/recipes.md), or remove {section}.runner.",
+            remedy=f"Define list_sources and prepare_shard (docs/recipes/many-sources.md), or remove {section}.runner.",
         )
     form, remedy = _ADDRESSES[runner.kind]
     if runner.address is not None and not re.fullmatch(form, runner.address):
