@@ -1,4 +1,4 @@
-"""docs/compatibility.md against the code: every name has its row, every row its test, and what it says is so.
+"""tests/data/compatibility.md against the code: every name has its row, every row its test, and what it says is so.
 
 A new argument needs a row there, and a sample value here: in WORKS when no value follows from its default, in REFUSED
 when the Trainer does not take it.
@@ -174,6 +174,11 @@ def test_every_name_has_exactly_one_row_and_no_row_is_about_something_else(secti
     found = Counter(row.name for row in rows() if row.section == section)
     assert set(found) == SECTIONS[section]
     assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_the_users_page_has_the_lists_of_the_rows() -> None:
+    page = compatibility.PAGE.read_text(encoding="utf-8")
+    assert page.endswith(f"\n\n{compatibility.lists()}"), "write it: python -m tests.support.compatibility"
 
 
 def test_no_section_is_unknown_and_the_designs_public_names_are_all_there() -> None:

@@ -1,4 +1,4 @@
-"""Which names of the Trainer a client used while it ran: the column "tried with" of docs/compatibility.md.
+"""Which names of the Trainer a client used while it ran: the column "tried with" of tests/data/compatibility.md.
 
 The lines of the client's files that ran are recorded, and read as syntax: a method that was overridden and called, an
 attribute of the trainer, its accelerator, arguments or state, a class that was imported, an argument that was given.
@@ -101,7 +101,7 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-#: Section of docs/compatibility.md -> the uses that try the name of a row. Other sections are about arguments.
+#: Section of tests/data/compatibility.md -> the uses that try the name of a row. Other sections are about arguments.
 _USES: dict[str, tuple[str, ...]] = {
     "Trainer, arguments, results": ("import {}",),
     "Callbacks": ("import {}",),

@@ -15,12 +15,11 @@ from typing import Any
 from tests.support.client_cases import STEPS
 from tests.support.client_names import tries
 from tests.support.clients import Runs, run_cases
-from tests.support.compatibility import CLIENTS, rows
+from tests.support.compatibility import CLIENTS, TABLES, rows
 from tests.support.repository import ROOT
 from tests.support.script_runs import SCRIPTS, run_set
 
 PAGE = ROOT / "docs" / "clients.md"
-COMPATIBILITY = ROOT / "docs" / "compatibility.md"
 COLUMNS = ("constructs", "trains", "evaluates", "logs the same names", "saves", "resumes", "loads")
 #: Losses on both sides, and of a resumed and an unbroken training, are equal to this.
 CLOSE = 1e-5
@@ -110,13 +109,13 @@ def write_rows(runs: Runs) -> None:
 
 
 def unfounded_claims(client: str, used: set[str]) -> list[str]:
-    """Return the rows of docs/compatibility.md that name a client which did not use the name while it ran."""
+    """Return the rows of tests/data/compatibility.md that name a client which did not use the name while it ran."""
     return [row.name for row in rows() if client in row.tried_with and not tries(row.section, row.name, used)]
 
 
 def fill_column(client: str, used: set[str]) -> None:
     """Write a client into the column "tried with" of every row whose name it used, and out of every other one."""
-    lines = COMPATIBILITY.read_text(encoding="utf-8").splitlines()
+    lines = TABLES.read_text(encoding="utf-8").splitlines()
     found = iter(rows())
     for number, line in enumerate(lines):
         if line.startswith("| ") and not line.startswith("| name |"):
@@ -125,7 +124,7 @@ def fill_column(client: str, used: set[str]) -> None:
             listed = ", ".join(each for each in CLIENTS if each in clients)
             kept = line.removesuffix(f" {', '.join(row.tried_with)} |") if row.tried_with else line
             lines[number] = f"{kept} {listed} |" if listed else kept
-    COMPATIBILITY.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    TABLES.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(name: str) -> None:

@@ -1,4 +1,7 @@
-"""docs/compatibility.md as rows, what it must have rows for, and the tests it cites."""
+"""Compatibility with transformers: its rows, the names that need a row, the tests that they cite, and the users' page.
+
+python -m tests.support.compatibility    writes the lists of docs/compatibility.md from tests/data/compatibility.md
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import functools
 import inspect
 import json
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import trainer_lib
@@ -23,6 +27,8 @@ from trainer_lib.arguments.training import TFArguments
 from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
 
+TABLES = ROOT / "tests" / "data" / "compatibility.md"
+PAGE = ROOT / "docs" / "compatibility.md"
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
 _ROW = re.compile(
     r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|(?: ([^|]+) \|)?"
@@ -81,7 +87,7 @@ class Row(NamedTuple):
 def rows() -> tuple[Row, ...]:
     """Return every row, by section. A line of a table that cannot be read as a row is a mistake."""
     found, section = [], ""
-    for line in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8").splitlines():
+    for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             section = line.lstrip("# ")
         elif line.startswith("| ") and not line.startswith("| name |"):
@@ -129,6 +135,36 @@ def expected() -> dict[str, set[str]]:
     }
 
 
+def lists() -> str:
+    """Return the users' lists: by section, the names that are as in transformers, and the notes of the others."""
+    return "\n\n".join(_paragraphs()).replace("](../../docs/", "](") + "\n"
+
+
+def _paragraphs() -> Iterator[str]:
+    by_section: dict[str, list[Row]] = {}
+    for row in rows():
+        by_section.setdefault(row.section, []).append(row)
+    body = TABLES.read_text(encoding="utf-8").partition("\n## ")[2]
+    for text in f"## {body}".split("\n\n"):
+        if not text.startswith("|"):
+            yield text.strip()
+        if text.startswith("#") and (section := by_section.get(text.lstrip("# "))) is not None:
+            yield from _notes(section)
+
+
+def _notes(section: Iterable[Row]) -> Iterator[str]:
+    """The names that are as in transformers, then a line for each note, with the names that have it."""
+    names: dict[str, list[str]] = {}
+    for row in section:
+        note = f"**refused**; {row.note}" if row.status == "refused" else row.note
+        needs = f" (`{row.needs}`)" if row.needs and note else ""
+        names.setdefault(note or (f"needs `{row.needs}`" if row.needs else ""), []).append(f"`{row.name}`{needs}")
+    if alike := names.pop("", []):
+        yield f"As in transformers: {', '.join(alike)}."
+    if names:
+        yield "\n".join(f"- {', '.join(of_note)}: {note}" for note, of_note in names.items())
+
+
 def present(name: str) -> bool:
     """Whether a method that the page says works is there."""
     return hasattr(Seq2SeqTrainer if name.startswith("Seq2SeqTrainer.") else Trainer, name.rpartition(".")[2])
@@ -166,3 +202,13 @@ def _what_it_says(path: str, function: str) -> str:
     texts = [ast.unparse(node) for node in tree.body if getattr(node, "name", None) not in others]
     modules = re.findall(r"from tests\.support\.(\w+) import", "\n".join(texts))
     return "\n".join([*texts, *((ROOT / f"tests/support/{name}.py").read_text(encoding="utf-8") for name in modules)])
+
+
+def main() -> None:
+    """Write the lists below the page's introduction."""
+    introduction = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
+    PAGE.write_text(f"{introduction}\n{lists()}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
