@@ -89,8 +89,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
     server = Server(make_home(tmp_path_factory.mktemp("server"), prefect_database))
     try:
         server.serve()
-        server.prefect("work-pool", "create", "--type", "process", "main")
-        server.start("prefect", "worker", "start", "--pool", "main")
+        server.start("prefect", "worker", "start", "--pool", "main", "--type", "process")
+        wait_for("the pool, which its worker makes", lambda: server.api("POST", "work_pools/filter", {}))
         yield server
     finally:
         server.stop()
@@ -109,7 +109,7 @@ def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server
     wait_for("a summary of each run", lambda: all(line in server.log.read_text() for line in summaries))
     [commit] = trained(tmp_path / "project" / "store")
     assert (commit.parent / "model" / "model.safetensors").exists()
-    server.prefect("deployment", "delete", "pipeline/toy")
+    server.api("DELETE", f"deployments/{server.deployment('toy')['id']}")
     wait_for("the end of what had started", lambda: not training(), 90)
 
 

@@ -37,7 +37,7 @@ class Page:
 
 
 PAGES = {
-    "csv": Page(before=()),
+    "csv": Page(before=(), read_as={"num_train_epochs: 40": "num_train_epochs: 12"}),
     "gpus": Page(),
     "own-data": Page(before=(), read_as={"def prepare(": "def build_model(options, data): ...\n\n\ndef prepare("}),
     "packing": Page(),

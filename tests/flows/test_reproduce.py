@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Cli, trainflow
-from tests.support.runs import broken, run
+from tests.support.runs import IN_PROCESS, broken, run
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.worker.measure import measure_arrays
 from trainflow.flows.lineage.lineage_chain import find_chain
@@ -174,9 +174,10 @@ def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path) -> None
     assert not (tmp_path / "store").exists()
 
 
-def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path) -> None:
+def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path, cli: Cli) -> None:
     spec = toy.project(tmp_path, recipe=FORGETFUL)
-    done = trainflow("prove-resume", spec, "--steps", "4", "--at", "2", "--json", "--keep", tmp_path / "kept")
+    words = ("--steps", "4", "--at", "2", "--json", "--keep", tmp_path / "kept")
+    done = cli("prove-resume", spec, *IN_PROCESS, *words)
     assert done.code == 20, done.err
     answer = json.loads(done.out)
     assert (answer["ok"], answer["exit_code"]) == (False, 20)

@@ -19,6 +19,7 @@ from tests.support import toy
 from tests.support.command import command_words
 from tests.support.command import trainflow as command
 from tests.support.pages import blocks
+from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.gpu_selection import num_cores
@@ -193,7 +194,8 @@ def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
     with get_client(sync_client=True) as client:
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="one-training", limit=1))
     events: list[Any] = []
-    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, "sweep.limits=one-training"))
+    words = (*WORDS, *IN_PROCESS, "sweep.limits=one-training")
+    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), words)
     result = run_sweep(spec, listener=events.append)
     result.raise_for_error()
 
