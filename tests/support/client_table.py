@@ -90,10 +90,11 @@ def achievements(outcome: Outcome, other: Outcome) -> dict[str, bool]:
 
 
 def row(name: str, ours: Outcome, theirs: Outcome) -> str:
-    """Return a client's row of docs/clients.md: each column on our Trainer, then on that of transformers."""
+    """Return a client's row of docs/clients.md: a column on our Trainer, and on that of transformers if it differs."""
     here, there = achievements(ours, theirs), achievements(theirs, ours)
     words = {True: "yes", False: "no"}
-    cells = (f"{words[here[column]]} / {words[there[column]]}" for column in COLUMNS)
+    pairs = ((words[here[column]], words[there[column]]) for column in COLUMNS)
+    cells = (first if first == second else f"{first} / {second}" for first, second in pairs)
     return f"| {name} | {' | '.join(cells)} |"
 
 
