@@ -152,7 +152,7 @@ class RowsJob:
         """The columns of the first row that predictions leave aside: what is predicted, and what training left out."""
         form, first = TableForm.of(self.model.description.info), None
         with contextlib.suppress(DataError):  # the worker names a bad row, or counts it
-            _, first = next(read_rows(self.files), ("", None))
+            _, first = next(read_rows(self.files, None, form.reading if form else None), ("", None))
         named = {*self.asked.ignored, self.asked.id_column, form.id_column if form else None, ROW_ID, "id"}
         names = [str(name) for name in first if name not in named] if isinstance(first, Mapping) else []
         return [name for name in names if name == self.answer or (form is not None and form.drops(name))]

@@ -1,7 +1,7 @@
 """Reads new rows from files of several formats as one sequence (`RowReader`), in order and in bounded memory.
 
-    name.csv, .tsv, .jsonl, .json (also packed: .gz)    row after row; a line is read when it is needed
-    name.parquet, .arrow                                a batch of rows at a time
+    name.csv, .tsv, .jsonl, .json, .xlsx   row after row, when it is needed; all but the last may be packed
+    name.parquet, .arrow                   a batch of rows at a time
 
 Each row knows its file, its number in that file from 0 on and, in a text, its line: errors name them. A row is first
 what its file has for it, such as a line. Values cost far more: rows that are left out get none.
@@ -9,14 +9,15 @@ what its file has for it, such as a line. Values cost far more: rows that are le
 
 from __future__ import annotations
 
-import codecs
 import csv
 import functools
 import gzip
 import io
 import itertools
 import json
+import lzma
 import re
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -33,7 +34,9 @@ from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import parse_text, refuse_row
-from trainer_lib.data.row_sources import PACKED, RowFile, format_of
+from trainer_lib.data.reading import FIELD as READ
+from trainer_lib.data.reading import Reading, folder_columns, looks_like_row, read_sheet, unpack
+from trainer_lib.data.row_sources import RowFile, format_of, packing_of
 from trainer_lib.errors import DataError
 from trainer_lib.storage import Store
 
@@ -43,7 +46,8 @@ _BUFFER_BYTES = 1 << 20
 _AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
-_UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, gzip.BadGzipFile, EOFError, zlib.error, OSError)
+_PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+_UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, *_PACKING, OSError)
 
 Raw = tuple[int | None, Callable[[], Any]]
 """A row of a file: its line from 1 on (None: there are no lines), and what makes its values or raises ValueError."""
@@ -55,26 +59,36 @@ class OpenFile:
     Args:
         file: the file.
         notes: gets a sentence where the form of a CSV file is unusual, with its first row.
+        reading: how it is written.
 
     Attributes:
         is_at_end: whether every row was read.
         has_texts: whether all values are texts, whatever they stand for.
     """
 
-    def __init__(self, file: RowFile, notes: list[str]) -> None:
+    def __init__(self, file: RowFile, notes: list[str], reading: Reading) -> None:
         self.file = file
         self.is_at_end = False
         self._number = 0
         self._stream = Store.open(file.url, field="NEW_DATA").open_read(file.path)
-        content: Any = self._stream
-        if file.path.lower().endswith(PACKED):
-            content = gzip.GzipFile(fileobj=content)
         kind = format_of(file.path)
         self.has_texts = kind in ("csv", "tsv")
-        if self.has_texts:
-            self._rows = _read_csv(content, file, "\t" if kind == "tsv" else ",", notes)
+        self._rows = self._open(kind, notes, reading)
+        if (columns := folder_columns(file.path)) and reading.partitions:
+            self._rows = ((line, partial(_add_columns, parse, columns)) for line, parse in self._rows)
+        elif columns and not any(READ in note and "folders" in note for note in notes):
+            example = next(f"{name}={value}" for name, value in columns.items())
+            notes.append(f"The folders such as {example} name columns that are not read ({READ}.partitions=true).")
+
+    def _open(self, kind: str | None, notes: list[str], reading: Reading) -> Iterator[Raw]:
+        """The rows; an error in the packing is met with the first of them."""
+        content = unpack(self.file.path, self._stream)
+        if kind == "csv" or kind == "tsv":
+            yield from _read_csv(content, self.file, "\t" if kind == "tsv" else ",", notes, reading)
+        elif kind == "sheet":
+            yield from _name_rows(read_sheet(content, self.file, reading, notes), self.file, notes)
         else:
-            self._rows = _read_json(content, file) if kind == "json lines" else _read_table(content, kind)
+            yield from _read_json(content, self.file) if kind == "json lines" else _read_table(content, kind)
 
     @property
     def read_bytes(self) -> int:
@@ -105,7 +119,7 @@ class OpenFile:
                 f"The file cannot be read at this place: {error}.",
                 field="NEW_DATA",
                 value=f"{self.file.address}, row {first + len(found)}",
-                remedy="Repair it, or write it again.",
+                remedy=_remedy(error),
             ) from error
         self._number += len(found)
         self.is_at_end = len(found) < most
@@ -116,6 +130,14 @@ class OpenFile:
         self._stream.close()
 
 
+def _remedy(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"Name its encoding ({READ}.encoding=cp1252), or write it as UTF-8."
+    if isinstance(error, csv.Error):
+        return f"Repair it, or say how it is written: {READ}.quote, {READ}.escape, {READ}.separator."
+    return "Repair it, or write it again."
+
+
 def name_place(file: RowFile, number: int, line: int | None) -> str:
     """Where a row is: its file, its number in it from 0 on and, in a text, its line."""
     return f"{file.address}, row {number}" + ("" if line is None else f" (line {line})")
@@ -124,46 +146,38 @@ def name_place(file: RowFile, number: int, line: int | None) -> str:
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str]) -> Iterator[Raw]:
-    buffered = io.BufferedReader(stream, _BUFFER_BYTES)
-    encoding, separator = _find_csv_form(buffered.peek(), usual)
-    unusual = [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
-    unusual += [] if separator == usual else [f"the separator {separator!r}"]
-    notes += [f"{file.address} is read with {' and '.join(unusual)}."] if unusual else []
+def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str], reading: Reading) -> Iterator[Raw]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(io.TextIOWrapper(buffered, encoding, newline=""), delimiter=separator, strict=True)
-    header = next(reader, [])
+    lines = reading.open_csv(io.BufferedReader(stream, _BUFFER_BYTES), file, usual, notes)
+    yield from _name_rows(lines, file, notes)
+
+
+def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: list[str]) -> Iterator[Raw]:
+    """Rows by the names of their columns, which stand in the first line."""
+    number, header = next(lines, (1, []))
     if twice := {name for name in header if header.count(name) > 1}:
-        raise refuse_row(f"{file.address}, line 1", min(twice), "the column is there twice")
-    for values in reader:
-        if values:  # a line may be empty
-            yield reader.line_num, partial(_name_cells, header, values)
+        raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), "the column is there twice")
+    if number and looks_like_row(header):
+        notes.append(f"The first line of {file.address} names the columns, and looks like a row ({READ}.columns).")
+    for line, values in lines:
+        yield line, partial(_name_cells, header, values)
 
 
-def _name_cells(header: list[str], values: list[str]) -> dict[str, str]:
+def _add_columns(parse: Callable[[], Any], columns: Mapping[str, str | None]) -> Any:
+    row = parse()
+    return {**row, **columns} if isinstance(row, dict) else row
+
+
+def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
     if len(values) != len(header):
         raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
     return dict(zip(header, values, strict=True))
 
 
-def _find_csv_form(head: bytes, usual: str) -> tuple[str, str]:
-    """The encoding and the separator of a CSV file, whose separator is usually the given one."""
-    encoding = "utf-16" if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    try:
-        text = codecs.getincrementaldecoder(encoding)().decode(head)
-    except UnicodeDecodeError:
-        text = head.decode("utf-8", "ignore")
-        if text.isascii():  # else it is UTF-8 with a fault, which the error names
-            encoding = "cp1252"
-            text = head.decode(encoding, "replace")
-    line = re.sub('"[^"]*"', "", text.partition("\n")[0])
-    return encoding, max((usual, ";", "\t", "|"), key=line.count)
-
-
 def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
     """The rows of lines of JSON, or of a file that is one JSON array."""
     buffered = io.BufferedReader(stream, _BUFFER_BYTES)
-    is_array = file.path.lower().removesuffix(PACKED).endswith(".json")
+    is_array = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
     if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
         yield from ((None, partial(_return, row)) for row in _parse_array(buffered, file))
     number = 0
@@ -281,6 +295,7 @@ class RowReader:
         constants: columns that every row gets, with their values; no file has them.
         usual_ids: columns that are looked for before `row_id` and `id`.
         read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
+        reading: how the files are written.
 
     Attributes:
         position: rows read so far.
@@ -297,8 +312,10 @@ class RowReader:
         constants: Mapping[str, Any] | None = None,
         usual_ids: Sequence[str] = (),
         read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
+        reading: Reading | None = None,
     ) -> None:
         self.position = 0
+        self._reading = reading or Reading()
         self.notes: list[str] = []
         self._constants = dict(constants or {})
         self._usual_ids = usual_ids
@@ -372,7 +389,7 @@ class RowReader:
                 self._current = None
             if not self._waiting:
                 return None
-            self._current = OpenFile(self._waiting.pop(), self.notes)
+            self._current = OpenFile(self._waiting.pop(), self.notes, self._reading)
         return self._current
 
     def _read_any(self, opened: OpenFile, number: int, raw: Raw) -> Row | BadRow:
@@ -452,17 +469,20 @@ def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
     return array.reshape(shape) if array.ndim == 1 and array.size == int(np.prod(shape)) else value
 
 
-def read_rows(files: Sequence[RowFile], notes: list[str] | None = None) -> Iterator[tuple[str, Any]]:
+def read_rows(
+    files: Sequence[RowFile], notes: list[str] | None = None, reading: Reading | None = None
+) -> Iterator[tuple[str, Any]]:
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
 
     Args:
         notes: gets a sentence about each CSV file of an unusual form.
+        reading: how they are written.
 
     Raises:
         DataError: a row or a file cannot be read; the error names it.
     """
     for file in files:
-        opened = OpenFile(file, [] if notes is None else notes)
+        opened = OpenFile(file, [] if notes is None else notes, reading or Reading())
         try:
             while not opened.is_at_end:
                 first, rows = opened.rows(_AT_ONCE)

@@ -34,7 +34,11 @@ FORMATS = {
 }
 """Ending of a file's name -> its format."""
 
-PACKED = ".gz"
+TABLES = {**FORMATS, ".xlsx": "sheet"}
+"""The same, with workbooks, which the extra `excel` reads."""
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_ONLY_NAMED = (*_PACKED[1:], ".xlsx")
+"""Endings of files that are read where an address ends so; in a folder they are often the sources of its data."""
 _TEXTS = ("csv", "tsv", "json lines")
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _WILD = re.compile(r"[*?\[]")
@@ -57,14 +61,19 @@ class RowFile:
         return f"{self.url.rstrip('/')}/{self.path}"
 
 
-def format_of(path: str, formats: Mapping[str, str] = FORMATS) -> str | None:
-    """The format that a file's name stands for; None for an unknown one. A text may end in .gz."""
-    plain = path.lower().removesuffix(PACKED)
+def packing_of(path: str) -> str:
+    """The ending by which a file's name says that its text is packed, such as .gz; empty where there is none."""
+    return next((ending for ending in _PACKED if path.lower().endswith(ending)), "")
+
+
+def format_of(path: str, formats: Mapping[str, str] = TABLES) -> str | None:
+    """The format that a file's name stands for; None for an unknown one. A text may be packed (`packing_of`)."""
+    plain = path.lower().removesuffix(packing_of(path))
     found = formats.get(f".{plain.rpartition('.')[2]}") if "." in plain else None
     return None if plain != path.lower() and found not in _TEXTS else found
 
 
-def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = FORMATS) -> list[RowFile]:
+def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = TABLES) -> list[RowFile]:
     """The files that paths, URLs, folders and patterns (``s3://bucket/day=*/part-*.csv``) stand for.
 
     The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders.
@@ -98,7 +107,7 @@ def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
         return [RowFile(store.url, name, store.size(name))]
     below = store.child(name) if name else store
     listed = [info for info in below.list() if not is_hidden(info.path)]
-    files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats)]
+    files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
     if files:
         return files
     near = nearest(name, store.children()) if name else None
@@ -155,7 +164,7 @@ def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> t
 
 def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     store, listed = list_matches(address)
-    known = [RowFile(store.url, info.path, info.size) for info in listed if _is_data(info.path, formats)]
+    known = [RowFile(store.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
     if not known:
         what = "Files match this pattern, but none of a known format." if listed else "No file matches this pattern."
         raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
@@ -173,9 +182,11 @@ def _matches(names: Sequence[str], pattern: Sequence[str], *, hidden: bool) -> b
     return may_stand and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:], hidden=hidden)
 
 
-def _is_data(path: str, formats: Mapping[str, str]) -> bool:
+def _is_data(path: str, formats: Mapping[str, str], address: str) -> bool:
     """Whether a listed file holds rows: markers (_SUCCESS) and records of a commit do not."""
     name = path.rpartition("/")[2]
+    if name.lower().endswith(_ONLY_NAMED) and not address.lower().endswith(_ONLY_NAMED):
+        return False
     return format_of(path, formats) is not None and not name.startswith("_") and name != "COMMIT.json"
 
 
@@ -189,7 +200,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def _formats(formats: Mapping[str, str]) -> str:
-    return f"The name of a file ends in {', '.join(formats)}; texts may be packed ({PACKED})."
+    return f"The name of a file ends in {', '.join(formats)}; texts may be packed ({', '.join(_PACKED)})."
 
 
 def find_installed_files(kind: str, rest: str, formats: Mapping[str, str], *, field: str) -> list[RowFile]:

@@ -112,6 +112,7 @@ class _Scoring:
             constants=constants,
             usual_ids=() if form is None or form.id_column is None else (form.id_column,),
             read=None if form is None else form.read,
+            reading=None if form is None else form.reading,
         )
 
     def _find_form(self) -> _Form:

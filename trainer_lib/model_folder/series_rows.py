@@ -14,6 +14,7 @@ from trainer_lib.data.row_files import BadRow, Row, RowReader, read_rows
 from trainer_lib.data.row_sources import FIELD
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.protocol.requests import ScoreRequest
+from trainer_lib.recipes.table_cells import read_reading
 from trainer_lib.recipes.table_files import read_table
 from trainer_lib.recipes.time_series import Series, SeriesTable, window_columns
 
@@ -47,7 +48,7 @@ class SeriesReader(RowReader):
     def _read_table(self, addresses: list[str]) -> SeriesTable:
         note, targets = self._info["new_steps"], self._info["targets"]
         try:
-            table = read_table(addresses, rename=note["rename"], field=FIELD)
+            table = read_table(addresses, rename=note["rename"], field=FIELD, read=note.get("read"))
             self.notes += table.notes
             for name in (columns := [*targets, *self._info["known"]]):
                 table.require(name, field=FIELD)
@@ -87,7 +88,7 @@ def read_series(request: ScoreRequest, info: Mapping[str, Any]) -> SeriesReader 
     """
     note, row = info["new_steps"], dict[str, str]()
     with contextlib.suppress(DataError):  # the reader of rows names a bad row, or counts it
-        first = next(read_rows(request.sources), ("", None))[1]
+        first = next(read_rows(request.sources, None, read_reading(note.get("read") or {})), ("", None))[1]
         values = first.items() if isinstance(first, Mapping) else ()
         row = {note["rename"].get(name, name): str(value).lstrip() for name, value in values}
     texts = [row[name] for name in (note["time"], *info["targets"]) if name in row]

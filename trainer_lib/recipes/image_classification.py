@@ -280,7 +280,9 @@ class ImageRows(TabularRows):
     """The images by split: their paths and labels, as a table."""
 
     defaults: Mapping[str, Any] = {
-        "rename": {},  # these five are as of a table
+        "rename": {},  # these seven are as of a table
+        "read": {},
+        "ignore": [],
         "id": None,
         "files": {},
         "split": {},
@@ -299,7 +301,9 @@ class ImageRows(TabularRows):
         column = self.options["image"]
         if column is not None:
             readers = {self.options["id"]: id_of}
-            return read_image_table(addresses, column, rename=rename, field=field, readers=readers)
+            return read_image_table(
+                addresses, column, rename=rename, field=field, readers=readers, read=self.options["read"]
+            )
         table = find_images(addresses, field=field)
         above = {str(name).lower() for name in table.columns[SPLIT]}
         if above <= _USUAL_SPLITS and self.options["split"].get("by") != "column" and not self.options["files"]:
@@ -354,7 +358,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     out.info.update(label=table.label, classes=table.classes(), form=form, normal=normal, counts=counts)
     names = {IMAGE: IMAGE, **({chosen["image"]: IMAGE} if chosen["image"] else {})}
     rename = {**chosen["rename"], **names}
-    out.info.update(note_form({}, {"rename": rename}, optional=[IMAGE, "pixels"]))
+    out.info.update(note_form({}, {"rename": rename, "read": chosen["read"]}, optional=[IMAGE, "pixels"]))
     return table.images(ImageForm(**form), counts)
 
 

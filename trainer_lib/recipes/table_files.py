@@ -13,10 +13,9 @@ import re
 import tempfile
 import zlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from datetime import date, datetime
-from decimal import Decimal
+from contextlib import contextmanager
 from itertools import islice, repeat
 from operator import is_
 from typing import Any, Self, overload
@@ -28,19 +27,25 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import parse_text, refuse_row
+from trainer_lib.data.reading import FIELD as READ
+from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import FORMATS, RowFile, find_row_files, format_of
+from trainer_lib.data.row_sources import TABLES, RowFile, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError, first_line
+from trainer_lib.recipes.table_cells import (
+    USUAL,
+    as_number,
+    as_text,
+    number_of,
+    plain_value,
+    read_reading,
+    text_of,
+)
 from trainer_lib.storage import Store
 
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
-_NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
-_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,]+)\s*([$€£¥%]?)")
-_POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
-_COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
-_EITHER = re.compile(r"\d{1,3},\d{3}")
 SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
 """Ending of a file's name -> "sentences"."""
 _AT_ONCE = 10_000  # values that become numbers together
@@ -221,19 +226,27 @@ class Table:
         columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
         notes: sentences about the files.
         unread: column that is left out because it has lists, objects or bytes -> the error about the first such value.
+        gaps: text that stands for no value -> how many values it was.
     """
 
     def __init__(self, places: Values, columns: dict[str, Values]) -> None:
         self.places, self.columns = places, columns
         self.notes: list[str] = []
         self.unread: dict[str, str] = {}
+        self.gaps: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.places)
 
+    def all_notes(self) -> list[str]:
+        """The sentences about the files, and one about the texts that were read as no value."""
+        told = ", ".join(f"'{text}' ({count:,})" for text, count in self.gaps.most_common(5) if count)
+        return [*self.notes, *([f"Read as no value: {told}."] if told else [])]
+
     def append(self, other: Self, *, field: str) -> None:
         """Put the rows of another table behind these; `field` names its files. Raises DataError for other columns."""
         self.unread |= other.unread
+        self.gaps += other.gaps
         self.notes += other.notes
         for name in self.unread:
             self.columns.pop(name, None)
@@ -269,12 +282,18 @@ class Table:
         others = values - np.count_nonzero(np.isfinite(numbers))
         if not values or not others or 2 * others > values:
             return numbers if values and not others else None
-        first = next(row for row, each in enumerate(self.columns[name]) if each is not None and number_of(each) is None)
+        texts = ((row, each) for row, each in enumerate(self.columns[name]) if each is not None)
+        wrong = ((row, each) for row, each in texts if number_of(each) is None)
+        first = next((row for row, each in wrong if each not in USUAL), None)
+        if first is None:
+            self.notes.append(f"The column '{name}' is read as numbers, and {others:,} texts such as 'NA' as no value.")
+            return numbers
         raise DataError(
             f"{self.places[first]}, column '{name}': '{str(self.columns[name][first])[:40]}' is not a number, and "
             f"{values - others} of the {values} values of this column are.",
             field=SOURCES,
-            remedy=f"Correct the value, leave it empty, or declare texts: prepare.options.categorical=[{name}].",
+            remedy=f"Correct the value, leave it empty, say what stands for none or between thousands "
+            f"({READ}.na_values=[…], {READ}.thousands=…), or declare texts: prepare.options.categorical=[{name}].",
         )
 
     def count(self, name: str) -> int:
@@ -335,22 +354,6 @@ def count_different(values: np.ndarray) -> int:
     return int(np.count_nonzero(values[1:] != values[:-1])) + (len(values) > 0)
 
 
-def as_text(value: Any) -> str:
-    """A value of a table as a text; empty where there is none."""
-    return "" if value is None else text_of(value)
-
-
-def as_number(value: Any) -> float:
-    """A value of a column of numbers; NaN where there is none."""
-    number = None if value is None else number_of(value)
-    return math.nan if number is None else number
-
-
-def text_of(value: Any) -> str:
-    """A value as the text of a category: 3 and 3.0 are one."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
 def is_index(name: str) -> bool:
     """Whether a column is the index of a table that pandas wrote: it has no name, or one that pandas gave."""
     return _INDEX.fullmatch(name) is not None
@@ -363,6 +366,8 @@ def read_table(
     field: str = SOURCES,
     lists: Sequence[str] = (),
     readers: Mapping[str, Reader] | None = None,
+    read: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
 ) -> Table:
     """The rows of all files that the sources stand for, in their order.
 
@@ -372,6 +377,8 @@ def read_table(
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
         readers: column -> its reader. Other columns with lists, objects or bytes are left out.
+        read: how the files are written (`table_cells.READ`).
+        ignore: columns that are left out.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -382,9 +389,11 @@ def read_table(
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
     table = Table([], {})
     own = dict.fromkeys(lists, read_texts) | dict(readers or {})
+    reading = read_reading(read or {})
     with naming_sources(field):
-        for place, values in _read_files(addresses, lists, table.notes):
+        for place, values in _read_files(addresses, lists, table.notes, reading):
             row = renamed_row(values, rename, place)
+            row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
             if not table.places:
                 spool = Spool()
                 table.columns = {name: SpooledValues(spool, len(row)) for name in row}
@@ -392,25 +401,33 @@ def read_table(
             _require_same_columns(table.columns, row, place)
             table.places.append(place)
             for name, value in row.items():
-                table.columns[name].append(_value(value, name, place, own, table.unread))
+                table.columns[name].append(plain := _value(value, name, place, own, table.unread, reading))
+                if plain is None and isinstance(value, str) and value:
+                    table.gaps[value.strip()] += 1
     if not table.places:
         raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
-    for old, name in rename.items():
-        if name not in table.columns:
-            remedy = suggestion(old, table.columns)
-            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
+    _require_renamed(table, rename)
     for name in table.unread:
         del table.columns[name]
     return table
 
 
-def _read_files(addresses: Sequence[str], lists: Sequence[str], notes: list[str]) -> Iterator[tuple[str, Any]]:
+def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
+    for old, name in rename.items():
+        if name not in table.columns:
+            remedy = suggestion(old, table.columns)
+            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
+
+
+def _read_files(
+    addresses: Sequence[str], lists: Sequence[str], notes: list[str], reading: Reading
+) -> Iterator[tuple[str, Any]]:
     """The rows of the files, behind their places."""
     if not lists:
-        yield from read_rows(find_row_files(addresses), notes)
+        yield from read_rows(find_row_files(addresses), notes, reading)
         return
-    for file in find_row_files(addresses, {**FORMATS, **SENTENCES}):
-        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes)
+    for file in find_row_files(addresses, {**TABLES, **SENTENCES}):
+        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes, reading)
 
 
 def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:
@@ -422,27 +439,16 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
     raise DataError(f"{place}: the column '{lacking}' is missing.", field="rows")
 
 
-def _value(value: Any, name: str, place: str, readers: Mapping[str, Reader], unread: dict[str, str]) -> Any:
+def _value(
+    value: Any, name: str, place: str, readers: Mapping[str, Reader], unread: dict[str, str], reading: Reading
+) -> Any:
     if name in readers:
         return readers[name](value, f"{place}, column '{name}'")
     try:
-        return plain_value(value, name, place)
+        return plain_value(value, name, place, reading)
     except DataError as error:
         unread.setdefault(name, error.message)
         return None
-
-
-def plain_value(value: Any, name: str, place: str) -> Any:
-    """A number, a text, or None for what a file writes as nothing."""
-    if isinstance(value, str):
-        return None if (text := value.strip()) in _NOTHING else text
-    if value is None or isinstance(value, bool | int | float):
-        return None if isinstance(value, float) and math.isnan(value) else value
-    if isinstance(value, Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, date | datetime):
-        return value.isoformat()
-    raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
 
 
 def read_exact_text(value: Any, where: str) -> str | None:
@@ -464,36 +470,6 @@ def read_texts(value: Any, where: str) -> list[str] | None:
             what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
             raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
     return [str(each) for each in value]
-
-
-def number_of(value: Any) -> float | None:
-    """The finite number that a value stands for; None for a text that stands for none."""
-    try:
-        number = float(value)
-    except ValueError:
-        number = _read_amount(str(value))
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _read_amount(text: str) -> float:
-    """Money, per cent, and numbers with marks between thousands or a decimal comma; NaN for any other text.
-
-    A text such as 1,234, which is one thousand to some and a little more than one to others, is not a number.
-    """
-    match = _AMOUNT.fullmatch(text)
-    if match is None:
-        return math.nan
-    digits = match[2]
-    if _POINT.fullmatch(digits):
-        digits = digits.replace(",", "")
-    elif _COMMA.fullmatch(digits) and not _EITHER.fullmatch(digits):
-        digits = digits.replace(".", "").replace(",", ".")
-    with suppress(ValueError):
-        number = float(f"{match[1]}{digits}")
-        return number / 100 if match[3] == "%" else number
-    return math.nan
 
 
 # -- new rows ---------------------------------------------------------------------------------------------------------
@@ -520,15 +496,19 @@ def note_form(
     left_out = None if dropped is None else list(dropped)
     row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
     note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
-    return {NOTE: note}
+    return {NOTE: note | ({"read": dict(options["read"])} if options.get("read") else {})}
 
 
 class TableForm:
-    """How new rows are read, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`."""
+    """How new rows are read, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`.
+
+    Their files are written as those of the training (`reading`).
+    """
 
     def __init__(self, note: Mapping[str, Any]) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
+        self.reading = read_reading(note.get("read") or {})
         self._optional = frozenset(note["optional"])
         self._rename: dict[str, str] = dict(note["rename"])
         self._dropped = None if note["dropped"] is None else frozenset(note["dropped"])
@@ -557,11 +537,11 @@ class TableForm:
                 near = nearest(name, values)
                 hint = f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
                 raise refuse_row(place, name, f"the model needs the column, which the row does not have; {hint}")
-            row[name] = _read(row[name], kind, name, place)
+            row[name] = _read(row[name], kind, name, place, self.reading)
         return row
 
 
-def _read(value: Any, kind: str, name: str, place: str) -> Any:
+def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     value = None if value != value else value
@@ -576,9 +556,8 @@ def _read(value: Any, kind: str, name: str, place: str) -> Any:
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")
         found = value if value and value.strip() else None
     else:
-        if isinstance(value, list | tuple | dict | bytes):
-            raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
-        found = plain_value(value, name, place)
+        found = _read_plain(value, name, place, reading)
+        found = None if kind == "number" and str(found) in USUAL else found
     if found is None:
         if not may_lack:
             raise refuse_row(place, name, "there is no value, and the model was trained without gaps")
@@ -589,3 +568,9 @@ def _read(value: Any, kind: str, name: str, place: str) -> Any:
             raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
         return number
     return text_of(found) if kind == "text" else found
+
+
+def _read_plain(value: Any, name: str, place: str, reading: Reading) -> Any:
+    if isinstance(value, list | tuple | dict | bytes):
+        raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
+    return plain_value(value, name, place, reading)

@@ -21,11 +21,10 @@ from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
+from trainer_lib.recipes.table_cells import as_number, as_text
 from trainer_lib.recipes.table_files import (
     Reader,
     Table,
-    as_number,
-    as_text,
     count_different,
     is_index,
     note_form,
@@ -42,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "ignore": [],  # columns that are left out
     "categorical": [],  # columns whose numbers are names (a postcode), not amounts
     "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
+    "read": {},  # how the files are written, where they do not show it (`table_cells.READ`)
     "id": None,  # column by which predictions name the rows; None: rows are counted over all files
     "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
     "split": {},  # how rows are cut (`trainer_lib.recipes.splitting`)
@@ -51,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
 """The options of the tabular recipes (`prepare.options`), with their defaults."""
 TEXTS: dict[str, Any] = {
     "rename": {},
+    "read": {},
+    "ignore": [],
     "id": None,
     "files": {},
     "split": {},
@@ -60,7 +62,7 @@ TEXTS: dict[str, Any] = {
     "vocabulary": 4000,  # tokens of a vocabulary that is learned
     "max_length": 128,  # tokens of a text; longer ones are cut
 }
-"""The options of recipes for texts, with their defaults; the first four are as of a table."""
+"""The options of recipes for texts, with their defaults; the first six are as of a table."""
 NET: dict[str, Any] = {
     "hidden": [128, 128],  # sizes of the layers
     "dropout": 0.1,  # probability, after each of them
@@ -112,11 +114,11 @@ class TabularRows:
         self.numbers: dict[str, list[float]] = {}
         self.texts: dict[str, list[str]] = {}
         self._warnings = out.warnings
-        self._warnings += self.table.notes
         if self.table.unread:
             self._warn(self.table.unread, "values that are neither numbers nor texts")
         for name in self._features():
             self._describe(name)
+        self._warnings += self.table.all_notes()
 
     def _warn(self, names: Iterable[str], why: str) -> None:
         columns = ", ".join(f"'{name}'" for name in names)
@@ -148,7 +150,17 @@ class TabularRows:
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         """The rows of some files."""
         readers = {**self._readers(), self.options["id"]: id_of}
-        return read_table(addresses, rename=rename, field=field, lists=self._lists(), readers=readers)
+        chosen = self.options
+        ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
+        return read_table(
+            addresses,
+            rename=rename,
+            field=field,
+            lists=self._lists(),
+            readers=readers,
+            read=chosen["read"],
+            ignore=ignore,
+        )
 
     def _lists(self) -> Sequence[str]:
         """The columns that hold lists of texts."""

@@ -21,7 +21,8 @@ from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_installed_files, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_files import SOURCES, naming_sources, read_utf8, renamed_row, text_of
+from trainer_lib.recipes.table_cells import read_reading, text_of
+from trainer_lib.recipes.table_files import SOURCES, naming_sources, read_utf8, renamed_row
 
 FIELD = "prepare.options"
 TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": "text"}
@@ -40,7 +41,7 @@ class DocumentSplits:
     """Which documents are in which split. All are read once to count them; then each split is read as it is needed.
 
     Args:
-        options: `text` (a column), `rename`, `separator`, `files` and `split`.
+        options: `text` (a column), `rename`, `read`, `separator`, `files` and `split`.
         sources: the spec's `prepare.sources`.
 
     Attributes:
@@ -78,7 +79,12 @@ class DocumentSplits:
     def _read(self, sources: Sequence[str], field: str) -> Iterator[TextDocument]:
         chosen = self._options
         return read_documents(
-            sources, text=chosen["text"], rename=chosen["rename"], separator=chosen["separator"], field=field
+            sources,
+            text=chosen["text"],
+            rename=chosen["rename"],
+            separator=chosen["separator"],
+            field=field,
+            read=chosen.get("read"),
         )
 
     def _cut(self) -> dict[str, np.ndarray]:
@@ -101,7 +107,13 @@ class DocumentSplits:
 
 
 def read_documents(
-    sources: Sequence[str], *, text: str = "text", rename: Mapping[str, str], separator: str | None, field: str
+    sources: Sequence[str],
+    *,
+    text: str = "text",
+    rename: Mapping[str, str],
+    separator: str | None,
+    field: str,
+    read: Mapping[str, Any] | None = None,
 ) -> Iterator[TextDocument]:
     """The documents of all sources, in their order. Text files without a text are passed over.
 
@@ -111,10 +123,12 @@ def read_documents(
         rename: name of a column in the files -> its name here.
         separator: what stands between two documents of a text file; None: a file is one.
         field: the setting that names the sources, for errors.
+        read: how tables are written (`table_cells.READ`).
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or a row has no text.
     """
+    reading = read_reading(read or {})
     if not sources:
         remedy = "Name files or folders, as in prepare.sources=[texts/]."
         raise DataError("There is nothing to read.", field=field, remedy=remedy)
@@ -123,7 +137,7 @@ def read_documents(
             if format_of(file.path, TEXTS):
                 yield from _of_text_file(file, separator)
             else:
-                for place, values in read_rows([file]):
+                for place, values in read_rows([file], None, reading):
                     yield _of_row(place, renamed_row(values, rename, place), text)
 
 

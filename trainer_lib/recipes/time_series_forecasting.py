@@ -97,6 +97,8 @@ DEFAULTS: dict[str, Any] = {
     "series": None,  # column with the name of the series; None: the table has one
     "known": [],  # columns whose values are known for the steps to come as well (a holiday, a price)
     "rename": {},  # name of a column in the files -> its name here
+    "read": {},  # how the files are written (`table_cells.READ`)
+    "ignore": [],  # columns that are left out
     "context": 24,  # steps that a forecast knows
     "horizon": 1,  # steps to forecast
     "season": 1,  # steps after which the series is alike: 12 for months
@@ -127,12 +129,13 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     """
     chosen = choose(options, DEFAULTS, field=FIELD)
     targets, known = _columns(chosen)
-    table = read_table(out.sources, rename=chosen["rename"])
+    table = read_table(out.sources, rename=chosen["rename"], read=chosen["read"], ignore=chosen["ignore"])
     for option, names in (("target", targets), ("known", known)):
         for name in names:
             table.require(name, field=f"{FIELD}.{option}")
     read = SeriesTable(table, [*targets, *known], chosen)
     series = read.series
+    out.warnings += table.all_notes()
     splits = WindowSplits(series, chosen)
     training = [each.values[:steps] for each, steps in zip(series, splits.train_steps, strict=True)]
     covariates = np.concatenate(training)[:, len(targets) :]
@@ -142,7 +145,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
         targets=targets,
         known=dict(zip(known, described.tolist(), strict=True)),
         filled=sum(each.filled for each in series),
-        new_steps={name: read.note[name] for name in _NOTED},
+        new_steps={name: read.note[name] for name in (*_NOTED, *(["read"] if chosen["read"] else []))},
         split_starts={name: str(start) for name, start in splits.starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
     )

@@ -24,7 +24,8 @@ from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_files import find_images
-from trainer_lib.recipes.table_files import Spool, SpooledValues, Table, TableForm, number_of, read_table
+from trainer_lib.recipes.table_cells import number_of
+from trainer_lib.recipes.table_files import Spool, SpooledValues, Table, TableForm, read_table
 from trainer_lib.recipes.text_documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
 from trainflow.flows.server.new_data import Watch

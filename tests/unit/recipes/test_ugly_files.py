@@ -1,0 +1,227 @@
+"""Files as people have them, from the file to prepared rows: a table says what is written and what is right."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import sys
+import types
+import zipfile
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from trainer_lib.data.row_files import RowReader, read_rows
+from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.errors import MissingExtraError, TrainflowError
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.recipes import PrepareOutput, load
+from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.storage import Store
+
+ROWS = 20
+
+
+@dataclass
+class Ugly:
+    """A file and what becomes of it.
+
+    Attributes:
+        content: of the file; or a row as a text, with {n} for its number, {l} for its label.
+        name: of the file.
+        head: the lines above the rows.
+        options: those of the recipe besides the label.
+        first: values of the row 0 in the prepared rows.
+        words: what warnings say.
+        encoding: of a text.
+        new: a new row in the same form, and what the model gets of it.
+    """
+
+    content: str | bytes
+    name: str = "data.csv"
+    head: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    encoding: str = "utf-8"
+    new: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """Write the file."""
+        path = folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = self.content
+        if isinstance(content, str):
+            lines = [content.replace("{n}", str(10 + row)).replace("{l}", "ab"[row % 2]) for row in range(ROWS)]
+            content = "\n".join([*([self.head] if self.head else []), *lines, ""]).encode(self.encoding)
+        path.write_bytes(content)
+        return path
+
+
+def prepared(source: Path, recipe: str = "tabular-classification", **options: Any) -> tuple[Any, PrepareOutput]:
+    """All prepared rows by their ids, and what prepare noted."""
+    out = PrepareOutput(Store.open(source.parent / "out"), [str(source)])
+    splits = load(recipe_file(recipe), source.parent).prepare({"label": "label", **options}, out)
+    rows = {row["row_id"]: dict(row) for split in splits.values() for row in split}
+    return rows, out
+
+
+PLAIN = "x,label\n" + "".join(f"{10 + row},{'ab'[row % 2]}\n" for row in range(ROWS))
+ZIPPED = io.BytesIO()
+with zipfile.ZipFile(ZIPPED, "w") as archive:
+    archive.writestr("__MACOSX/._data.csv", "")
+    archive.writestr("data.csv", PLAIN)
+
+READ: dict[str, Ugly] = {
+    "a separator": Ugly("{n}~{l}", head="x~label", options={"read": {"separator": "~"}}, first={"x": 10}),
+    "Excel's first line": Ugly("{n}#{l}", head="sep=#\nx#label", first={"x": 10}, words=("the separator '#'",)),
+    "Windows-1252": Ugly("{n};Köln;{l}", head="x;Ort;label", encoding="cp1252", first={"Ort": "Köln"}),
+    "Cyrillic": Ugly(
+        "{n};Казань и Москва;{l}", head="x;город;label", encoding="cp1251", first={"город": "Казань и Москва"},
+        words=("the encoding cp1251",),
+    ),
+    "Japanese": Ugly("{n},東京の天気,{l}", head="x,都市,label", encoding="cp932", first={"都市": "東京の天気"}),
+    "an encoding": Ugly(
+        "{n},café,{l}", head="x,c,label", encoding="mac_roman", options={"read": {"encoding": "mac_roman"}},
+        first={"c": "café"},
+    ),
+    "no header": Ugly("{n},{l}", options={"read": {"columns": ["x", "label"]}}, first={"x": 10}),
+    "lines above": Ugly(
+        "{n},{l}", head="Report\n\nx,label", options={"read": {"skip_lines": 2}}, first={"x": 10}
+    ),
+    "single quotes": Ugly("{n},'a, b',{l}", head="x,c,label", options={"read": {"quote": "'"}}, first={"c": "a, b"}),
+    "no quotes": Ugly('{n},5" pipe,{l}', head="x,c,label", options={"read": {"quote": ""}}, first={"c": '5" pipe'}),
+    "escaped quotes": Ugly(
+        '{n},"say \\"hi\\", then",{l}', head="x,c,label", options={"read": {"escape": "\\"}},
+        first={"c": 'say "hi", then'},
+    ),
+    "decimal": Ugly(
+        "{n};1.234;{l}", head="n;x;label", options={"read": {"decimal": ","}}, first={"x": 1234.0},
+        new={"n": "1", "x": "2.345,5 €", "expected": 2345.5},
+    ),
+    "thousands": Ugly(
+        '{n},"$1,234",{l}', head="n,x,label", options={"read": {"thousands": ","}}, first={"x": 1234.0},
+        new={"n": 1, "x": "2,345", "expected": 2345.0},
+    ),
+    "spaced thousands": Ugly("{n};1 234,5;{l}", head="n;x;label", first={"x": 1234.5}, words=("'1 234,5' is 1234.5",)),
+    "no-break spaces": Ugly("{n};12\u202f345 €;{l}", head="n;x;label", first={"x": 12345.0}),
+    "gaps by name": Ugly(
+        "{n},{l},?", head="n,label,x", options={"read": {"na_values": ["?", 10]}, "missing": "mean"}, first={"x": ""},
+        words=("Read as no value: '?' (20), '10' (1).",),
+    ),
+    "NA among numbers": Ugly(
+        PLAIN.replace("11,b", "NA,b").encode(), options={"missing": "mean"}, first={"x": 10},
+        words=("1 texts such as 'NA' as no value",), new={"x": "NA", "expected": None},
+    ),
+    "gzip": Ugly(gzip.compress(PLAIN.encode()), name="data.csv.gz", first={"x": 10}),
+    "bzip2": Ugly(bz2.compress(PLAIN.encode()), name="data.csv.bz2", first={"x": 10}),
+    "xz": Ugly(lzma.compress(PLAIN.encode()), name="data.csv.xz", first={"x": 10}),
+    "zstd": Ugly(pa.compress(PLAIN.encode(), "zstd", asbytes=True), name="data.csv.zst", first={"x": 10}),
+    "zip": Ugly(ZIPPED.getvalue(), name="data.csv.zip", first={"x": 10}),
+    "a packed array": Ugly(
+        bz2.compress(json.dumps([{"x": 10 + row, "label": "ab"[row % 2]} for row in range(ROWS)]).encode()),
+        name="data.json.bz2", first={"x": 10},
+    ),
+    "years as columns": Ugly("{n},{n},{l}", head="2019,2020,label", first={"2019": 10}, words=("looks like a row",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_file_is_read_as_the_spec_says_or_as_it_shows_itself(tmp_path: Path, name: str) -> None:
+    ugly = READ[name]
+    rows, out = prepared(ugly.write(tmp_path), **ugly.options)
+    assert len(rows) == ROWS
+    assert {column: rows[0][column] for column in ugly.first} == ugly.first
+    assert [words for words in ugly.words if not any(words in warning for warning in out.warnings)] == []
+    if ugly.new:
+        form = TableForm.of(out.info)
+        assert form is not None
+        read = form.read({column: value for column, value in ugly.new.items() if column != "expected"}, "row 0")
+        assert read["x"] == ugly.new["expected"] or (ugly.new["expected"] is None and read["x"] != read["x"])
+
+
+def test_the_folders_of_a_partition_are_columns_where_the_spec_says_so(tmp_path: Path) -> None:
+    for year in (2023, 2024):
+        Ugly("{n},{l}", head="x,label", name=f"data/year={year}/part.csv").write(tmp_path)
+    rows, out = prepared(tmp_path / "data", read={"partitions": True})
+    assert {row["year"] for row in rows.values()} == {2023.0, 2024.0}
+    rows, out = prepared(tmp_path / "data")
+    assert "year" not in rows[0]
+    assert any("folders such as year=2023" in warning for warning in out.warnings)
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        ({"seperator": ";"}, 'Did you mean "separator"?'),
+        ({"separator": "||"}, "This is one character"),
+        ({"separator": 1}, "takes text"),
+        ({"encoding": "latin9000"}, "knows no such encoding"),
+        ({"decimal": ",", "thousands": ","}, "One mark cannot"),
+    ],
+)
+def test_a_wrong_way_of_reading_is_refused_with_its_setting(tmp_path: Path, read: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainflowError) as caught:
+        prepared(Ugly(PLAIN.encode()).write(tmp_path), read=read)
+    assert words in str(caught.value)
+    assert str(caught.value.field).startswith("prepare.options.read.")
+
+
+def test_new_rows_are_read_as_the_files_of_the_training_and_may_be_utf_8_with_commas(tmp_path: Path) -> None:
+    reading = {"encoding": "cp1252", "separator": ";", "columns": []}
+    _, out = prepared(Ugly("{n};Köln;{l}", head="x;Ort;label", encoding="cp1252").write(tmp_path), read=reading)
+    form = TableForm.of(out.info)
+    assert form is not None
+    new = tmp_path / "new.csv"
+    new.write_text("x,Ort\n1,Köln\n")
+    reader = RowReader(find_row_files([str(new)]), {}, read=form.read, reading=form.reading)
+    (row,) = reader.take_all(5)
+    reader.close()
+    assert row.values == {"x": 1.0, "Ort": "Köln"}  # type: ignore[union-attr]
+
+
+def test_packed_copies_and_workbooks_are_read_where_they_are_named_and_not_in_a_folder(tmp_path: Path) -> None:
+    Ugly(PLAIN.encode()).write(tmp_path / "data")
+    for name in ("data.csv.zip", "data.csv.bz2", "data.xlsx"):
+        (tmp_path / "data" / name).write_bytes(b"")
+    assert [file.path for file in find_row_files([str(tmp_path / "data")])] == ["data.csv"]
+    assert [file.path for file in find_row_files([f"{tmp_path}/data/*.zip"])] == ["data.csv.zip"]
+
+
+class _Book:
+    """What openpyxl gives of a workbook with two sheets; the package itself is an extra."""
+
+    sheetnames = ("Orders", "Notes")
+
+    def __getitem__(self, name: str) -> Any:
+        rows: list[tuple[Any, ...]] = [("x", "when", "label", None)]
+        rows += [(number, datetime(2024, 1, 1 + number), "ab"[number % 2], None) for number in range(ROWS)]
+        orders = [*rows, (None, None, None, None)] if name == "Orders" else [("Exported",), *rows]
+        return types.SimpleNamespace(iter_rows=lambda min_row, values_only: iter(orders[min_row - 1 :]))
+
+
+def test_sheets_of_a_workbook_are_tables_where_openpyxl_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.xlsx"
+    path.write_bytes(b"PK")
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(MissingExtraError, match=r"trainflow\[excel\]"):
+        prepared(path)
+    opened = types.SimpleNamespace(load_workbook=lambda stream, read_only, data_only: _Book())
+    monkeypatch.setitem(sys.modules, "openpyxl", opened)
+    notes: list[str] = []
+    place, row = next(read_rows(find_row_files([str(path)]), notes))
+    assert (place.rpartition(", ")[2], row) == ("row 0 (line 2)", {"x": 0, "when": datetime(2024, 1, 1), "label": "a"})
+    assert "the first sheet is read, 'Orders'; it has Notes as well" in notes[0]
+    rows, _ = prepared(path, read={"sheet": "Notes", "skip_lines": 1}, split={"by": "time", "column": "when"})
+    assert len(rows) == ROWS
+    with pytest.raises(TrainflowError, match="no such sheet"):
+        prepared(path, read={"sheet": "Order"})

@@ -1,0 +1,235 @@
+"""How a table is written (`Reading`): what a file does not show is said, the rest is found from its first bytes.
+
+A file may be packed (`unpack`), lie in folders that name a column (`folder_columns`), or be a sheet (`read_sheet`).
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import lzma
+import re
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.data.row_sources import RowFile, packing_of
+from trainer_lib.errors import ConfigError, MissingExtraError
+
+FIELD = "prepare.options.read"
+_SEPARATORS = (";", "\t", "|")
+_ENCODINGS = [f"cp{number}" for number in (1252, 1250, 1251, 1253, 1254, 1255, 1256, 932, 949)] + ["gb18030", "big5"]
+_HINT = re.compile(r"sep=(.)\r?\n")  # Excel's first line
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How tables are read; None stands for what is found from the file.
+
+    Attributes:
+        separator: one character between two values.
+        encoding: as Python names it.
+        quote: the character around a value with separators in it; empty: there is none.
+        escape: the character before a quote that belongs to a value; None: such a quote is doubled.
+        columns: the names of the columns, where no line has them.
+        skip_lines: lines before that with the names.
+        sheet: name of the sheet of a workbook; None: its first one.
+        partitions: whether folders such as year=2024 are columns.
+        decimal: the mark before the fraction of a number.
+        thousands: the mark between its thousands; a space is any space.
+        na_values: texts that stand for no value, besides the usual ones.
+    """
+
+    separator: str | None = None
+    encoding: str | None = None
+    quote: str | None = None
+    escape: str | None = None
+    columns: Sequence[str] = ()
+    skip_lines: int = 0
+    sheet: str | None = None
+    partitions: bool = False
+    decimal: str | None = None
+    thousands: str | None = None
+    na_values: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a mark that is not one character, or an encoding that Python does not know."""
+        for name in ("separator", "quote", "escape", "decimal", "thousands"):
+            mark = getattr(self, name)
+            if mark is not None and len(mark) != 1 and (name, mark) != ("quote", ""):
+                raise ConfigError("This is one character.", field=f"{FIELD}.{name}", value=mark)
+        if self.decimal is not None and self.decimal == self.thousands:
+            what = "One mark cannot stand before the fraction and between thousands."
+            raise ConfigError(what, field=f"{FIELD}.thousands", value=self.thousands)
+        try:
+            codecs.lookup(self.encoding or "utf-8")
+        except LookupError as error:
+            remedy = "Use a name such as utf-8, cp1252, latin-1, utf-16 or shift_jis."
+            raise ConfigError(
+                "Python knows no such encoding.", field=f"{FIELD}.encoding", value=self.encoding, remedy=remedy
+            ) from error
+
+    @cached_property
+    def gaps(self) -> frozenset[str]:
+        """The texts of `na_values`."""
+        return frozenset(map(str, self.na_values))
+
+    @cached_property
+    def _number(self) -> re.Pattern[str] | None:
+        if self.decimal is None and self.thousands is None:
+            return None
+        # Where one of the two marks is known, the other one of point and comma is the other mark.
+        point = self.decimal or ("," if self.thousands == "." else ".")
+        between = self.thousands or ("." if point == "," else ",")
+        mark = r"\s" if between.isspace() else re.escape(between)
+        return re.compile(rf"([-+]?\s*[$€£¥]?\s*)(\d{{1,3}}(?:{mark}\d{{3}})+|\d+)(?:{re.escape(point)}(\d+))?(\D?\D?)")
+
+    def with_point(self, text: str) -> str:
+        """A number as this table writes it, with a point before its fraction; any other text as it is."""
+        match = self._number.fullmatch(text) if self._number is not None else None
+        if match is None:
+            return text
+        fraction = "" if match[3] is None else f".{match[3]}"
+        return f"{match[1]}{re.sub(r'[^0-9]', '', match[2])}{fraction}{match[4]}"
+
+    def open_csv(self, stream: Any, file: RowFile, usual: str, notes: list[str]) -> Iterator[tuple[int, list[str]]]:
+        """The values of each line behind its number, that with the names first; `usual` is the usual separator.
+
+        Args:
+            stream: a buffered stream of bytes.
+            notes: gets a sentence where the form is unusual.
+        """
+        encoding, separator, skipped = self._find_form(stream.peek(), usual)
+        unusual = [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
+        unusual += [] if separator == usual else [f"the separator {separator!r}"]
+        if unusual:
+            notes.append(f"{file.address} is read with {' and '.join(unusual)}.")
+        text = io.TextIOWrapper(stream, encoding, newline="")
+        for _ in range(skipped):
+            text.readline()
+        reader = csv.reader(
+            text,
+            delimiter=separator,
+            quotechar=self.quote or '"',
+            quoting=csv.QUOTE_NONE if self.quote == "" else csv.QUOTE_MINIMAL,
+            escapechar=self.escape,
+            doublequote=self.escape is None,
+            strict=True,
+        )
+        if self.columns:
+            yield 0, list(self.columns)
+        for values in reader:
+            # A line may be empty, and a file of new rows may begin with the names.
+            if values and values != (self.columns if reader.line_num == 1 else None):
+                yield reader.line_num + skipped, values
+
+    def _find_form(self, head: bytes, usual: str) -> tuple[str, str, int]:
+        """The encoding, the separator and the number of lines before that with the names.
+
+        What this table says counts where it can be: a file of new rows may be UTF-8, or have another separator.
+        """
+        found = find_encoding(head)
+        encoding = found if self.encoding is None or (found, head.isascii()) == ("utf-8-sig", False) else self.encoding
+        text = head.decode(encoding, "replace")
+        hint = _HINT.match(text.removeprefix("\ufeff"))
+        skipped = self.skip_lines + (hint is not None)
+        lines = text.split("\n", skipped + 1)
+        line = re.sub('"[^"]*"', "", lines[skipped] if len(lines) > skipped else "")
+        separator = hint[1] if hint is not None else max((usual, *_SEPARATORS), key=line.count)
+        if self.separator is not None and (self.columns or self.separator in line):
+            separator = self.separator
+        return encoding, separator, skipped
+
+
+def find_encoding(head: bytes) -> str:
+    """The encoding of a text, from its first bytes: UTF-8 or UTF-16, else the likeliest by charset-normalizer."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        codecs.getincrementaldecoder("utf-8-sig")().decode(head)
+        return "utf-8-sig"
+    except UnicodeDecodeError:
+        faults, text = head.decode("utf-8", "replace").count("\ufffd"), head.decode("utf-8", "ignore")
+        if faults <= sum(map("\x7f".__lt__, text)):
+            return "utf-8-sig"  # with a fault, which the error names
+    from charset_normalizer import from_bytes
+
+    best = from_bytes(head[: 1 << 16], cp_isolation=_ENCODINGS).best()
+    # Several encodings may give one text.
+    return "cp1252" if best is None or "cp1252" in best.could_be_from_charset else best.encoding
+
+
+def looks_like_row(header: Sequence[str]) -> bool:
+    """Whether the names of columns look like values: half of them or more are numbers."""
+    numbers = sum(re.fullmatch(r"[-+]?\d+([.,]\d+)?", name.strip()) is not None for name in header)
+    return 0 < len(header) <= 2 * numbers
+
+
+def unpack(path: str, stream: Any) -> Any:
+    """The content of a file that may be packed, by its name's ending. Raises BadZipFile for several files in one."""
+    packing = packing_of(path)
+    if packing == ".gz":
+        return gzip.GzipFile(fileobj=stream)
+    if packing == ".bz2":
+        return bz2.BZ2File(stream)
+    if packing == ".xz":
+        return lzma.LZMAFile(stream)
+    if packing == ".zst":
+        return pa.CompressedInputStream(stream, "zstd")
+    if packing != ".zip":
+        return stream
+    archive = zipfile.ZipFile(stream)
+    names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX")]
+    if len(names) != 1:
+        raise zipfile.BadZipFile(f"the archive has {len(names)} files, and one is read; unpack it")
+    return archive.open(names[0])
+
+
+def folder_columns(path: str) -> dict[str, str | None]:
+    """The columns that the folders of a file name: {"year": "2024"} for year=2024/data.csv."""
+    pairs = [part.partition("=") for part in path.split("/")[:-1] if "=" in part]
+    return {name: None if value == _NO_PARTITION else unquote(value) for name, _, value in pairs}
+
+
+def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -> Iterator[tuple[int, list[Any]]]:
+    """The values of each row of a workbook's sheet behind its number, that with the names first.
+
+    Raises:
+        MissingExtraError: openpyxl is not installed. ConfigError: there is no such sheet.
+    """
+    try:
+        import openpyxl
+    except ImportError as error:
+        what = f"{file.address} is a workbook, which openpyxl reads."
+        raise MissingExtraError(what, extra="excel") from error
+    book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
+    names = list(book.sheetnames)
+    name = reading.sheet or names[0]
+    if name not in names:
+        remedy = suggestion(name, names)
+        raise ConfigError("The workbook has no such sheet.", field=f"{FIELD}.sheet", value=name, remedy=remedy)
+    if reading.sheet is None and len(names) > 1:
+        others = ", ".join(names[1:])
+        notes.append(f"Of {file.address} the first sheet is read, '{name}'; it has {others} as well ({FIELD}.sheet).")
+    if reading.columns:
+        yield 0, list(reading.columns)
+    width = len(reading.columns)
+    for number, values in enumerate(book[name].iter_rows(min_row=reading.skip_lines + 1, values_only=True), 1):
+        cells = list(values)
+        while cells and cells[-1] is None and len(cells) > width:  # formatted cells without values
+            cells.pop()
+        if any(cell is not None for cell in cells):
+            is_header, width = not width, width or len(cells)
+            filled = cells + [None] * (width - len(cells))
+            names = ["" if cell is None else str(cell) for cell in filled]
+            yield number + reading.skip_lines, names if is_header else filled

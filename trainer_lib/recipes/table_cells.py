@@ -1,0 +1,114 @@
+"""The values of a table's cells: numbers as people write them, texts, and what stands for no value."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Any
+
+from trainer_lib.data.reading import FIELD, Reading
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.option_names import choose
+
+READ: dict[str, Any] = {
+    "separator": None,  # between two values of a CSV file
+    "encoding": None,  # as Python names it
+    "quote": None,  # around a value with separators in it; "": there is none
+    "escape": None,  # before a quote that belongs to a value
+    "columns": [],  # names of the columns, where no line has them
+    "skip_lines": 0,  # before the line with the names
+    "sheet": None,  # of a workbook; None: its first one
+    "partitions": False,  # folders such as year=2024 are columns
+    "decimal": None,  # before the fraction of a number
+    "thousands": None,  # between its thousands
+    "na_values": [],  # texts that stand for no value, besides the usual ones
+}
+"""How files are written (`prepare.options.read`); None: it is found from the file."""
+NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
+"""Texts that stand for no value."""
+USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
+"""Texts that pandas reads as no value as well; here only among numbers, because NA may be Namibia."""
+_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,\s]*\d[.,]?)\s*([$€£¥%]?)")
+_SPACED = re.compile(r"[1-9]\d{0,2}(\s\d{3})+([.,]\d+)?")
+_POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
+_COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
+_EITHER = re.compile(r"\d{1,3},\d{3}")
+
+_LONGEST = 40  # characters of a number
+
+
+def read_reading(given: Mapping[str, Any]) -> Reading:
+    """How files are written, by `prepare.options.read`. Raises ConfigError for an unknown setting or value."""
+    chosen = choose(given, READ, field=FIELD)
+    for name in ("separator", "encoding", "quote", "escape", "sheet", "decimal", "thousands"):
+        if not isinstance(chosen[name], str | None):
+            raise ConfigError("This option takes text.", field=f"{FIELD}.{name}", value=chosen[name])
+    return Reading(**chosen)
+
+
+def plain_value(value: Any, name: str, place: str, reading: Reading) -> Any:
+    """A number, a text, or None for what a file writes as nothing."""
+    if isinstance(value, str):
+        text = value.strip()
+        return None if text in NOTHING or text in reading.gaps else reading.with_point(text)
+    if reading.gaps and value is not None and text_of(value) in reading.gaps:
+        return None
+    if value is None or isinstance(value, bool | int | float):
+        return None if isinstance(value, float) and math.isnan(value) else value
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
+
+
+def number_of(value: Any) -> float | None:
+    """The finite number that a value stands for; None for a text that stands for none."""
+    try:
+        number = float(value)
+    except ValueError:
+        number = _read_amount(str(value))
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _read_amount(text: str) -> float:
+    """Money, per cent, and numbers with marks between thousands or a decimal comma; NaN for any other text.
+
+    A text such as 1,234, which is one thousand to some and a little more than one to others, is not a number.
+    """
+    match = _AMOUNT.fullmatch(text) if len(text) <= _LONGEST else None
+    if match is None:
+        return math.nan
+    digits = match[2]
+    if _SPACED.fullmatch(digits):
+        digits = "".join(digits.split()).replace(",", ".")
+    elif _POINT.fullmatch(digits):
+        digits = digits.replace(",", "")
+    elif _COMMA.fullmatch(digits) and not _EITHER.fullmatch(digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    with suppress(ValueError):
+        number = float(f"{match[1]}{digits}")
+        return number / 100 if match[3] == "%" else number
+    return math.nan
+
+
+def as_text(value: Any) -> str:
+    """A value of a table as a text; empty where there is none."""
+    return "" if value is None else text_of(value)
+
+
+def as_number(value: Any) -> float:
+    """A value of a column of numbers; NaN where there is none."""
+    number = None if value is None else number_of(value)
+    return math.nan if number is None else number
+
+
+def text_of(value: Any) -> str:
+    """A value as the text of a category: 3 and 3.0 are one."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
