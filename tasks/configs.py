@@ -19,6 +19,7 @@ from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS
 from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
+from trainflow.tasks.settings.early_stopping import StopEarlySettings, fill_arguments
 from trainflow.tasks.settings.keyed_settings import Affects as Affects
 from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
 from trainflow.tasks.settings.keyed_settings import Settings as Settings
@@ -178,6 +179,16 @@ class TrainConfig(StageSettings):
         description="Where notice is given that this machine is about to be taken away: training is saved, and the "
         "command ends with exit code 19.",
     )
+    stop_early: StopEarlySettings | None = setting(
+        affects="result",
+        default=None,
+        description="End the training when evaluations no longer improve, with the best weights; unset: never.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_arguments(cls, section: Any) -> Any:
+        return fill_arguments(section)
 
     def with_launchers_arguments(self) -> TrainConfig:
         """These settings, with the arguments of accelerate's configuration file; a contradiction is refused."""

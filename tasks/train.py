@@ -69,6 +69,7 @@ def _train(
         flavor=context.flavor,
         metrics=context.metrics,
         preemption=None if config.preemption is None else config.preemption.to_request(),
+        stop_early=None if config.stop_early is None else config.stop_early.to_request(),
     )
     result = launch_request(request, config.launch, context, attempt)
     digests, exported = digest_checkpoints(attempt.store, result.checkpoints, result.files)

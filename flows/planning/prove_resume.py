@@ -192,6 +192,7 @@ class _Proof:
             eval_split=train.eval_split,
             metrics=self._context.metrics,
             proof=proof or Proof(),
+            stop_early=None if train.stop_early is None else train.stop_early.to_request(),
         )
         return self._launched(request, attempt)
 

@@ -243,7 +243,9 @@ class PipelineSpec(Settings):
         found |= {f"sweep.objective.{name}": name for name in wanted}
         chosen = self.train.args.get("metric_for_best_model")
         if isinstance(chosen, str) and chosen.removeprefix("eval_") != "loss":
-            found["train.args.metric_for_best_model"] = f"eval_{chosen.removeprefix('eval_')}"
+            found["train.stop_early.metric" if self.train.stop_early else "train.args.metric_for_best_model"] = (
+                f"eval_{chosen.removeprefix('eval_')}"
+            )
         # The sweep checks these names, or another recipe than evaluate's gives them.
         aside = ("train_", "eval_") if self.train.recipe or self.evaluate.recipe else ("train_",)
         return {setting: name for setting, name in found.items() if not name.startswith(aside)}

@@ -215,6 +215,10 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
         model=keyed_options(config.model, paths.model, paths.folder, context),
         **_options("train", config, context),
     )
+    if config.stop_early is None:  # what was trained before there was this setting stays
+        settings.pop("stop_early")
+    else:
+        settings["stop_early"] = config.stop_early.model_dump()
     fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
     if context.metrics:  # others are measured by evaluate alone, and change no weight
         packages = metric_packages(context.metrics)

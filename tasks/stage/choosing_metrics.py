@@ -40,7 +40,7 @@ def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: Stag
         remedy = "Name it in evaluate.metrics, or return it from compute_metrics."
         raise ConfigError(
             "The recipe has no compute_metrics, so an evaluation while training gives the loss alone.",
-            field=_FIELD,
+            field="train.stop_early.metric" if train.stop_early else _FIELD,
             value=named,
             remedy=remedy if near is None else f'Did you mean "{near}"?',
         )

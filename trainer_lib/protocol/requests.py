@@ -234,6 +234,14 @@ class Proof:
     kill: bool = False
 
 
+@dataclass(frozen=True)
+class StopEarly:
+    """Evaluations in a row without an improvement by more than the threshold, after which a training ends."""
+
+    patience: int
+    threshold: float = 0.0
+
+
 R = TypeVar("R")
 
 
@@ -354,6 +362,7 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
         eval_split: evaluated while training; None: none.
         proof, flavor: of a training that is part of a proof; the library that the model must be of ("transformers").
         preemption: where to look for notice that the machine goes; None: nowhere.
+        stop_early: when a training ends that no longer improves; None: never.
     """
 
     train_split: str = "train"
@@ -361,6 +370,7 @@ class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
     proof: Proof | None = None
     flavor: str | None = None
     preemption: Preemption | None = None
+    stop_early: StopEarly | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.peak_flops import utilization
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import TrainerCallback
+from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.shards import ArrowSplit
@@ -130,7 +131,9 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)
     slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
-    callbacks = [*proof_callbacks(request.proof), events, slow]
+    stop = request.stop_early
+    stops = [] if stop is None else [EarlyStoppingCallback(stop.patience, stop.threshold)]
+    callbacks = [*stops, *proof_callbacks(request.proof), events, slow]  # a proof saves where the others stop
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
@@ -140,6 +143,11 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     peaks = trainer._trainflow.comm.gather_json(read_peak_bytes(trainer._trainflow.world.device))
     result: TrainResult | None = None
     if work.rank == 0:
+        if stops and stops[0].early_stopping_patience_counter >= stops[0].early_stopping_patience:
+            state, name = trainer.state, args.metric_for_best_model
+            ended = f"stopped early at step {state.global_step:,} of {state.max_steps:,}"
+            best = f"step {state.best_global_step:,} with {name} {state.best_metric:.4g}"
+            work.events.emit("line", message=f"{ended}; the model is that of {best}")
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
         output.write_bytes(LOSSES, json.dumps(thin_losses(events.unlogged)).encode())
         device, precision = _device(trainer)

@@ -335,6 +335,45 @@ def test_what_a_stages_own_file_lacks_is_looked_for_in_the_pipelines_recipe(spec
     assert (error.field, "build_model" in str(error)) == ("predict.recipe", True)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "args"),
+    [
+        (["train.stop_early={}"], {"eval_strategy": "epoch", "save_strategy": "epoch", "greater_is_better": False}),
+        (["train.stop_early.metric=f1"], {"metric_for_best_model": "f1", "greater_is_better": True}),
+        (["train.stop_early.metric=test_rmse"], {"greater_is_better": False, "load_best_model_at_end": True}),
+        (["train.stop_early={metric: f1, greater_is_better: false}"], {"greater_is_better": False}),
+        (
+            ["train.stop_early={}", "train.args={eval_strategy: steps, eval_steps: 50, save_total_limit: 5}"],
+            {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 5},
+        ),
+        (["train.stop_early={}", "train.args={save_strategy: steps, save_steps: 7}"], {"eval_steps": 7}),
+    ],
+)
+def test_early_stopping_brings_the_arguments_that_it_needs(
+    spec_file: Path, overrides: list[str], args: dict[str, Any]
+) -> None:
+    spec = load_spec(spec_file, [*overrides, "train.args.use_cpu=true"])
+    assert {name: spec.train.args.get(name) for name in args} == args
+    assert spec.train.eval_split == "validation"
+    assert parse_spec(spec.to_record()) == spec  # filled in once
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "words"),
+    [
+        (["train.stop_early.patience=0"], "train.stop_early.patience", "1"),
+        (["train.stop_early.metrik=f1"], "train.stop_early.metrik", "Did you mean 'metric'?"),
+        (["train.stop_early={}", "train.args.eval_strategy=no"], "train", "set train.args.eval_strategy to steps"),
+        (["train.stop_early={}", "train.args.metric_for_best_model=f1"], "train", "names another metric (f1)"),
+    ],
+)
+def test_early_stopping_that_cannot_be_is_refused(
+    spec_file: Path, overrides: list[str], field: str, words: str
+) -> None:
+    error = refused(spec_file, *overrides)
+    assert (error.field, words in str(error)) == (field, True)
+
+
 def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: Path) -> None:
     spec = load_spec(spec_file, ["train.args.bf16=true", "predict.args.bf16=false", "predict.launch=in_process"])
     evaluate, predict = spec.evaluate_config(), spec.predict_config()

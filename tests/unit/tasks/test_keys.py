@@ -34,6 +34,7 @@ from trainflow.tasks.configs import (
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import Difference, differences, stage_key
 from trainflow.tasks.keys.sources import check, fingerprints
+from trainflow.tasks.settings.early_stopping import StopEarlySettings
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import TrainFacts
@@ -89,6 +90,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "eval_split": "test",
         "launch": LaunchSettings(threads=1, max_restarts=2),
         "preemption": PreemptionSettings(file="notice"),
+        "stop_early": StopEarlySettings(),
     },
     EvaluateConfig: {**INFERENCE, **MEASURED, "splits": ["train"], "slices": ["sex"], "rows_per_range": 5},
     PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},

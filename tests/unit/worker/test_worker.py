@@ -23,7 +23,7 @@ from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.footprint import Estimate, Probe
-from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, TrainResult
+from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, StopEarly, TrainResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.history import StepHistory
@@ -232,6 +232,22 @@ def beside(folder: Path, recipe: str, data: PreparedData, step: int, **args: Any
 
 def _measured(entry: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in entry.items() if name not in (*TIMINGS, "step")}
+
+
+def test_a_training_stops_early_and_gives_the_best_weights(tmp_path: Path, prepared_data: PreparedData) -> None:
+    choose: dict[str, Any] = {"num_train_epochs": 5, "save_total_limit": None, "greater_is_better": False}
+    choose |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    stop: dict[str, Any] = {
+        "stop_early": StopEarly(2, threshold=1e9),
+        "eval_split": "test",
+        "data": prepared_data,
+        "model": {},
+    }
+    args = {**ARGS, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, **choose}
+    asked = request(tmp_path, RECIPE, "train", output=str(tmp_path / "train"), train_split="train", args=args, **stop)
+    result = run(asked, kind="in_process")
+    assert result.global_step == 12  # the first evaluation is the best so far, and two more are not better by enough
+    assert run(asked, kind="in_process").global_step == 12  # a run that continues has stopped
 
 
 @pytest.mark.parametrize(
