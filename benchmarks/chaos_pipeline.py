@@ -40,12 +40,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _chaos_checks as checks
+from benchmarks._chaos_cases import PROJECTS, STAGES, Project, draw_case
+from benchmarks._chaos_checks import Expected
+from benchmarks._chaos_scene import MARK, Scene, Workplace, kill_processes, settings
+from benchmarks._chaos_services import Services, can_mount, with_mounts
 from benchmarks._result import RESULTS, publish
-from tests.support import chaos_checks as checks
-from tests.support.chaos_cases import PROJECTS, STAGES, Project, draw_case
-from tests.support.chaos_checks import Expected
-from tests.support.chaos_scene import MARK, Scene, Workplace, kill_processes, settings
-from tests.support.chaos_services import Services, can_mount, with_mounts
 from tests.support.repository import ROOT
 
 SIZES = {"smallest": (2, 600.0), "full": (400, 36_000.0)}  # cases, seconds

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tests.support.chaos_services import free_port
 from tests.support.distributed import RemoteFailure, run_distributed
+from tests.support.machine import free_port
 from trainer_lib import TrainingArguments
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DataError

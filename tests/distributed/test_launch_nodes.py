@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from tests.support import tiny
-from tests.support.chaos_services import free_port
 from tests.support.launched import kept_files, patience_s
+from tests.support.machine import free_port
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.launch import LaunchConfig, launch

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.chaos_services import free_port
+from tests.support.machine import free_port
 from tests.support.repository import ROOT
 
 # The script of a user: arguments from the command line, a Trainer, and nothing about processes.

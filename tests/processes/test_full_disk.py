@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from tests.support import tiny
-from tests.support.chaos_services import fill, small_disk
 from tests.support.checkpoints import checkpoints
 from tests.support.launched import request, wait_until
+from tests.support.machine import fill, small_disk
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, StorageFullError, TrainflowError, from_exception
 from trainer_lib.evaluation.prediction_spool import ObjectSpool, PredictionSpool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -13,7 +14,6 @@ import threading
 import time
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tests.support.searching import rate, search_trainer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
-from trainer_lib.errors import ConfigError, LeaseLostError, StorageError
+from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.launch import LaunchConfig, launch, launch_workers
@@ -37,7 +37,7 @@ from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.protocol.requests import PreparedData, RecipeFile
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import read_commit, verify_files, write_commit
+from trainer_lib.storage.commit import read_commit, verify_files
 
 SUMS_ONLY = """
 def metric_sums(p):
@@ -64,7 +64,7 @@ ONE = LaunchConfig(kind="process", processes=1, threads=1)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreparedData]:
     folder = tmp_path_factory.mktemp("trained")
     data = tiny.prepared(folder)
-    tiny.run(tiny.train_request(folder, data, str(folder / "train")), processes=1)
+    tiny.run(tiny.train_request(folder, data, str(folder / "train")), kind="in_process")
     return folder, data
 
 
@@ -85,7 +85,7 @@ def asked(tmp_path: Path, trained: tuple[Path, PreparedData], recipe: str = SUMS
 def run(one: Any, workers: int = 1, **env: str) -> dict[str, dict[str, float]]:
     drop: Any = {"on_line": print, "on_event": lambda event: None}
     if workers == 1:
-        return dict(launch(one, ONE, env=env, **drop).metrics)
+        return dict(launch(one, LaunchConfig(kind="in_process", processes=1), env=env, **drop).metrics)
     launch_workers(replace(one, step="ranges"), [ONE] * workers, env=env, **drop)
     return dict(launch(replace(one, step="finish"), ONE, env=env, **drop).metrics)
 
@@ -305,23 +305,32 @@ def test_another_process_counts_while_it_lives_and_not_when_it_was_killed(tmp_pa
 
 
 # ------------------------------------------------------------------------------------------------ commits and creations
-def _race(args: tuple[str, int]) -> tuple[list[int], list[int]]:
-    """The rounds in which this process committed, and the files that it created."""
-    folder, number = args
-    committed = []
-    for turn in range(20):
-        with contextlib.suppress(LeaseLostError):
-            write_commit(Store.open(folder).child(str(turn)), "stage", [], {"by": number})
-            committed.append(turn)
-    store = Store.open(folder).child("files")
-    return committed, [turn for turn in range(50) if store.create(f"{turn}.json", b"%d" % number)]
+RACER = """
+import contextlib, json, sys
+from trainer_lib.errors import LeaseLostError
+from trainer_lib.storage import Store
+from trainer_lib.storage.commit import write_commit
+
+folder, number, committed = sys.argv[1], int(sys.argv[2]), []
+print("ready", flush=True)
+sys.stdin.readline()
+for turn in range(20):
+    with contextlib.suppress(LeaseLostError):
+        write_commit(Store.open(folder).child(str(turn)), "stage", [], {"by": number})
+        committed.append(turn)
+store = Store.open(folder).child("files")
+print(json.dumps([committed, [turn for turn in range(50) if store.create(f"{turn}.json", b"%d" % number)]]))
+"""
 
 
 def test_of_processes_that_commit_or_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
-    with get_context("spawn").Pool(3) as pool:
-        won = pool.map(_race, [(str(tmp_path), number) for number in range(3)], chunksize=1)
-        pool.close()
-        pool.join()
+    with contextlib.ExitStack() as stack:
+        racers = [stack.enter_context(start(RACER, str(tmp_path), str(number))) for number in range(3)]
+        assert [answer(racer) for racer in racers] == ["ready"] * 3
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("\n")
+        won: list[tuple[list[int], list[int]]] = [json.loads(answer(racer)) for racer in racers]
     assert sorted(chain.from_iterable(committed for committed, _ in won)) == list(range(20))
     assert sorted(chain.from_iterable(created for _, created in won)) == list(range(50))
     assert len(list((tmp_path / "files").iterdir())) == 50  # no drafts left

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import chaos_checks as checks
-from tests.support.chaos_cases import STAGES, Moment
-from tests.support.chaos_checks import Expected
-from tests.support.chaos_scene import has_come
+from benchmarks import _chaos_checks as checks
+from benchmarks._chaos_cases import STAGES, Moment
+from benchmarks._chaos_checks import Expected
+from benchmarks._chaos_scene import has_come
 from tests.support.repository import ROOT
 
 

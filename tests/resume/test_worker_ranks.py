@@ -1,23 +1,12 @@
-"""The real worker on two ranks: an error on one, and evaluation and prediction shared out."""
+"""The real worker on two ranks: evaluation and prediction shared out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support import tiny
 from tests.support.launched import request
-from trainer_lib.errors import CodeError
 from trainer_lib.protocol.requests import PreparedData
-
-
-def test_an_error_on_one_rank_is_that_ranks(tmp_path: Path, prepared_data: PreparedData) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    with pytest.raises(CodeError, match="this rank cannot collate") as caught:
-        tiny.run(asked, processes=2, env={"BAD_RANK": "1"})
-    assert caught.value.rank == 1
-    assert f"{tmp_path}/recipe.py" in str(caught.value)
 
 
 def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, prepared_data: PreparedData) -> None:

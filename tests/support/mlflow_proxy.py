@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,14 +18,14 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from tests.support.machine import free_port
 from tests.support.mlflow_store import fresh_store
 
 
 @contextlib.contextmanager
 def answering(words: list[str], folder: Path, env: Mapping[str, str], path: str) -> Iterator[int]:
     """Run a command of MLflow that serves, as long as the block runs; yield its port once it answers at `path`."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "mlflow", *words, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     log = folder / f"{words[0]}.log"
     with log.open("wb") as out:

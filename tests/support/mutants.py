@@ -2,8 +2,8 @@
 
 ``python -m tests.support.mutants run`` puts every fault of ``mutants.json`` into a copy of the tree, runs tests until
 one fails, and compares with what is recorded: a fault that was noticed once must still be noticed. The list is fixed;
-``make`` drew it (seeded, more of it from rooms where a loss is silent). A fault is found again by the name of its
-function and its text, so files may be renamed and moved.
+``make`` drew it (seeded, more of it from rooms where a loss is silent), and ``renew`` draws again what is in code that
+is gone. A fault is found again by the name of its function and its text, so files may be renamed and moved.
 """
 
 from __future__ import annotations
@@ -158,6 +158,21 @@ def draw() -> list[Mutant]:
     return drawn
 
 
+def renew(mutants: list[Mutant]) -> list[Mutant]:
+    """Draw, for every fault whose code is gone, another one of its room and kind."""
+    kept = [mutant for mutant in mutants if place(mutant, ROOT) is not None]
+    taken = {(mutant.function, mutant.kind, mutant.before, mutant.nth) for mutant in kept}
+    renewed = []
+    for number, mutant in enumerate(mutants):
+        if mutant not in kept:
+            fitting = [other for other in _candidates(mutant.room) if other.kind == mutant.kind]
+            free = [other for other in fitting if (other.function, other.kind, other.before, other.nth) not in taken]
+            mutant = random.Random(f"{SEED} renewed {number}").choice(free)
+            taken.add((mutant.function, mutant.kind, mutant.before, mutant.nth))
+        renewed.append(mutant)
+    return renewed
+
+
 def place(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
     """Return the file that has the fault's place, and its text with the fault; None where the code is gone."""
     here = [root / mutant.file] if (root / mutant.file).is_file() else []
@@ -265,7 +280,7 @@ def kill(mutant: Mutant, tree: Path, depth: int) -> str | None:
 
 def run(depth: int, record: bool, only: str | None) -> int:
     """Run every fault of the list; return the number of those that were noticed once and are not any more."""
-    mutants = [Mutant(**row) for row in json.loads(LIST.read_text(encoding="utf-8"))]
+    mutants = read()
     lost = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -287,6 +302,11 @@ def run(depth: int, record: bool, only: str | None) -> int:
     return lost
 
 
+def read() -> list[Mutant]:
+    """Read the list."""
+    return [Mutant(**row) for row in json.loads(LIST.read_text(encoding="utf-8"))]
+
+
 def write(mutants: list[Mutant]) -> None:
     """Write the list."""
     LIST.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1) + "\n", encoding="utf-8")
@@ -294,12 +314,14 @@ def write(mutants: list[Mutant]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=["make", "run"])
+    parser.add_argument("verb", choices=["make", "renew", "run"])
     parser.add_argument("--depth", type=int, default=9, help="how many groups of tests are tried at most")
     parser.add_argument("--record", action="store_true", help="write down which test noticed each fault")
     parser.add_argument("--only", help="faults whose title has this text")
     options = parser.parse_args()
     if options.verb == "make":
         write(draw())
+    elif options.verb == "renew":
+        write(renew(read()))
     else:
         sys.exit(bool(run(options.depth, options.record, options.only)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from tests.support.machine import free_port
 from tests.support.repository import ROOT
 
 
@@ -32,8 +32,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "server.log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.environ = {
             "PREFECT_HOME": str(folder),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",

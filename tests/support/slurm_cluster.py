@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.machine import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel")
 _CONF = """
 ClusterName=tests
@@ -73,7 +75,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     key.chmod(0o600)
     host = socket.gethostname()
     config = folder / "slurm.conf"
-    config.write_text(_CONF.format(folder=folder, host=host, ports=[_free_port() for _ in range(3)]))
+    config.write_text(_CONF.format(folder=folder, host=host, ports=[free_port() for _ in range(3)]))
     (folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
     variables = {"SLURM_CONF": str(config)}
     with contextlib.ExitStack() as stack:
@@ -123,9 +125,3 @@ def _wait(condition: object, what: str, timeout: float = 60.0) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, what
         time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.chaos_services import free_port
+from tests.support.machine import free_port
 from tests.support.stores import record_fsync
 from trainer_lib.errors import (
     ConfigError,

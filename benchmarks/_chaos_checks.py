@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos_cases import STAGES
+from benchmarks._chaos_cases import STAGES
 
 Point = tuple[str, int, float]
 # Speeds differ between any two runs, and so does the load of the machine.

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos_cases import FORWARD_S, Case, Moment, Project
-from tests.support.chaos_services import MlflowServer, Relay, Services, fill, small_disk
+from benchmarks._chaos_cases import FORWARD_S, Case, Moment, Project
+from benchmarks._chaos_services import MlflowServer, Relay, Services
+from tests.support.machine import fill, small_disk
 
 MARK = "TRAINFLOW_CHAOS_CASE"
 """In the environment of every process of a case: its folder."""

@@ -8,29 +8,21 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tests.support import s3
 from tests.support.command import engine
+from tests.support.machine import free_port
 
 START_S = 120.0
 _ERROR = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Relay:
@@ -232,25 +224,3 @@ def with_mounts() -> None:
     allowed = "1" if able.returncode == 0 else "0"
     command = [unshare, *way, sys.executable] if allowed == "1" else [sys.executable]
     os.execve(command[0], [*command, *sys.orig_argv[1:]], {**os.environ, "TRAINFLOW_CHAOS_MOUNTS": allowed})
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
-    """Mount a file system of this size at `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Write a file into `folder` until the disk is full, and return its path."""
-    ballast = folder / ".ballast"
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        for size in (1 << 20, 1 << 12, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"\0" * size)
-    return ballast
