@@ -1,1 +1,1 @@
-"""The documentation site: `python -m docs.site` gathers the pages and the reference, and MkDocs renders them."""
+"""The documentation site: `python -m docs.site` gathers the pages and the reference, and Zensical renders them."""

@@ -35,7 +35,7 @@ COMMAND = re.compile(r"(?:^(?: {4,}|\$ | {4,}\$ )|`)(?:\.venv/bin/)?(trainflow [
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    """The anchors of a page's headings, as GitHub and Zensical make them."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     titles = HEADING.findall(text)
     plain = [re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles]
