@@ -38,7 +38,8 @@ def gather(folder: Path) -> None:
         done.add(source)
         target = folder / place(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if source.suffix in _PICTURES or (source.is_file() and source.stat().st_size > _LARGEST_SHOWN):
+        is_large = source.is_file() and source.suffix != ".md" and source.stat().st_size > _LARGEST_SHOWN
+        if source.suffix in _PICTURES or is_large:
             shutil.copyfile(source, target)
             continue
         text, linked = _page(source)

@@ -112,3 +112,6 @@ def test_a_link_out_of_docs_leads_to_a_copy(tmp_path: Path) -> None:
         encoding="utf-8"
     )
     assert "(../docs" not in page
+    long = (tmp_path / "repository" / "tests" / "data" / "compatibility.md").read_text(encoding="utf-8")
+    assert "](../../../distributed.md#xla)" in long
+    assert "](../../docs" not in long
