@@ -488,6 +488,9 @@ def _shifts(model: nn.Module) -> bool:
     return any(part in name for part in _SHIFTING)
 
 
+_KEYS_AND_VALUES = ("past_key_values", "cache")  # the output's name up to transformers 5.23, and from 5.24 on
+
+
 class ModelFacts:
     """The known facts about the model under training.
 
@@ -498,14 +501,16 @@ class ModelFacts:
         main_input: the name of its main input, whose elements count as tokens.
         flops_per_item: floating-point operations of a forward and backward pass for one token or sample.
         own_flops: the model's own `floating_point_ops(inputs)`, if it has one.
-        ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``).
+        ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``); by default, those of a
+            transformers model with its keys and values.
     """
 
     def __init__(
         self, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
     ) -> None:
         own = getattr(model, "floating_point_ops", None)
-        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", None)
+        default = _KEYS_AND_VALUES if is_transformers(innermost(model)) else ()
+        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", default)
         self.forward = ForwardInfo(model, label_names)
         self.main_input: str = getattr(model, "main_input_name", "input_ids")
         self.flops_per_item = 6 * non_embedding_parameters(model, numel)

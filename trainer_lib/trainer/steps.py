@@ -143,7 +143,8 @@ class StepMethods(TrainerBase):
             model: the module to call.
             inputs: the batch, tensors ``[batch, ...]`` by name.
             prediction_loss_only: return the loss alone.
-            ignore_keys: outputs that are not logits; default: the configuration's ``keys_to_ignore_at_inference``.
+            ignore_keys: outputs that are not logits; default: the configuration's ``keys_to_ignore_at_inference``, else
+                the keys and values of a transformers model.
 
         Returns:
             The mean loss, 0-dim; the outputs without the loss and without `ignore_keys`, ``[batch, ...]``, a tuple of

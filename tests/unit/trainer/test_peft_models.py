@@ -105,9 +105,13 @@ def test_the_best_adapter_is_put_back_at_the_end(tmp_path: Path) -> None:
     assert_same(adapters(model), measured.kept[1])
 
 
-def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(tmp_path: Path) -> None:
+def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from peft import LoraConfig
 
+    # transformers 5.24 asks for peft 0.22, which is not published; the check is all that stops an older one.
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18.0")
     model = llama()
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -217,6 +221,8 @@ def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
     )
 
 
+# peft below 0.22 passes prefixes to transformers 5.24 by their old name.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig", "LoraConfig"])
 def test_trained_tokens_before_the_rows_do_not_change_the_scale_of_the_loss(kind: str, tmp_path: Path) -> None:
     """Of a row of five tokens, six would have been counted in the loss and five in its weight, or the other way."""
