@@ -191,8 +191,8 @@ def read_times(
         raise DataError(what, field=setting, remedy=remedy)
     fits: dict[str, np.ndarray] = {}
     wrong = 0
-    for form in [time_format] if time_format else [_ISO, *_find_forms(texts[0])]:
-        times = _parse(texts, form)
+    for form in [time_format] if time_format else [_ISO, *find_forms(texts[0])]:
+        times = parse_times(texts, form)
         if not (missing := np.flatnonzero(np.isnat(times))).size:
             fits[form] = times
             if form in (time_format, _ISO):
@@ -209,7 +209,7 @@ def read_times(
     return one, next(iter(fits)) if len(fits) == 1 else None
 
 
-def _parse(texts: Sequence[str], form: str) -> np.ndarray:
+def parse_times(texts: Sequence[str], form: str) -> np.ndarray:
     """Times ``[rows]``; NaT for a text of another form."""
     parts = []
     for start in range(0, len(texts), _AT_ONCE):
@@ -218,7 +218,7 @@ def _parse(texts: Sequence[str], form: str) -> np.ndarray:
     return np.concatenate(parts).astype("datetime64[us]")
 
 
-def _find_forms(text: str) -> list[str]:
+def find_forms(text: str) -> list[str]:
     """The forms, as for strptime, in which a text can be a time."""
     match = _NUMERIC.match(text)
     if match is None:
@@ -230,7 +230,7 @@ def _find_forms(text: str) -> list[str]:
     year = "%Y" if max(len(match[1]), len(match[3])) == 4 else "%y"
     dates = [between.join(order) for order in itertools.permutations(("%d", "%m", year))]
     forms = [date + clock for date in dates for clock in _CLOCK_FORMATS]
-    return [form for form in forms if not np.isnat(_parse([text], form)[0])]
+    return [form for form in forms if not np.isnat(parse_times([text], form)[0])]
 
 
 def _has_year_last(texts: Sequence[str]) -> bool:
@@ -243,7 +243,7 @@ def _has_year_last(texts: Sequence[str]) -> bool:
 
 def _are_dates(texts: Sequence[str], form: str) -> bool:
     """Whether all texts are dates of a form, from 1900 to 2100."""
-    years = _parse(texts, form).astype("datetime64[Y]").astype(np.int64) + 1970
+    years = parse_times(texts, form).astype("datetime64[Y]").astype(np.int64) + 1970
     return bool(((years >= 1900) & (years <= 2100)).all())
 
 

@@ -41,6 +41,7 @@ from trainer_lib.recipes.table_cells import (
     read_reading,
     text_of,
 )
+from trainer_lib.recipes.table_features import fold, looks_like_date, read_date
 from trainer_lib.storage import Store
 
 SOURCES = "prepare.sources"
@@ -345,7 +346,10 @@ class Table:
         if different > max(_FEW, len(self) / 2):
             what = f"The column '{name}' has {different} different texts in {len(self)} rows"
             what += f", such as '{str(self.columns[name][0])[:40]}': it is not a category."
-            raise DataError(what, field=SOURCES, remedy=f"Leave it out: prepare.options.ignore=[{name}].")
+            first = str(self.columns[name][0])
+            other = f"read its words: prepare.options.hashed={{{name}: 64}}"
+            other = f"read dates: prepare.options.dates={{{name}: null}}" if looks_like_date(first) else other
+            raise DataError(what, field=SOURCES, remedy=f"Leave it out: prepare.options.ignore=[{name}]; or {other}.")
 
 
 def count_different(values: np.ndarray) -> int:
@@ -486,8 +490,8 @@ def note_form(
     """The form of new rows, for ``out.info``.
 
     Args:
-        columns: column of the model -> how it is read: number, text, exact (a text with its spaces) or words (a list of
-            texts); with "?" a value may be missing.
+        columns: column of the model -> how it is read: number, text, folded (a text without case), date: with its form,
+            exact (a text with its spaces) or words (a list of texts); with "?" a value may be missing.
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
@@ -567,7 +571,14 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
         if number is None:
             raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
         return number
-    return text_of(found) if kind == "text" else found
+    return _as_kind(found, kind, name, place)
+
+
+def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
+    if kind.startswith("date:"):
+        return read_date(str(found), kind.removeprefix("date:"), name, place)
+    text = text_of(found) if kind in ("text", "folded") else found
+    return fold(text) if kind == "folded" else text
 
 
 def _read_plain(value: Any, name: str, place: str, reading: Reading) -> Any:

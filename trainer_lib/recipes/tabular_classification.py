@@ -50,9 +50,9 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     return Classifier(data.info["numbers"], data.info["texts"], len(data.info["classes"]), **chosen)
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:
     """Make a batch: numbers ``[batch, columns]``, texts ``[batch, columns]`` and labels ``[batch]``."""
-    return collate_table(rows, label_dtype=torch.int64)
+    return collate_table(rows, label_dtype=torch.int64, info=None if data is None else data.info)
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:

@@ -50,9 +50,9 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     return Regressor(data.info["label_scale"], numbers=numbers, texts=texts, **chosen)
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:
     """Make a batch: numbers ``[batch, columns]``, texts ``[batch, columns]`` and labels ``[batch]``."""
-    return collate_table(rows, label_dtype=torch.float32)
+    return collate_table(rows, label_dtype=torch.float32, info=None if data is None else data.info)
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,25 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_cells import as_number, as_text
+from trainer_lib.recipes.table_cells import as_number, as_text, plain_value, read_reading
+from trainer_lib.recipes.table_features import (
+    PARTS,
+    date_parts,
+    fold,
+    iso_dates,
+    looks_like_date,
+    part_names,
+    with_parts,
+)
 from trainer_lib.recipes.table_files import (
     Reader,
+    Spool,
+    SpooledValues,
     Table,
     count_different,
     is_index,
@@ -40,6 +52,9 @@ DEFAULTS: dict[str, Any] = {
     "features": None,  # columns to predict from; None: all that have no other use
     "ignore": [],  # columns that are left out
     "categorical": [],  # columns whose numbers are names (a postcode), not amounts
+    "dates": {},  # column of dates -> their form, as for strptime; None: the one form that fits all of them
+    "hashed": {},  # column of free texts -> how many numbers their words become
+    "merge": [],  # columns whose texts are the same where they differ in case or blanks only
     "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
     "read": {},  # how the files are written, where they do not show it (`table_cells.READ`)
     "id": None,  # column by which predictions name the rows; None: rows are counted over all files
@@ -84,6 +99,8 @@ class TabularRows:
         splits: split -> the numbers of its rows.
         numbers: feature -> mean and spread in the training rows.
         texts: feature -> the texts in the training rows.
+        dates: feature -> the form of its dates in the files.
+        parts: number that the network gets of a date or a free text -> mean and spread.
     """
 
     defaults: Mapping[str, Any] = DEFAULTS
@@ -113,11 +130,15 @@ class TabularRows:
         self._split_column = way["column"] if "" in starts else None
         self.numbers: dict[str, list[float]] = {}
         self.texts: dict[str, list[str]] = {}
+        self.dates: dict[str, str] = {}
+        self.parts: dict[str, list[float]] = {}
         self._warnings = out.warnings
         if self.table.unread:
             self._warn(self.table.unread, "values that are neither numbers nor texts")
         for name in self._features():
             self._describe(name)
+        if classes:
+            self._warn_of_cases(self.label, self._codes[1])
         self._warnings += self.table.all_notes()
 
     def _warn(self, names: Iterable[str], why: str) -> None:
@@ -149,8 +170,10 @@ class TabularRows:
 
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         """The rows of some files."""
-        readers = {**self._readers(), self.options["id"]: id_of}
         chosen = self.options
+        reading = read_reading(chosen["read"])
+        merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
+        readers: dict[str, Reader] = {**merged, **self._readers(), chosen["id"]: id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
         return read_table(
             addresses,
@@ -186,7 +209,7 @@ class TabularRows:
     def _features(self) -> list[str]:
         """The columns to predict from. Raises DataError for a name that the table does not have."""
         chosen = self.options
-        for setting in ("ignore", "categorical", "features"):
+        for setting in ("ignore", "categorical", "features", "dates", "hashed", "merge"):
             for name in chosen[setting] or ():
                 self.table.require(name, field=f"{FIELD}.{setting}")
         other = {self.label, chosen["id"], self._split_column, *chosen["ignore"]}
@@ -204,11 +227,17 @@ class TabularRows:
         return names
 
     def _describe(self, name: str) -> None:
+        if name in self.options["dates"] or name in self.options["hashed"]:
+            self._describe_parts(name)
+            return
         values = None if name in self.options["categorical"] else self.table.find_numbers(name)
         if values is None:
             self.table.refuse_free_text(name)
             self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(self.splits["train"]))))
-            self._warn_of_cases(name)
+            self._warn_of_cases(name, self.texts[name])
+            if looks_like_date(next(filter(None, self.table.each_text(name)), "")):
+                what = f"The column '{name}' looks like dates, and is read as texts"
+                self._warnings.append(f"{what} (prepare.options.dates={{{name}: null}} reads dates).")
             return
         if self.options["missing"] == "refuse" and np.isnan(values).any():
             remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
@@ -217,6 +246,31 @@ class TabularRows:
         if isinstance(first, str) and not _PLAIN_NUMBER.fullmatch(first):
             self._warnings.append(f"The column '{name}' is read as numbers: '{first}' is {as_number(first):g}.")
         self.numbers[name] = self.scale(values)
+
+    def _describe_parts(self, name: str) -> None:
+        if name in self.options["hashed"]:
+            size = self.options["hashed"][name]
+            if type(size) is not int or size < 1:
+                raise ConfigError("This is a number of numbers.", field=f"{FIELD}.hashed.{name}", value=size)
+            self._add_parts(name, {key: [0.0, size**-0.5] for key in part_names([], {name: size})[name]})
+            return
+        if self.options["missing"] == "refuse":
+            remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
+            self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean.")
+        setting, place = f"{FIELD}.dates.{name}", self.table.places.__getitem__
+        form = self.options["dates"][name]
+        dates, self.dates[name] = iso_dates(self.table.texts(name), form, setting=setting, column=name, place=place)
+        self.table.columns[name] = SpooledValues(Spool(), 1)
+        self.table.columns[name].extend(dates)
+        values = np.array([date_parts(text) for text in dates], np.float64)
+        self._add_parts(name, {f"{name}.{part}": self.scale(values[:, at].copy()) for at, part in enumerate(PARTS)})
+
+    def _add_parts(self, name: str, parts: Mapping[str, list[float]]) -> None:
+        if taken := sorted(parts.keys() & self.table.columns.keys()):
+            remedy = f"Give it another name: prepare.options.rename.{taken[0]}=NAME."
+            what = f"The numbers of '{name}' need the name '{taken[0]}' of another column."
+            raise DataError(what, field=f"{FIELD}.features", remedy=remedy)
+        self.parts.update(parts)
 
     def scale(self, values: np.ndarray) -> list[float]:
         """The mean and the spread of the training rows among numbers ``[rows]``, without those that are missing.
@@ -238,12 +292,13 @@ class TabularRows:
         # A constant column says nothing; dividing by its spread would make its noise large.
         return [mean, spread if spread > 0 else 1.0]
 
-    def _warn_of_cases(self, name: str) -> None:
+    def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
         alike: dict[str, str] = {}
-        for text in self.texts[name]:
-            if (other := alike.setdefault(text.casefold(), text)) != text:
-                what = f"The column '{name}' has '{other}' and '{text}', which differ in case only"
-                self._warnings.append(f"{what} and count as two texts.")
+        for text in texts:
+            if (other := alike.setdefault(fold(text), text)) != text:
+                what = f"The column '{name}' has '{other}' and '{text}', which differ in case or blanks only"
+                hint = f" (prepare.options.merge=[{name}] makes them one)" if "merge" in self.options else ""
+                self._warnings.append(f"{what} and count as two texts{hint}.")
                 return
 
     def rows(
@@ -255,7 +310,7 @@ class TabularRows:
         """
         ids = self._ids()
         read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number)
-        read |= dict.fromkeys(self.texts, as_text)
+        read |= dict.fromkeys([*self.texts, *self.dates, *self.options.get("hashed", ())], as_text)
 
         def cut(chosen: np.ndarray) -> Iterator[dict[str, Any]]:
             mask = self._mask(chosen)
@@ -336,10 +391,15 @@ class TabularRows:
     def info(self) -> dict[str, Any]:
         """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""
         number = "number" if self.options["missing"] == "refuse" else "number?"
-        columns = dict.fromkeys(self.numbers, number) | dict.fromkeys(self.texts, "text?")
+        chosen, merged = self.options, set(self.options["merge"])
+        columns = dict.fromkeys(self.numbers, number)
+        columns |= {name: "folded?" if name in merged else "text?" for name in (*self.texts, *chosen["hashed"])}
+        columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
         dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
         form = note_form(columns, self.options, dropped=dropped)
-        return {"label": self.label, "numbers": self.numbers, "texts": self.texts, **form}
+        found = {"label": self.label, "numbers": {**self.numbers, **self.parts}, "texts": self.texts, **form}
+        made = {"dates": list(self.dates), "hashed": dict(chosen["hashed"])}
+        return found | {name: value for name, value in made.items() if value}
 
 
 class TextRows(TabularRows):
@@ -374,6 +434,11 @@ class TextRows(TabularRows):
         return self.table.texts(self.options[option])
 
 
+def _folded(value: Any, place: str, *, reading: Reading) -> Any:
+    plain = plain_value(value, "", place, reading)
+    return fold(plain) if isinstance(plain, str) else plain
+
+
 def id_of(value: Any, place: str) -> int | str | None:
     """The id of a row as its file has it; None where it is missing."""
     if value is None or value == "":
@@ -398,13 +463,21 @@ def text_code(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def collate_table(rows: Sequence[Mapping[str, Any]], *, label_dtype: torch.dtype) -> dict[str, Tensor]:
+def collate_table(
+    rows: Sequence[Mapping[str, Any]], *, label_dtype: torch.dtype, info: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
     """A batch of a table's rows, which perhaps have `labels` and `row_id`.
+
+    Args:
+        info: that of `TabularRows`, which names columns of dates and of hashed texts.
 
     Returns:
         `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
         their names, and `labels` ``[batch]`` where the rows have them.
     """
+    dates, hashed = (info or {}).get("dates", ()), (info or {}).get("hashed", {})
+    if dates or hashed:
+        rows = [with_parts(row, dates, hashed) for row in rows]
     names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
     texts = [name for name in names if isinstance(rows[0][name], str)]
     numbers = [name for name in names if name not in texts]

@@ -47,6 +47,7 @@ class ClassifiedTexts(TextRows):
     defaults: Mapping[str, Any] = {
         **TEXTS,
         "label": None,  # column to predict
+        "merge": [],  # as of a table
         "absent_classes": False,  # accept a split without rows of some class
         "text": None,  # column with the texts
         "pair": None,  # column with second texts, for questions about two

@@ -17,12 +17,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from trainer_lib.data.row_files import RowReader, read_rows
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import MissingExtraError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
-from trainer_lib.recipes import PrepareOutput, load
+from trainer_lib.recipes import DataInfo, PrepareOutput, load
+from trainer_lib.recipes.table_features import date_parts, word_counts
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import Store
 
@@ -57,7 +59,7 @@ class Ugly:
         """Write the file."""
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = self.content
+        content = self.content.encode() if isinstance(self.content, str) and "{l}" not in self.content else self.content
         if isinstance(content, str):
             lines = [content.replace("{n}", str(10 + row)).replace("{l}", "ab"[row % 2]) for row in range(ROWS)]
             content = "\n".join([*([self.head] if self.head else []), *lines, ""]).encode(self.encoding)
@@ -131,6 +133,87 @@ READ: dict[str, Ugly] = {
     ),
     "years as columns": Ugly("{n},{n},{l}", head="2019,2020,label", first={"2019": 10}, words=("looks like a row",)),
 }  # fmt: skip
+
+COLUMNS: dict[str, Ugly] = {
+    "days first": Ugly(
+        "{n}/02/2020,{n},{l}", head="x,n,label", options={"dates": {"x": None}},
+        first={"x": "2020-02-10T00:00:00"}, new={"n": 1, "x": "28/02/2020", "expected": "2020-02-28T00:00:00"},
+    ),
+    "months first": Ugly(
+        "02/03/20{n} 14:30,{l}", head="x,label", options={"dates": {"x": "%m/%d/%Y %H:%M"}},
+        first={"x": "2010-02-03T14:30:00"}, new={"x": "2020-02-28T10:00", "expected": "2020-02-28T10:00:00"},
+    ),
+    "zones": Ugly(
+        "2024-01-{n}T23:30:00-02:00,{l}", head="x,label", options={"dates": {"x": None}},
+        first={"x": "2024-01-11T01:30:00"},
+    ),
+    "a date is missing": Ugly(
+        "2024-01-{n},{l}\n,a", head="x,label", options={"dates": {"x": None}, "missing": "mean"},
+        first={"x": "2024-01-10T00:00:00"}, new={"x": None, "expected": ""},
+    ),
+    "dates as texts": Ugly("{n}.02.2020,{l}", head="x,label", words=("prepare.options.dates={x: null} reads dates",)),
+    "free text": Ugly(
+        "The {n}th customer is not amused,{l}", head="x,label", options={"hashed": {"x": 16}},
+        first={"x": "The 10th customer is not amused"}, new={"x": 7, "expected": "7"},
+    ),
+    "case and blanks": Ugly(
+        "New  York,{n},{l}\nnew york,{n},B\nx,{n},A", head="x,n,label", options={"merge": ["x", "label"]},
+        first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
+    ),
+    "case is pointed at": Ugly(
+        "New  York,{n},{l}\nnew york,{n},B", head="x,n,label", first={"x": "New  York"},
+        words=("prepare.options.merge=[x] makes them one", "'B' and 'b', which differ in case"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_become_features_for_prepared_and_for_new_rows(tmp_path: Path, name: str) -> None:
+    ugly = COLUMNS[name]
+    rows, out = prepared(ugly.write(tmp_path), **ugly.options)
+    assert {column: rows[0][column] for column in ugly.first} == ugly.first
+    assert [words for words in ugly.words if not any(words in warning for warning in out.warnings)] == []
+    facts = {"info": out.info, "splits": {}, "url": "", "files": []}
+    recipe, data = load(recipe_file("tabular-classification"), tmp_path), DataInfo(facts)
+    collate = recipe.collate_with(data)
+    assert collate is not None
+    chosen = list(rows.values())[:8]
+    if ugly.new:
+        form = TableForm.of(out.info)
+        assert form is not None
+        new = form.read({column: value for column, value in ugly.new.items() if column != "expected"}, "row 0")
+        assert new["x"] == ugly.new["expected"]
+        chosen.append({**new, "labels": 0})
+    batch = collate(chosen)
+    model: Any = recipe.build_model({"hidden": [4]}, data)
+    assert len(out.info["numbers"]) == batch["numbers"].shape[1] == len(model.mean)
+    assert torch.isfinite(model(**batch)["loss"])
+
+
+def test_parts_of_dates_and_words_are_numbers() -> None:
+    assert date_parts("2024-02-18T06:30:00") == [2024, 2, 6, 6.5, 8814.270833333334]
+    one, other = word_counts("It works, it does", 8), word_counts("it works it DOES!", 8)
+    assert one == other != word_counts("it does not", 8)
+
+
+@pytest.mark.parametrize(
+    ("ugly", "words"),
+    [
+        (Ugly("x,label\n" + "".join(f"Text {row},{row % 2}\n" for row in range(60))), "hashed={x: 64}"),
+        (Ugly("{n}/01/2020 0{n}:00,{l}", head="x,label", options={"dates": {"x": "%Y"}}), "not a time of the form %Y"),
+        (Ugly("01/02/20{n},{l}", head="x,label", options={"dates": {"x": None}}), "can be read in 2 ways"),
+        (Ugly("202001{n},{l}", head="x,label", options={"dates": {"x": None}}), "can be read in several ways"),
+        (Ugly("{n}.5.2020,{l}\n,a", head="x,label", options={"dates": {"x": None}}), "missing=mean"),
+        (Ugly("{n},{l}", head="x,label", options={"dates": {"y": None}}), "Choose one of: x, label"),
+        (Ugly("{n},{l}", head="x,label", options={"hashed": {"x": 0}}), "number of numbers"),
+    ],
+)
+def test_a_column_that_is_not_what_the_spec_says_is_refused_with_what_settles_it(
+    tmp_path: Path, ugly: Ugly, words: str
+) -> None:
+    with pytest.raises(TrainflowError) as caught:
+        prepared(ugly.write(tmp_path), **ugly.options)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("name", READ)
