@@ -73,7 +73,7 @@ if TYPE_CHECKING:
         WandbCallback,
     )
     from trainer_lib.trainer import Trainer
-    from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+    from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
     from trainer_lib.trainer.seq2seq import Seq2SeqTrainer
 
 # Name -> module. Written out, because looking into a module would import torch.
@@ -108,7 +108,7 @@ _MODULES = {
         "TensorBoardCallback TrackioCallback WandbCallback"
     ),
     "trainer_lib.trainer": "Trainer",
-    "trainer_lib.trainer.seeding": "enable_full_determinism set_seed",
+    "trainer_lib.trainer.model.seeding": "enable_full_determinism set_seed",
 }
 _NAMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 

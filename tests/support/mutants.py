@@ -39,7 +39,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 # Patterns of files, the number of faults drawn from them, and the tests that are tried first.
 ROOMS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "commit": (("trainer_lib/storage/commit.py", "trainer_lib/checkpoint/[a-z]*.py"), 13, "checkpoint test_commit.py"),
-    "restore": (("trainer_lib/trainer/restore.py", "trainer_lib/trainer/snapshots.py"), 10, "trainer checkpoint"),
+    "restore": (
+        ("trainer_lib/trainer/checkpoints/restore.py", "trainer_lib/trainer/checkpoints/snapshots.py"),
+        10,
+        "trainer checkpoint",
+    ),
     "order": (("trainer_lib/data/*.py",), 13, "data trainer"),
     "weighting": (("trainer_lib/trainer/weighting.py", "trainer_lib/trainer/history.py"), 10, "trainer"),
     "keys": (("tasks/keys/keys.py", "tasks/keys/sources.py", "tasks/stage/manifest.py"), 13, "tasks flows"),

@@ -88,7 +88,7 @@ def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: st
     Raises:
         ConfigError: there is no such type of model, or no such setting, which transformers would keep without a word.
     """
-    from trainer_lib.trainer.models import refuse_names
+    from trainer_lib.trainer.model.models import refuse_names
 
     library, kind = import_transformers(), str(settings["model_type"])
     if kind not in library.CONFIG_MAPPING:

@@ -20,8 +20,8 @@ from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
 from trainer_lib.storage import Store
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.loaders import DataMethods
+from trainer_lib.trainer.model.seeding import keep_seeds
 from trainer_lib.trainer.overrides import is_set
-from trainer_lib.trainer.seeding import keep_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals

@@ -34,20 +34,20 @@ from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.trackers.callback import TrackingCallback
 from trainer_lib.trackers.vendors import VendorCallback, reporters
 from trainer_lib.trainer.accelerator.slot import AcceleratorSlot
+from trainer_lib.trainer.api.reporting import Counters
 from trainer_lib.trainer.attempts import Attempts
-from trainer_lib.trainer.checkpointing import Checkpoints
+from trainer_lib.trainer.checkpoints.checkpointing import Checkpoints
+from trainer_lib.trainer.checkpoints.restore import Restore
+from trainer_lib.trainer.checkpoints.snapshots import Snapshots
 from trainer_lib.trainer.engine import Engine
 from trainer_lib.trainer.evaluator import Evaluator
-from trainer_lib.trainer.forward import Forward
 from trainer_lib.trainer.loaders import Loaders
 from trainer_lib.trainer.loop import TrainingLoop
-from trainer_lib.trainer.models import ModelFacts
+from trainer_lib.trainer.model.forward import Forward
+from trainer_lib.trainer.model.models import ModelFacts
+from trainer_lib.trainer.model.trained_model import TrainedModel
 from trainer_lib.trainer.overrides import Signatures, takes_trial
-from trainer_lib.trainer.reporting import Counters
-from trainer_lib.trainer.restore import Restore
 from trainer_lib.trainer.run import StopRequest, TrainingRun
-from trainer_lib.trainer.snapshots import Snapshots
-from trainer_lib.trainer.trained_model import TrainedModel
 from trainer_lib.trainer.world import World
 
 if TYPE_CHECKING:

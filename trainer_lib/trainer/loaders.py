@@ -28,7 +28,7 @@ from trainer_lib.data.order import (
 )
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
-from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.api.base import TrainerBase
 from trainer_lib.trainer.overrides import takes_positionals
 
 if TYPE_CHECKING:

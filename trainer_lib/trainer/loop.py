@@ -35,7 +35,7 @@ from trainer_lib.errors import ConfigError, DataError, InfrastructureError, Pree
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
-from trainer_lib.trainer.checkpointing import SavePlan
+from trainer_lib.trainer.checkpoints.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeFound, SpikeWatch, StepHistory
 from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
 from trainer_lib.trainer.trainer_checks import without_length

@@ -23,7 +23,7 @@ from trainer_lib.base.outputs import PredictionOutput
 from trainer_lib.data.items import batch_size_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.models import refuse_names
+from trainer_lib.trainer.model.models import refuse_names
 from trainer_lib.trainer.overrides import parameters_of, takes
 
 _DEFAULT_NEW_TOKENS = 20  # the limit of transformers when nothing else sets one

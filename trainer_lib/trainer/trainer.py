@@ -24,15 +24,15 @@ from trainer_lib.distributed.precision import apply_tf32
 from trainer_lib.errors import ConfigError
 from trainer_lib.search.base import SearchSettings, default_compute_objective, parse_directions
 from trainer_lib.trainer import trainer_checks
+from trainer_lib.trainer.api.reporting import ReportingMethods
+from trainer_lib.trainer.api.saving import SavingMethods
+from trainer_lib.trainer.api.steps import StepMethods
 from trainer_lib.trainer.engine import resolve_arguments
 from trainer_lib.trainer.evaluator import EvaluationMethods
 from trainer_lib.trainer.internals import Internals
 from trainer_lib.trainer.loop import training_length
+from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
 from trainer_lib.trainer.overrides import refuse_uncalled, takes_trial
-from trainer_lib.trainer.reporting import ReportingMethods
-from trainer_lib.trainer.saving import SavingMethods
-from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
-from trainer_lib.trainer.steps import StepMethods
 from trainer_lib.trainer.world import World
 
 

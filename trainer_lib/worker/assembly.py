@@ -24,8 +24,8 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.models import is_peft
-from trainer_lib.trainer.seeding import set_seed
+from trainer_lib.trainer.model.models import is_peft
+from trainer_lib.trainer.model.seeding import set_seed
 from trainer_lib.worker.events import EventsCallback
 from trainer_lib.worker.foreign_model import load_adapter
 from trainer_lib.worker.session import Work

@@ -17,7 +17,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trackers.callback import numbers_only
-from trainer_lib.trainer.seeding import restore_seeds
+from trainer_lib.trainer.model.seeding import restore_seeds
 from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.session import Work
 

@@ -27,7 +27,7 @@ from trainer_lib.optim.decay import get_decay_parameter_names
 from trainer_lib.protocol.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
-from trainer_lib.trainer import models
+from trainer_lib.trainer.model import models
 from trainer_lib.worker.assembly import require_module
 from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
 from trainer_lib.worker.session import Work

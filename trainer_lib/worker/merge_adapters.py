@@ -13,7 +13,7 @@ from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.protocol.requests import MergeRequest, MergeResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
-from trainer_lib.trainer.models import in_saving_order, is_peft, model_files
+from trainer_lib.trainer.model.models import in_saving_order, is_peft, model_files
 from trainer_lib.worker.assembly import arguments, build_model, load_weights
 from trainer_lib.worker.session import Work
 

@@ -29,7 +29,7 @@ from trainer_lib.protocol.preemption import NoticeWatch
 from trainer_lib.protocol.requests import Proof, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.trainer.models import innermost, is_adapted, is_transformers
+from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
 from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.session import Work
 

@@ -16,7 +16,7 @@ from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, kera
 from tests.support.resuming import prove
 from trainer_lib import TFTrainer
 from trainer_lib.checkpoint.rng import capture_rng
-from trainer_lib.trainer.seeding import capture_seeds, keep_seeds, part_seeds, restore_seeds
+from trainer_lib.trainer.model.seeding import capture_seeds, keep_seeds, part_seeds, restore_seeds
 
 pytestmark = [
     pytest.mark.needs("keras"),

@@ -21,7 +21,7 @@ from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, read_commit, verify_files
-from trainer_lib.trainer.checkpointing import Occupied, SavePlan
+from trainer_lib.trainer.checkpoints.checkpointing import Occupied, SavePlan
 
 ROWS = classification_rows(24)  # 6 steps of 4 in an epoch
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}

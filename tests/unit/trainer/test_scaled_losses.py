@@ -21,7 +21,7 @@ from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Trainer
 from trainer_lib.errors import DataError
-from trainer_lib.trainer.forward import LossRule
+from trainer_lib.trainer.model.forward import LossRule
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 EXACT = Bounds(1e-6, 1e-6, 1e-6)

@@ -14,7 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.distributed.xla import move_module
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.api.base import TrainerBase
 
 
 class StepMethods(TrainerBase):

@@ -27,11 +27,11 @@ from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainer_lib.trainer import models
-from trainer_lib.trainer.checkpointing import IMPORT
+from trainer_lib.trainer.checkpoints.checkpointing import IMPORT
+from trainer_lib.trainer.checkpoints.snapshots import decoded
+from trainer_lib.trainer.model import models
+from trainer_lib.trainer.model.seeding import part_seeds, restore_seeds, set_seed
 from trainer_lib.trainer.run import position_in, saved_batch
-from trainer_lib.trainer.seeding import part_seeds, restore_seeds, set_seed
-from trainer_lib.trainer.snapshots import decoded
 from trainer_lib.trainer.world import newest_common
 
 if TYPE_CHECKING:

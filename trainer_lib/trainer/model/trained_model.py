@@ -15,9 +15,9 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.collators import IGNORED
 from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
-from trainer_lib.trainer import models
-from trainer_lib.trainer.models import ModelFacts
-from trainer_lib.trainer.seeding import enable_full_determinism, set_seed
+from trainer_lib.trainer.model import models
+from trainer_lib.trainer.model.models import ModelFacts
+from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals

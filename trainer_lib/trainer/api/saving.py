@@ -14,8 +14,8 @@ from trainer_lib.checkpoint.layout import SCALER
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.hub.publisher import CardDetails
 from trainer_lib.storage import Store
-from trainer_lib.trainer import models
-from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.api.base import TrainerBase
+from trainer_lib.trainer.model import models
 from trainer_lib.trainer.overrides import takes
 
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer_lib.hub.publisher import PushQueue
     from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerator
     from trainer_lib.trainer.internals import Internals
-    from trainer_lib.trainer.trained_model import LabelSmoother
+    from trainer_lib.trainer.model.trained_model import LabelSmoother
 
 
 T = TypeVar("T")

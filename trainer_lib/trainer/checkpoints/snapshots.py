@@ -25,8 +25,8 @@ from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.distributed.sharding import local_rows
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import collect_callback_states
-from trainer_lib.trainer import models
-from trainer_lib.trainer.seeding import capture_seeds
+from trainer_lib.trainer.model import models
+from trainer_lib.trainer.model.seeding import capture_seeds
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals

@@ -16,8 +16,8 @@ from trainer_lib.base.outputs import speed_metrics
 from trainer_lib.data.items import MAPPINGS, batch_size_of
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.storage import Store
-from trainer_lib.trainer import models
-from trainer_lib.trainer.base import TrainerBase
+from trainer_lib.trainer.api.base import TrainerBase
+from trainer_lib.trainer.model import models
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals

@@ -1,0 +1,1 @@
+"""Methods of the public Trainer, by subject: every one may be overridden."""
