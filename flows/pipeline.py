@@ -216,7 +216,7 @@ def run_pipeline(
 
 
 def _record_deaths(result: PipelineResult) -> None:
-    """Where processes died at this run before it was complete, have Prefect and the storage know how each one ended."""
+    """Record in Prefect and the storage the ends of processes that died at this run before it was complete."""
     try:
         run = read_run(result.storage, result.pipeline_key[:RUN_ID_CHARS])
         status = None if run is None else read_status(result.storage, run)

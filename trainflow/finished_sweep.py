@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Sweep:
-    """What a sweep came to.
+    """The result of a sweep.
 
     Attributes:
         result: everything of it, as plain values.

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it is: running, suspended, silent, finished, failed, stopped or died."""
+        """The state: running, suspended, silent, finished, failed, stopped or died."""
         return read_status(self.storage, self._recorded).state
 
     @property
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """What its stages measured: by metric, the column value."""
+        """The metrics of its stages: by metric, the column value."""
         import pandas as pd
 
         found = pd.Series(self.details().metrics, dtype="float64", name="value").rename_axis("metric")
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def history(self) -> pd.DataFrame:
-        """What the training logged: a row for each optimizer step with a log, a column for each name.
+        """The training's log: a row for each optimizer step with a log, a column for each name.
 
         Raises:
             DamagedError: the log is torn. StorageError: the storage cannot be read.
@@ -132,7 +132,7 @@ class Run:
         return table.groupby("step").first() if len(table) else table
 
     def predictions(self) -> pd.DataFrame:
-        """What it predicted, a row for each row of the split, with its id.
+        """The predictions, a row for each row of the split, with its id.
 
         Raises:
             ConfigError: it has no committed predictions. StorageError: they cannot be read.
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def lineage(self) -> Chain:
-        """What its model was made from: sources, stages, checkpoints, MLflow run, publication.
+        """The lineage of its model: sources, stages, checkpoints, MLflow run, publication.
 
         Raises:
             ConfigError: nothing is recorded of it. DamagedError: the record was altered.

@@ -125,7 +125,7 @@ class Spec:
         return pd.DataFrame(rows, columns=["stage", "hit", "certain", "reason"]).set_index("stage")
 
     def plan(self, *, probe: bool = False) -> Mapping[str, Any]:
-        """What a run would do and take: stages, steps, memory under each strategy, room, time, and what cannot work.
+        """The actions and costs of a run: stages, steps, memory under each strategy, room, time, and what cannot work.
 
         Args:
             probe: prepare the data if it is not, train a few real steps, and measure time and memory.

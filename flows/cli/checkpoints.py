@@ -211,7 +211,7 @@ class Entry:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The address."""
         return self.store.url
 
     @property
@@ -323,7 +323,7 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
 
 
 def _victims(entries: Sequence[Entry], keep: int) -> Iterator[tuple[Entry, str]]:
-    """What retention would remove of each run, and why: the oldest beyond `keep`, and what interrupted saves left.
+    """Checkpoints that retention would remove, with reasons: the oldest beyond `keep`, and rests of interrupted saves.
 
     Never the best, one that is marked to be kept, the newest whose every byte is good and what is newer, the newest
     that can be resumed from, one that a process reads or writes (or whose writer cannot be seen from here), what

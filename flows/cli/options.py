@@ -1,4 +1,4 @@
-"""What commands share: arguments and options, what the shell completes, and how an answer is given."""
+"""Shared parts of commands: arguments and options, shell completion, and answers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ EPILOGS: dict[Callable[..., None], str] = {}
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command has found or done.
+    """The result of a command.
 
     Attributes:
         record: its fields in JSON.

@@ -37,7 +37,7 @@ _UNKNOWN = "?"
 
 
 def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list[Text]:
-    """What the training takes, section by section, then what is missing and what cannot work."""
+    """The costs of the training by section, then what is missing and what cannot work."""
     lines = [*_arguments(plan), *_length(found), *_memory(found), *_room(found), *_time(found)]
     lines += [_row("missing", sentence, "yellow") for sentence in found.missing]
     for obstacle in obstacles:

@@ -173,7 +173,7 @@ def table(
 
 
 def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
-    """What is wrong, where, why, and what to do; the details only with `debug`, else a file that holds them."""
+    """A failure as text: place, reason and remedy; the details only with `debug`, else a file that holds them."""
     place = error.field or ""
     if error.value is not None:
         place = f"{place} = {error.value}" if place else error.value

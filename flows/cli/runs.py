@@ -97,7 +97,7 @@ def parse_age(text: str, *, field: str) -> timedelta:
 
 
 def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], Any], bool]:
-    """What ``--sort`` sorts by, and whether the other way round. Runs without that metric come last.
+    """The column of ``--sort``, and whether it is descending. Runs without that metric come last.
 
     Raises:
         ConfigError: it is neither a known word nor a metric of any run.
@@ -330,7 +330,7 @@ def _run_lines(
 
 
 def _of_sweep(run: PastRun, trials: Mapping[str, int]) -> list[str]:
-    """What to say of a trial; of one that stands for others, how many there are."""
+    """A note about a trial; about the number of trials, if it stands for others."""
     if run.sweep is None:
         return []
     number = f"trial {run.record.get('trial')} of sweep {run.sweep}"
@@ -379,7 +379,7 @@ def _stage_lines(stages: Sequence[StageDetails]) -> list[Text]:
 
 
 def _compared_lines(details: RunDetails) -> list[Text]:
-    """What was planned next to what came of it."""
+    """The plan next to its outcome."""
     rows = [tuple(row.in_words().values()) for row in details.compared]
     head = ("stage", "of what", "planned", "came", "difference")
     return [Text(), Text("plan and outcome", "bold"), *table([head, *rows], right=frozenset({2, 3, 4}))] if rows else []

@@ -78,7 +78,7 @@ class SweepDisplay:
         self._status = out.status("starting")
 
     def status(self) -> Any:
-        """What is at work, drawn in place for the length of the block."""
+        """Draw running trials in place until the block ends."""
         import contextlib
 
         return contextlib.nullcontext() if self._quiet or not self._out.is_terminal else self._status
@@ -128,12 +128,12 @@ class SweepDisplay:
         return False
 
     def work(self) -> str:
-        """What has ended, how long the rest will take, and what is at work."""
+        """Ended trials, the time left, and running trials."""
         work = ", ".join(f"trial {number} {what}" for number, what in sorted(self._at_work.items()))
         return f"{self._ended} ended in {duration(time.monotonic() - self._began)}{self._left()}; {work or 'starting'}"
 
     def _left(self) -> str:
-        """How long the other trials will take, if they take as long as those that have ended."""
+        """Estimate the time left from the trials that have ended."""
         if not self._ended or self._missing is None or self._missing <= self._ended:
             return ""
         each = (time.monotonic() - self._began) / self._ended
@@ -147,7 +147,7 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 
 def summary(result: SweepResult, ui: list[str]) -> list[Text]:
-    """How many trials there are, the best, and what to do with it."""
+    """The number of trials, the best one, and what to do with it."""
     from trainflow.flows.sweeps.sweep_result import count_words
 
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"

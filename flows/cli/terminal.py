@@ -1,4 +1,4 @@
-"""How a run is followed: live progress on a terminal, plain lines elsewhere.
+"""Display of a run: live progress on a terminal, plain lines elsewhere.
 
 Nothing here imports an engine, so a bad spec is shown before any is loaded.
 """
@@ -75,14 +75,14 @@ class _Stage:
     since: float | None = None
     """When it started; None if it did not."""
     seconds: float | None = None
-    """How long it took; None while it runs, or when it did not."""
+    """Seconds that it took; None while it runs, or if it did not run."""
     loss: float | None = None
     step: float = 0.0
     max_steps: float | None = None
     text: str = ""
-    """Where it is."""
+    """Its progress as text."""
     measured: str = ""
-    """What was evaluated last."""
+    """The metrics of the last evaluation."""
 
     @property
     def is_through(self) -> bool:

@@ -79,7 +79,7 @@ def ui(
 
 @dataclass(frozen=True)
 class TrackingPlace:
-    """Where runs are recorded, and the experiment asked for (None: any)."""
+    """The tracking address, and the requested experiment (None: any)."""
 
     uri: str
     experiment: str | None = None

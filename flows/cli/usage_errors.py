@@ -1,4 +1,4 @@
-"""What is wrong with the words of a command: an unknown option, a number out of range. In place of Typer's own text."""
+"""Errors in the words of a command: an unknown option, a number out of range. They replace Typer's text."""
 
 from __future__ import annotations
 

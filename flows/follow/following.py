@@ -1,4 +1,4 @@
-"""What `trainflow follow` does: it waits for a training, evaluates its checkpoints, and ends after the training."""
+"""`trainflow follow`: wait for a training, evaluate its checkpoints, and end after it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How a training ended.
+    """The end of a training.
 
     Attributes:
         state: committed, failed, stopped, pruned, died, silent or finished.
@@ -132,7 +132,7 @@ class Watch:
         """Whether the process has died, and its workers may still save the step they are at."""
 
     def look(self) -> Ending | None:
-        """How the training has ended; None while it goes on.
+        """The end of the training; None while it runs.
 
         Raises:
             StorageError: the storage cannot be read.
@@ -182,7 +182,7 @@ OUTAGES = 30
 
 @dataclass(frozen=True)
 class Followed:
-    """What a follower has done, and how it ended.
+    """The result of a follower.
 
     Attributes:
         training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.

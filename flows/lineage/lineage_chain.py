@@ -263,7 +263,7 @@ def _is_recorded_otherwise(folder: Store) -> bool:
 
 
 def _merge(chain: Chain) -> Lineage:
-    """What the run recorded; the publication's links come before those of the same stages."""
+    """The links that the run recorded; the publication's links come before those of the same stages."""
     whole, published = chain.recorded, chain.published
     if whole is None and chain.storage is not None and chain.run is not None and chain.run_folder is not None:
         whole = compose_lineage(chain.storage.url, chain.run_folder, chain.run.record)

@@ -81,7 +81,7 @@ class LinkCheck:
 
 @dataclass
 class _Looked:
-    """What a check has read and found so far."""
+    """Progress and findings of a check."""
 
     files: int = 0
     bytes: int = 0
@@ -245,7 +245,7 @@ def _look_at_publication(chain: Chain, seen: _Looked) -> None:
 
 
 def _published_entries(store: Store, chain: Chain) -> list[FileEntry]:
-    """What the publication consists of: as its commit file says, the Hub's record, or else its lineage."""
+    """The publication's files, by its commit file, the Hub's record, or else its lineage."""
     commit = read_commit(store, kind="published")
     if commit is not None:
         return list(commit.files)
@@ -277,7 +277,7 @@ def _hub_entries(store: Store) -> Iterator[FileEntry]:
 
 
 def _compare_files(store: Store, entries: Iterable[FileEntry]) -> Iterator[str]:
-    """What differs from the listed files; links are followed, because a download of the Hub consists of them."""
+    """Differences from the listed files; links are followed, because a download of the Hub consists of them."""
     for entry in entries:
         if not store.exists(entry.path):
             yield f"{entry.path}: missing"
@@ -382,7 +382,7 @@ def _read(store: Store, kind: str) -> Commit:
 
 @dataclass(frozen=True)
 class TrackedLinks:
-    """What MLflow has of a chain.
+    """A chain's records in MLflow.
 
     Attributes:
         uri: its address, without credentials.
@@ -431,7 +431,7 @@ def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
 
 
 def find_tracked_problems(chain: Chain, found: TrackedLinks) -> Iterator[tuple[str, str]]:
-    """What differs between a chain and what MLflow has, as (link, sentence)."""
+    """Differences between a chain and its records in MLflow, as (link, sentence)."""
     for link in chain.lineage.stages:
         tag = found.tags.get(f"{_TAG}{link.stage}")
         if tag is not None and tag != link.key[:_SHORT]:

@@ -44,7 +44,7 @@ RunPipeline = Callable[..., PipelineResult]
 
 @dataclass(frozen=True)
 class Question:
-    """How a run is to be reproduced.
+    """Settings of a reproduction.
 
     Attributes:
         to: storage of the second run, empty.
@@ -59,7 +59,7 @@ class Question:
 
 @dataclass
 class Outcome:
-    """What came out.
+    """The outcome of a reproduction.
 
     Attributes:
         versions: name -> version then and version now, of those that differ.

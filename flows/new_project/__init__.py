@@ -1,1 +1,1 @@
-"""What `trainflow init` writes: a project that runs at once, offline."""
+"""`trainflow init`: a project that runs at once, offline."""

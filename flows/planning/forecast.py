@@ -1,4 +1,4 @@
-"""What a training will take, before it is started: steps, samples, memory, time, room on the storage.
+"""Forecast of a training's costs: steps, samples, memory, time, room on the storage.
 
 What is not known, because the data is not prepared or the model cannot be built, is a sentence in `missing`. Nothing
 here imports torch: the model is built in a worker.
@@ -38,7 +38,7 @@ _TIMELESS = (
 
 @dataclass(frozen=True)
 class PastTraining:
-    """How long an earlier training took.
+    """The speed of an earlier training.
 
     Attributes:
         seconds_per_step: with its evaluations and saves, on average.
@@ -90,12 +90,12 @@ def _stage_seconds(plan: Plan, manifest: StageManifest) -> float | None:
 
 
 _LOADING_BYTES = 20_000
-"""What a checkpoint holds beside weights and optimizer: the states of counters, generators and the schedule."""
+"""Bytes of a checkpoint besides weights and optimizer: counters, generators, the schedule."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a training is.
+    """The length of a training.
 
     Attributes:
         steps: optimizer steps.
@@ -145,7 +145,7 @@ class _Counter:
     per_epoch: int
 
     def __call__(self, strategy: str, every: float) -> int:
-        """How often something happens; "best" may happen at every evaluation, and is counted once."""
+        """Count how often something happens; "best" may happen at every evaluation, and counts once."""
         if strategy == "no":
             return 0
         if strategy == "best":
@@ -157,7 +157,7 @@ class _Counter:
 
 @dataclass(frozen=True)
 class Room:
-    """What the storage has to hold.
+    """Space that the training needs on the storage.
 
     Attributes:
         checkpoint_bytes: of one checkpoint; None: not known.
@@ -181,7 +181,7 @@ class Room:
 
 @dataclass
 class Found:
-    """What workers found out.
+    """Measurements by workers.
 
     Attributes:
         estimate, probe: None: not asked for, or it failed.
@@ -195,7 +195,7 @@ class Found:
 
 @dataclass
 class Forecast:
-    """What is known of the training of a plan.
+    """The forecast of a plan's training.
 
     Attributes:
         strategy: name of the spec's own strategy, as in `trainer_lib.protocol.footprint`.
@@ -341,7 +341,7 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
 
 
 def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
-    """How many ranks write a part of a checkpoint under the FSDP of these arguments; None: all, as by default."""
+    """The number of ranks that write a part of a checkpoint under these FSDP arguments; None: all, the default."""
     from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 
     settings = read_settings(args)

@@ -22,7 +22,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 
 @dataclass(frozen=True)
 class FullPlan:
-    """What a run would do and take.
+    """The actions and costs of a run.
 
     Attributes:
         plan: the stages, each with the reason why it runs or does not.
@@ -36,7 +36,7 @@ class FullPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """What looks like a mistake but stops nothing."""
+        """Likely mistakes that stop nothing."""
         return [each for several in self.plan.warnings.values() for each in several]
 
     @property
@@ -109,7 +109,7 @@ def _prepared(plan: Plan) -> Plan:
 
 
 def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found:
-    """What workers find out; a failure of the recipe's own code is kept as what cannot work."""
+    """Measure in workers; a failure of the recipe's code becomes an obstacle."""
     from trainflow.tasks.stage.rehearsal import estimate_training, needs_rehearsal, probe_training, rehearse_evaluation
 
     config, found = plan.stages["train"].config, Found()

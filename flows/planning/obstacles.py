@@ -1,4 +1,4 @@
-"""What of a plan cannot work, found before it is tried: splits, room, the hub, MLflow's server.
+"""Obstacles of a plan, found before it runs: splits, room, the hub, MLflow's server.
 
 What is asked over a network gets a few seconds to answer.
 """
@@ -49,7 +49,7 @@ class Obstacle:
 
     @classmethod
     def of(cls, error: TrainflowError, *, is_fatal: bool = True) -> Obstacle:
-        """What an error says."""
+        """Convert an error."""
         return cls(
             error.field, None if error.value is None else str(error.value), error.message, error.remedy, is_fatal
         )

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageReason:
-    """What would happen to one stage, and why.
+    """The decision about a stage, and its reason.
 
     Attributes:
         hit: whether its result is committed and intact.
@@ -116,7 +116,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one command does with a spec.
+    """A command's options for a spec.
 
     Attributes:
         spec: the spec, with its root filled in.
@@ -230,7 +230,7 @@ class Plan:
 
     @cached_property
     def warnings(self) -> Mapping[str, list[str]]:
-        """What looks like a mistake but stops nothing, by stage.
+        """Likely mistakes that stop nothing, by stage.
 
         These are options that the recipe never reads, and results of another run that this spec would not give.
         """
@@ -381,7 +381,7 @@ class Plan:
 
 
 def explain(spec: PipelineSpec) -> list[StageReason]:
-    """What would happen to each stage that the spec has switched on, and why.
+    """Decide for each enabled stage what would happen, and why.
 
     Raises:
         ConfigError: the check of the spec fails, or a source cannot be read.

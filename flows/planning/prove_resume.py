@@ -53,12 +53,12 @@ _QUIETLY: dict[str, Any] = {
     "enable_jit_checkpoint": True,
     "include_tokens_per_second": False,
 }
-"""What a proof sets for itself: every step is recorded, nothing leaves the machine. No weight depends on any of it."""
+"""Arguments of a proof: every step is recorded, nothing leaves the machine. No weight depends on them."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be proved.
+    """Settings of a proof.
 
     Attributes:
         at: optimizer step after which training is stopped; None: the middle of the first save interval, of the second
@@ -340,7 +340,7 @@ def write_record(verdict: Mapping[str, Any], path: Path) -> None:
 
 
 def describe_record(verdict: Mapping[str, Any]) -> list[Text]:
-    """What was compared and is equal, in lines for a terminal."""
+    """Lines for a terminal about what was compared and is equal."""
     compared = verdict["compared"]
     return [
         Text(f"equal  {verdict['spec']}: {verdict['steps']} steps, {_describe_stop(verdict)}", "green"),

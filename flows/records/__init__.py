@@ -1,1 +1,1 @@
-"""What runs leave on a storage, as values to read."""
+"""Records of runs on a storage, as values to read."""

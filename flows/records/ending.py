@@ -1,4 +1,4 @@
-"""How the body of a flow ended, for its caller: Prefect's own account of it needs a server, and may come late or never.
+"""The end of a flow's body, for its caller: Prefect's own record needs a server, and may come late or never.
 
 Once every stage is committed a signal comes too late to stop anything: the run only closes, so it closes undisturbed.
 """
@@ -44,7 +44,7 @@ class StopRequest(threading.Event):
 
 
 class Ending:
-    """How one flow's body ended.
+    """The end of a flow's body.
 
     Attributes:
         result: set as soon as the body has come to its end; None before.

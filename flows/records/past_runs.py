@@ -112,7 +112,7 @@ class PastRun:
 
     @property
     def seconds(self) -> float | None:
-        """How long its last command took; None while it runs."""
+        """Seconds that its last command took; None while it runs."""
         try:
             ended = datetime.fromisoformat(str(self.record.get("ended")))
             return (ended - datetime.fromisoformat(self.started)).total_seconds()
@@ -127,7 +127,7 @@ class PastRun:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """What its stages measured, by name."""
+        """The metrics of its stages, by name."""
         found = self.record.get("metrics")
         return (
             {name: value for name, value in found.items() if type(value) in (int, float)}
@@ -358,7 +358,7 @@ def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun
 
 
 def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -> list[Difference]:
-    """What the spec and the recipe decide otherwise by now: functions, settings, versions, sources.
+    """Changes of spec and recipe since then: functions, settings, versions, sources.
 
     Args:
         keys: stage -> its key as far as they decide it now.

@@ -1,4 +1,4 @@
-"""What was planned and what came of it, kept beside the record of a run.
+"""A run's plan and its outcome, next to the run's record.
 
     <storage>/runs/<id>/plan.json      {"format": 1, "planned": {…}, "actual": {…}}
 
@@ -23,7 +23,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 FILE = "plan.json"
 _BYTES = 1 << 20
 COMPARED = {"seconds": "s", "peak_bytes": "bytes", "steps": "", "samples": "", "checkpoint_bytes": "bytes"}
-"""What is compared of a stage -> its unit."""
+"""Compared quantity of a stage -> its unit."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """How far the actual number is above the planned one, as a share of it; None where one is not known."""
+        """Actual over planned, minus one; None if a number is not known."""
         if self.planned is None or self.actual is None or not self.planned:
             return None
         return self.actual / self.planned - 1
@@ -104,7 +104,7 @@ def write_half(folder: Store, half: str, content: Mapping[str, Any]) -> None:
 
 
 def actual_of(manifest: StageManifest, seconds: float) -> dict[str, Any]:
-    """What came of a stage that ran `seconds`."""
+    """The outcome of a stage that ran `seconds`."""
     facts, found = manifest.facts, dict[str, Any](seconds=seconds)
     if isinstance(facts, TrainFacts):
         found |= {

@@ -223,7 +223,7 @@ def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
 
 
 def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | Left | None:
-    """What is known of a flow run whose process has ended; None: it has ended, or is another process's by now."""
+    """The state of a flow run whose process has ended; None: it has ended, or belongs to another process."""
     from prefect.exceptions import ObjectNotFound
 
     try:

@@ -21,7 +21,7 @@ Status = Literal["cached", "ran", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """How one stage ended.
+    """The end of a stage.
 
     Attributes:
         reason: why it ran, was cached, failed or was skipped.
@@ -105,7 +105,7 @@ class PipelineResult:
 
 
 def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """How each stage ended, as a run's record has it.
+    """The ends of stages, as in a run's record.
 
     Args:
         earlier: what the record had: a stage that an earlier command of the run has run, and this one found committed,
@@ -128,7 +128,7 @@ def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, An
 
 
 def collect_metrics(outcomes: Iterable[StageOutcome]) -> dict[str, float]:
-    """What the stages measured, by name; those of a split begin with its name."""
+    """The metrics of stages, by name; those of a split begin with its name."""
     found: dict[str, float] = {}
     for outcome in outcomes:
         if outcome.manifest is not None:

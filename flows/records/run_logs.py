@@ -1,4 +1,4 @@
-"""What the workers of a run wrote, kept beside its record.
+"""Logs of a run's workers, next to its record.
 
     <storage>/runs/<id>/logs/<stage>/<attempt>-<part>.jsonl     one line of JSON for each line
 

@@ -1,4 +1,4 @@
-"""What the places of `notify` are sent when a run or a sweep ends."""
+"""Messages of `notify` at the end of a run or a sweep."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def describe_run(result: PipelineResult) -> Message:
 
 
 def describe_error(error: TrainflowError | None) -> list[str]:
-    """What went wrong, and what to do."""
+    """The failure, and its remedy."""
     if error is None:
         return []
     return [f"{error.title}: {error.message}", *([error.remedy] if error.remedy else [])]
 
 
 def state_of(error: TrainflowError | None) -> End:
-    """How something ended, by the failure that ended it."""
+    """The kind of end, by the failure that caused it."""
     if error is None:
         return "finished"
     return "stopped" if isinstance(error, Interrupted | Preempted) else "failed"

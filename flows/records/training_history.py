@@ -1,4 +1,4 @@
-"""What a training logged, read from the folder of its stage."""
+"""A training's log, read from the folder of its stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_training_history(stage: Store) -> list[Entry]:
 
 
 def read_unfinished_history(stage: Store, seen: Sequence[Mapping[str, Any]] = ()) -> list[Entry]:
-    """What a training without an end had logged: what was seen of it, and what only its newest checkpoint has.
+    """The log of an unfinished training: what was seen of it, and what only its newest checkpoint has.
 
     Args:
         seen: the entries that its events had. What cannot be read is left out.

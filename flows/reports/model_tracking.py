@@ -1,4 +1,4 @@
-"""What a run keeps about its trained model: the description that `load_model` reads, and the model in MLflow."""
+"""A run's records of its trained model: the description that `load_model` reads, and the model in MLflow."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ModelTracking:
             write_or_warn("predicted columns", partial(log_outputs, run, exported, manifest))
 
     def read_outcome(self, *, waits: bool) -> Registered | None:
-        """What came of the registration that this run asked for; None where it asked for none, or it is not known.
+        """The outcome of this run's registration; None if it asked for none, or if it is not known.
 
         Args:
             waits: give the server some seconds to decide it.

@@ -1,4 +1,4 @@
-"""What Prefect's UI shows of a finished run beside its states: a summary with links, tables, and the loss curve.
+"""Artifacts of a finished run in Prefect's UI: a summary with links, tables, and the loss curve.
 
 Written at the end in one thread with a time limit: a server that is gone or hangs costs the run a moment and fails
 nothing.

@@ -139,7 +139,7 @@ def _baselines(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _registered(outcome: Registered | None) -> dict[str, Any] | None:
-    """What came of the registration, and the comparison with the champion on the same rows where there was one."""
+    """The outcome of the registration, and the comparison with the champion on the same rows if there was one."""
     if outcome is None:
         return None
     verdict, row = outcome.verdict, None
@@ -168,7 +168,7 @@ def _slice_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _places(result: Mapping[str, Any]) -> list[dict[str, str | None]]:
-    """Where the stages' results, the MLflow run and the storage are."""
+    """Addresses of the stages' results, the MLflow run and the storage."""
     places: list[dict[str, str | None]] = []
 
     def add(what: str, url: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What the report shows beside the results: settings, machine, attempts, and where the time of training went."""
+"""Facts of the report besides results: settings, machine, attempts, and the time of training by use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _VALUES = 10  # of a column's counts
 _STATISTICS_BYTES = 16 << 20
 Rows = list[tuple[str, str]]
 Section = dict[str, Any]
-"""What one place of the template shows."""
+"""The content of a place in the template."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
 
 
 def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
-    """Where the time of training went, as rows of a table; none before an attempt has ended."""
+    """The time of training by use, as rows of a table; none before an attempt has ended."""
     goodput = Goodput() if ledger is None else Goodput.of(ledger)
     rows = goodput.rows()
     facts = None if training is None else training.facts

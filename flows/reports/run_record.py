@@ -267,7 +267,7 @@ class RunRecord:
         self._is_reported = True
 
     def _read_registered(self) -> dict[str, Any]:
-        """What came of the registration, for the report. Only the first call waits: a signal may interrupt that."""
+        """The outcome of the registration, for the report. Only the first call waits: a signal may interrupt that."""
         waits, self._waits = self._waits and self.result.ok, False
         if self._model is None or self._model.registered is None:
             return {}

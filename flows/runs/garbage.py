@@ -1,4 +1,4 @@
-"""What nothing on a storage refers to, and its removal beside commands that are at work.
+"""Unreferenced results of a storage, and their removal while commands run.
 
 Runs go first: those that are not at work, not among the newest of their pipeline, not tagged, registered or published.
 Then go the stages' folders that no record names any more. In every folder a note is left first, under the folder's
@@ -253,7 +253,7 @@ class Item:
 
 @dataclass
 class Garbage:
-    """What can go from a storage, and what stays.
+    """Folders of a storage to remove and to keep.
 
     Attributes:
         items: what can go, in the order in which it goes.
@@ -271,7 +271,7 @@ class Garbage:
 
     @property
     def bytes(self) -> int:
-        """What its removal frees."""
+        """Bytes that its removal frees."""
         return sum(item.bytes for item in self.items)
 
 

@@ -78,7 +78,7 @@ class Sign:
 
     @property
     def share(self) -> float | None:
-        """How much of its stage is done, from 0 to 1; None: not known."""
+        """The finished share of its stage, from 0 to 1; None: not known."""
         return min(self.step / self.max_steps, 1.0) if self.step is not None and self.max_steps else None
 
     @property
@@ -87,7 +87,7 @@ class Sign:
         return f"{ALIVE}/{self.id}.json"
 
     def life(self) -> Life:
-        """What is certain at one look; "unknown" of a process on another machine."""
+        """The state that is certain at one look; "unknown" of a process on another machine."""
         if self.holder.is_gone():
             return "dead"
         if not self.holder.is_alive():

@@ -1,4 +1,4 @@
-"""What it takes to go on with a recorded run: its own spec, its own choices, and nothing that is missing here."""
+"""Resuming a recorded run: its own spec, its own choices, and nothing that is missing here."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def plan_of_try(choose: Callable[..., Plan], force: Sequence[str], began: dateti
 
 
 def _left_to_force(force: Sequence[str], plan: Plan, began: datetime) -> Sequence[str]:
-    """What a retry of a flow run that began then still has to force; `plan` is that of the run without its force."""
+    """Stages that a retry of a flow run still has to force; `plan` is that of the run without its force."""
     # Found by its name and time: the recipe may have been mended meanwhile, which makes it another run.
     earliest = began.replace(microsecond=0)
     tries = (run for run in list_runs(plan.spec.storage) if run.name == plan.spec.name and set(run.force) <= set(force))

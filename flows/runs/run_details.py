@@ -93,7 +93,7 @@ class RunDetails:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What its stages measured, by name."""
+        """The metrics of its stages, by name."""
         found = dict(self.run.metrics)
         for stage in self.stages:
             found |= stage.metrics
@@ -308,7 +308,7 @@ def compare_runs(old: RunDetails, new: RunDetails) -> RunComparison:
 
 
 def _compare_code(old: RunDetails, new: RunDetails) -> list[str]:
-    """What the stages' functions reach that differs; files where the stages' keys are gone."""
+    """Differences in code that the stages reach; differing files if the stages' keys are gone."""
     sentences: dict[str, None] = {}
     is_known = False
     for stage in old.stages:

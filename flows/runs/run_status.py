@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How one run is.
+    """The state of a run.
 
     Attributes:
         state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
@@ -79,12 +79,12 @@ class RunStatus:
 
 
 def read_status(storage: str, run: PastRun) -> RunStatus:
-    """How one run is, at one look: a process of another machine is not watched, and counts as running."""
+    """The state of a run at one look: a process of another machine is not watched, and counts as running."""
     return _status(run, read_signs(run_folder(storage, run.id)), set())
 
 
 def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
-    """How every run recorded on a storage is, at one look, the newest first; of runs that have ended only the record.
+    """The states of all recorded runs at one look, the newest first; of runs that have ended only the record.
 
     Args:
         closely: ids of runs that are at work until their processes have ended, also when the record says how.
@@ -104,7 +104,7 @@ def _look_at(storage: str, run: PastRun, closely: bool) -> RunStatus:
 
 
 def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: None) -> list[RunStatus]:
-    """How every run recorded on a storage is, the newest first.
+    """The states of all recorded runs, the newest first.
 
     Args:
         on_wait: called with their number before the processes of other machines that seem silent are watched for half

@@ -1,4 +1,4 @@
-"""What Prefect's server answers: whether it is there and takes the login, and errors that name it where it is lost."""
+"""Answers of Prefect's server: whether it is there and takes the login, and errors that name a lost server."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def require_answer(api: str) -> None:
 
 
 def _find_refusal(client: SyncPrefectClient) -> Exception | None:
-    """What the server answers to a login; None: it accepts it. A server answers about its health without one."""
+    """The server's objection to a login; None: it accepts it. A server answers about its health without one."""
     import httpx
 
     try:

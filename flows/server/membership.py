@@ -204,7 +204,7 @@ class Membership:
         return is_locked(self.folder / embedded.SERVER_LOCK)
 
     def description(self) -> dict[str, Any] | None:
-        """What the living server says about itself: url, auth, pid; None without one. May be a killed one's."""
+        """The running server's own record: url, auth, pid; None without one. May be a killed one's."""
         if not self._is_serving():
             return None
         try:

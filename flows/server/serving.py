@@ -53,7 +53,7 @@ _KEPT = 5
 
 
 def log_path(storage: str, folder: str | None, name: str) -> Path:
-    """Where the log of the deployment `name` lies: below a local storage, else in `.trainflow` of the spec's folder."""
+    """The log file of the deployment `name`: below a local storage, else in `.trainflow` of the spec's folder."""
     store = Store.open(storage)
     base = store.local_path() if store.is_local else Path(folder or ".") / ".trainflow"
     return base / "logs" / f"serve-{name}.log"
@@ -299,7 +299,7 @@ def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a deployment's runs are started.
+    """The place that starts a deployment's runs.
 
     Attributes:
         pool: the work pool.

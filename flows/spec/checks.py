@@ -1,4 +1,4 @@
-"""What a spec's fields alone do not show: secrets in it, missing files, stores and arguments that do not exist.
+"""Checks beyond a spec's fields: secrets, missing files, stores and arguments that do not exist.
 
 No engine and no torch is imported, and nothing is written.
 """

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a spec, in the words of the spec's user: what, why and what to do, never its own text.
+"""Pydantic's findings about a spec, in the words of its user: what, why and what to do, never pydantic's own text.
 
 A setting that takes several types (`processes`: a number or "auto") has one finding per type; they become one sentence.
 """

@@ -222,7 +222,7 @@ class PipelineSpec(Settings):
         )
 
     def max_ages(self) -> dict[str, MaxAge]:
-        """How old the result of each stage may become, by the stage's name."""
+        """The maximal age of results, by the stage's name."""
         found = {}
         for stage in _checks.all_stages():
             age = self.refresh.get(stage.section, self.refresh.get(stage.name))
@@ -252,7 +252,7 @@ class PipelineSpec(Settings):
 
     @property
     def resolver(self) -> Resolver:
-        """What the command that read this spec has worked out already; a new resolver for a spec of your own.
+        """The results that the command has already computed; a new resolver for a spec of your own.
 
         A spec in a notebook may outlive an edit of its recipe, so only `trainflow` itself hands its resolver on.
         """
@@ -286,7 +286,7 @@ class PipelineSpec(Settings):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where each key of a spec was written, for messages."""
+    """Places of a spec's keys, for messages."""
 
     path: Path
     lines: Mapping[str, int] = field(default_factory=dict)

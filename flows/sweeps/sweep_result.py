@@ -1,4 +1,4 @@
-"""What a sweep came to: its trials, the best of them, and where they can be looked at. No engine is imported."""
+"""The result of a sweep: its trials, the best of them, and their addresses. No engine is imported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SweepResult:
         return self.error is None
 
     def count(self, state: str) -> int:
-        """How many trials are in a state."""
+        """The number of trials in a state."""
         return sum(trial.state == state for trial in self.trials)
 
     @property

@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class Slot:
-    """What one process needs to run trials of a sweep.
+    """The inputs of a process that runs trials.
 
     Args:
         orders: what the owner has written to stdin.
@@ -145,7 +145,7 @@ class Slot:
         return isinstance(error, _MISTAKES) and not any(each.state == "complete" for each in self.ledger.trials())
 
     def _objective(self, result: PipelineResult) -> list[float]:
-        """What the trial reached. Raises ConfigError for a metric that no stage reports."""
+        """The trial's objective values. Raises ConfigError for a metric that no stage reports."""
         there = reported_metrics(result)
         for name in self._settings.objective:
             if name not in there:

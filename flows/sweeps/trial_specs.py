@@ -120,7 +120,7 @@ def check_sweep(spec: PipelineSpec) -> None:
 
 
 def identify(spec: PipelineSpec) -> dict[str, Any]:
-    """What the trials of a study have in common: what is varied and measured, and the keys of the rest of the spec."""
+    """The common part of a study's trials: varied fields, objectives, and the keys of the rest of the spec."""
     settings = sweep_of(spec)
     fixed = settings.model_dump(mode="json", include=set(_FIXED))
     # The same values for every study of this space: what differs then lies outside of it.
@@ -279,7 +279,7 @@ def _check_trained(spec: PipelineSpec, name: str, resolver: Resolver, field: str
 
 
 def _of_training(spec: PipelineSpec, resolver: Resolver) -> Iterator[str]:
-    """What the train stage reports, without its prefix, and the rows that prepare counts of a split called train."""
+    """Metrics of the train stage, without its prefix, and the rows that prepare counts of a split called train."""
     args = resolver.arguments(spec.train.args)
     yield from _ALWAYS
     if args.include_tokens_per_second:
@@ -295,7 +295,7 @@ def _may_train_otherwise(spec: PipelineSpec) -> bool:
 
 
 def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
-    """What an evaluation surely reports; empty where that is known only when it runs."""
+    """Metrics that an evaluation certainly reports; empty if only a run shows them."""
     found = find_measured(spec, resolver)
     return [] if found is None else [*found, *_ALWAYS]
 

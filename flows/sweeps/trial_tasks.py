@@ -176,7 +176,7 @@ def run_as_flow(
 
 
 class _Body:
-    """What the flow does.
+    """The flow of a sweep.
 
     Attributes:
         raised: what ended it; Prefect would wrap it.
