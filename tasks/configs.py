@@ -34,7 +34,7 @@ Options = dict[str, Any]
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", validate_default=True))
 class LaunchSettings(LaunchConfig):
-    """How a stage's processes are started. Never part of a content key."""
+    """The launch of a stage's processes. Never part of a content key."""
 
     def on_one_machine(self) -> LaunchSettings:
         """These settings, for a stage that runs on one machine."""
@@ -60,7 +60,7 @@ Runner = Annotated[RunnerSettings, BeforeValidator(read_runner)]
 
 @dataclass(frozen=True)
 class MaxAge:
-    """How old a stage's result may become.
+    """The maximal age of a stage's result.
 
     Attributes:
         age: the greatest age at which it is still used.
@@ -356,7 +356,7 @@ class PublishConfig(StageSettings):
 
 
 class TrackingConfig(Settings):
-    """Where params, curves and models are recorded."""
+    """The server that records parameters, curves and models."""
 
     enabled: bool = Field(default=True, description="False records nothing in MLflow.")
     uri: str | None = Field(

@@ -56,7 +56,7 @@ class NewRowsFacts(StageFacts, stage=STAGE):
 
 @dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """What is to be predicted, and how.
+    """Settings of a prediction.
 
     Attributes:
         model: address of the model.
@@ -158,7 +158,7 @@ class RowsJob:
         return [name for name in names if name == self.answer or (form is not None and form.drops(name))]
 
     def request(self) -> ScoreRequest:
-        """What the worker is asked for."""
+        """The request for a worker."""
         asked, description = self.asked, self.model.description
         return ScoreRequest(
             output=self.url,
@@ -188,7 +188,7 @@ class RowsJob:
         return numbered_parts(self.store, self.key.digest, self.asked.format)
 
     def workers(self, count: int, threads: int | None) -> list[LaunchConfig]:
-        """How so many workers are started: on a GPU each, or on a CPU with a share of its cores.
+        """The launch of so many workers: on a GPU each, or with a share of the CPU's cores.
 
         Raises:
             ConfigError: there are fewer GPUs.

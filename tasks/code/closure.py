@@ -66,14 +66,14 @@ class Closure:
     trees: dict[str, ast.Module] = field(default_factory=dict, compare=False, repr=False)
     """The syntax tree of each file."""
     paths: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
-    """Where each file lies on this machine."""
+    """Paths of files on this machine."""
     root: Path = field(default_factory=Path, compare=False)
     """The folder that absolute imports start from."""
     places: tuple[Path, ...] = field(default=(), compare=False)
     """All folders that absolute imports may start from."""
 
     def name_of(self, path: Path) -> str:
-        """What a file is called in `files`."""
+        """A file's name in `files`."""
         absolute = path.absolute()
         return next((name for name, known in self.paths.items() if known == absolute), path.name)
 
@@ -114,7 +114,7 @@ def closure(
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
-    """Where the recipe's imports start: the nearest with a pyproject.toml, else the spec folder, else its own.
+    """The folder that imports start from: the nearest with a pyproject.toml, else the spec folder, else the recipe's.
 
     Around a recipe of trainflow's own there is no project; that of the working directory takes its place.
     """

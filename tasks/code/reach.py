@@ -43,7 +43,7 @@ _HARMLESS = (
     "importlib.metadata.version", "importlib.metadata.PackageNotFoundError", "importlib.resources",
     "importlib.util.find_spec", "pickle.HIGHEST_PROTOCOL", "pickle.PickleError", "pickle.dump", "pickle.dumps",
 )  # fmt: skip
-"""What of these only reads facts or writes."""
+"""Those that only read facts or write."""
 _SOURCE = {"getsource", "getsourcelines", "getsourcefile", "linecache", "co_firstlineno", "f_lineno", "tb_lineno"}
 _ATTRIBUTES = _SOURCE | {
     "__globals__", "__subclasses__", "_getframe", "f_globals", "f_back", "__builtins__", "__loader__", "__spec__",
@@ -282,7 +282,7 @@ class Code:
         return [(piece.file, piece.node) for piece in pieces if isinstance(piece.node, ast.FunctionDef)]
 
     def reach(self, functions: Sequence[str]) -> Reach:
-        """What these functions of the recipe reach, and what runs when it is imported."""
+        """Everything that these functions of the recipe reach, and that runs when it is imported."""
         key = tuple(sorted(functions))
         if key not in self._reached:
             self._reached.setdefault(key, self._reach(key))

@@ -1,4 +1,4 @@
-"""What evaluations beside a training have measured: one small file per checkpoint, created once and never changed.
+"""Results of evaluations during a training: one small file per checkpoint, created once and never changed.
 
 ::
 
@@ -149,7 +149,7 @@ _LOSS = "eval_loss"
 
 @dataclass(frozen=True)
 class Standard:
-    """What makes a checkpoint the best.
+    """The rule that selects the best checkpoint.
 
     Attributes:
         metric: the name that the Trainer logs.

@@ -99,7 +99,7 @@ _AS_IN_TRAINING = {"bf16_full_eval": False, "fp16_full_eval": False, "report_to"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is evaluated, and how.
+    """Settings of the evaluations.
 
     Attributes:
         config: the settings of train.
@@ -121,7 +121,7 @@ class Job:
 
 @dataclass
 class Listener:
-    """Where a follower reports what happens: one function each for sentences, lines of workers and evaluations."""
+    """Functions that receive a follower's sentences, lines of workers, and evaluations."""
 
     say: Callable[[str], object]
     line: Callable[[str], None] = lambda _: None
@@ -130,7 +130,7 @@ class Listener:
 
 
 def check_settings(config: TrainConfig, context: StageContext) -> Standard:
-    """What makes a checkpoint the best, after a look at what can be refused before there is one.
+    """The rule that selects the best checkpoint, checked before there is a checkpoint.
 
     Raises:
         ConfigError: the settings of train name no data to evaluate on, or an optimizer whose checkpoints cannot be

@@ -1,4 +1,4 @@
-"""What several stages, checks and keys of one command ask for: worked out once, then remembered.
+"""Shared inputs of a command's stages, checks and keys: computed once, then remembered.
 
 The training arguments of a stage, its launch on this machine and the source closure of its recipe are needed by the
 check of the spec, by the content keys and by the tasks. One `Resolver` serves one command; nothing is
@@ -161,7 +161,7 @@ class Resolver:
         return problem
 
     def decide_once(self, about: tuple[str, ...], decide: Callable[[], T]) -> T:
-        """What `decide` returned at its first call about something: it holds for the whole command."""
+        """The first result of `decide` about something, for the whole command."""
         return self._once(("decided", *about), decide)
 
     def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:

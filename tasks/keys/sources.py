@@ -127,7 +127,7 @@ def fingerprints(
 
 
 def memory(storage: str) -> Path | None:
-    """Where the digests of local sources are remembered: beside a local storage, else nowhere."""
+    """The file that remembers digests of local sources, next to a local storage; else none."""
     store = Store.open(storage)
     return store.local_path("cache/sources.json") if store.is_local else None
 
@@ -252,7 +252,7 @@ def _distribution(rest: str, field: str, source: str) -> metadata.Distribution:
 
 
 def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
-    """What the installer recorded: no file is read, except those recorded without a digest."""
+    """Digests that the installer recorded: only files without one are read."""
     name, _, below = rest.partition("/")
     found = []
     for file in _distribution(rest, field, source).files or []:

@@ -53,7 +53,7 @@ def code_of(config: StageSettings, context: StageContext) -> Code:
 
 
 def reach_of_train(code: Code, *, evaluations_choose: bool) -> Reach:
-    """What train's functions reach; with those that measure only where they can change the weights.
+    """Code that train's functions reach; those that measure count only where they can change the weights.
 
     Args:
         evaluations_choose: a metric decides which weights come out, when training ends, or the learning rate.
@@ -71,7 +71,7 @@ def evaluations_matter_to(code: Code) -> bool:
 
 
 def reach_of_predict(code: Code) -> Reach:
-    """What predict's functions reach; a Trainer of the recipe may call `compute_metrics` as well."""
+    """Code that predict's functions reach; a Trainer of the recipe may call `compute_metrics` as well."""
     return code.reach((*PREDICT, *METRICS) if _sees_metrics(code) else PREDICT)
 
 

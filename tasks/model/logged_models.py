@@ -114,7 +114,7 @@ def _measured(evaluation: StageManifest | None) -> str:
 
 
 def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
-    """How the evaluation measured the model in the metric of the comparison.
+    """The model's scores in the metric of the comparison.
 
     Raises:
         ConfigError: it did not measure it.

@@ -1,4 +1,4 @@
-"""What the card of a published model says: from the manifests of the stages that made it."""
+"""The card of a published model, from the manifests of the stages that made it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MLflow needs to load a registered model by its flavor of transformers."""
+"""Files for MLflow's transformers flavor of a registered model."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def describe_lineage(
     mlflow: tuple[str | None, str | None] | None = None,
     files: Iterable[FileEntry] = (),
 ) -> Lineage:
-    """What was made from what.
+    """The origins of a model.
 
     Args:
         name: the pipeline's name.

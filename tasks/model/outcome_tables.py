@@ -1,4 +1,4 @@
-"""What an evaluation keeps of the rows of a split, read back for pictures and tables: the outcomes."""
+"""Outcomes: an evaluation's records of a split's rows, read back for pictures and tables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outcome:
             return {}
 
     def describe_residuals(self) -> str:
-        """How far the predictions of numbers are off, in a sentence; empty for classes."""
+        """A sentence about the errors of predicted numbers; empty for classes."""
         if self.is_classes:
             return ""
         pairs = zip(self.found["measured"], self.found["predicted"], strict=True)

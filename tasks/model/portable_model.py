@@ -41,7 +41,7 @@ def describe_model(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
 ) -> TrainedModel:
-    """What the trained model consists of.
+    """The description of a trained model.
 
     Args:
         config: names the recipe, the options and the arguments that predict.

@@ -1,4 +1,4 @@
-"""What a result was made with: versions and the processor, read without importing anything."""
+"""Versions and the processor that a result was made with, read without importing anything."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def quick_client(limit_s: float = LIMIT_S) -> Iterator[SyncPrefectClient]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """What Prefect's client makes of its settings, each time: to read the certificates takes it 30 ms."""
+    """Remember the client's SSL context: Prefect reads the certificates each time, which takes 30 ms."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings().api

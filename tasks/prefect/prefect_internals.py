@@ -91,7 +91,7 @@ def send_little(call: Callable[[], R]) -> R:
 
 
 def _sent_in_place() -> None:
-    """What stands for the flow on other machines, where nothing calls it."""
+    """A stand-in for the flow on other machines, where nothing calls it."""
 
 
 @contextlib.contextmanager

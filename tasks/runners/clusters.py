@@ -1,4 +1,4 @@
-"""What a cluster is to a mapped launch, and why one cannot be used."""
+"""Clusters of a mapped launch, and reasons to refuse one."""
 
 from __future__ import annotations
 

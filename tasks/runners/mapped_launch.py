@@ -176,7 +176,7 @@ class _Mapped:
             self._started[number] = message["started"]
 
     def _end_of(self, future: Any) -> Any:
-        """How a task has ended: an answer, or the failure."""
+        """The end of a task: an answer, or the failure."""
         try:
             data: Any = self._cluster.state(future).data
             answer = parse_json(getattr(data, "result", data))  # in a record where Prefect has made one

@@ -1,4 +1,4 @@
-"""What the settings of all sections have in common: unknown keys are refused, and each says what it can change."""
+"""The base of all sections' settings: unknown keys are refused, and settings declare what they can change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from trainer_lib.base.suggestions import nearest
 
 Affects = Literal["result", "selection", "nothing"]
-"""What a setting can change: the stage's result, only which weights evaluations choose, or nothing that is kept.
+"""The effect of a setting: the stage's result, only which weights evaluations choose, or nothing that is kept.
 
 The content keys hold the settings that affect the result (`trainflow.tasks.keys.keys`), and no other.
 """
@@ -69,7 +69,7 @@ class KeyedSettings(Settings):
 
     @classmethod
     def affects(cls) -> dict[str, Affects]:
-        """What each setting can change, by name."""
+        """Effects of settings, by name."""
         return {
             name: mark.what
             for name, field in cls.model_fields.items()

@@ -1,1 +1,1 @@
-"""What every stage shares: its key, its manifest, how it runs, retries and reports."""
+"""The common part of stages: key, manifest, runs, retries and reports."""

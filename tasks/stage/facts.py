@@ -1,4 +1,4 @@
-"""What each stage states about its result, beyond files and metrics, for the stages and the reports that follow.
+"""Facts of stages about their results, beyond files and metrics, for later stages and reports.
 
 A stage of your own has facts too: a class of fields with JSON's types, derived with the stage's name ::
 
@@ -62,7 +62,7 @@ class PrepareFacts(StageFacts, stage="prepare-data"):
 
 @dataclass(frozen=True)
 class TrainFacts(StageFacts, stage="train"):
-    """How a model was trained.
+    """Facts of a training.
 
     Attributes:
         global_step: optimizer steps, those before a resume included.
@@ -106,7 +106,7 @@ class TrainFacts(StageFacts, stage="train"):
 
 @dataclass(frozen=True)
 class EvaluateFacts(StageFacts, stage="evaluate"):
-    """How the manifest's metrics were measured.
+    """Facts of an evaluation.
 
     Attributes:
         confidence: the probability with which an interval holds its metric; None: metrics have no intervals.
@@ -125,7 +125,7 @@ class PredictFacts(StageFacts, stage="predict"):
 
 @dataclass(frozen=True)
 class PublishFacts(StageFacts, stage="push-to-hub"):
-    """Where a model was published.
+    """Facts of a publication.
 
     Attributes:
         target: address of the hub's repository or folder.

@@ -26,7 +26,7 @@ from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.stage.retry import Ledger
 
 KINDS = ("trained", "evaluated", "saved", "restored")
-"""What a worker reports, in seconds since it began."""
+"""A worker's report, in seconds since it began."""
 
 
 @dataclass(frozen=True)

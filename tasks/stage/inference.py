@@ -1,4 +1,4 @@
-"""What evaluate and predict share: a trained model, applied to prepared data.
+"""The common part of evaluate and predict: a trained model, applied to prepared data.
 
 Both give the worker the same fields, and both go on with half the batch when memory runs out: no result depends on it.
 """

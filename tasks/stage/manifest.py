@@ -322,7 +322,7 @@ def explain_certain_miss(storage: str, key: StageKey, unknown: Collection[str]) 
 
 
 def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()) -> Miss | None:
-    """How `key` differs from the nearest earlier run; None when it does not differ."""
+    """Differences of `key` from the nearest earlier run; None: there are none."""
     found: list[tuple[int, bool, str, list[Difference]]] = []
     for name in stages.children():
         record = _read_key(stages, name)

@@ -1,4 +1,4 @@
-"""Where a pipeline publishes, and whether an earlier publication is still there."""
+"""A pipeline's publication: its address, and whether an earlier one is still there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def publication_target(config: PublishConfig, context: StageContext) -> str:
 def find_publication_problem(
     config: PublishConfig, context: StageContext, manifest: StageManifest[PublishFacts]
 ) -> str | None:
-    """What is wrong with an earlier publication; None when it is intact, or when its hub cannot be reached now.
+    """The damage of an earlier publication; None if it is intact, or if its hub cannot be reached.
 
     A publication that was found intact is not read again by the same command.
     """

@@ -128,7 +128,7 @@ def rehearse_evaluation(
 
 
 def _alone(own: LaunchConfig) -> LaunchConfig:
-    """How one worker is started where `own` says how all are."""
+    """The launch of one worker, from the launch `own` of all."""
     here = own.engine is None and own.kind != "in_process"
     return LaunchConfig(
         kind="in_process" if own.kind == "in_process" else "process",

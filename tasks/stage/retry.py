@@ -212,7 +212,7 @@ class Ledger:
         )
 
     def batch_halvings(self) -> int:
-        """How often the micro-batch must be halved: once more than in the last attempt that ran out of memory."""
+        """The number of halvings of the micro-batch: one more than in the last attempt that ran out of memory."""
         halvings = 0
         for start, end in self.records():
             if _error_of(end).get("class") == OutOfMemoryError.__name__:
@@ -303,7 +303,7 @@ def count_sharers(parsed: TrainingArguments, world_size: Callable[[], int]) -> i
 
 
 def max_halvings(batch_size: int, *, shared_by: int = 1) -> int:
-    """How often a batch can be halved before each of the processes that share it has one sample."""
+    """The number of halvings until each process that shares the batch has one sample."""
     return max(0, (batch_size // shared_by).bit_length() - 1)
 
 
@@ -344,7 +344,7 @@ def _attached_decision(error: object) -> Decision | None:
 
 
 def invocation() -> str:
-    """What one budget of retries covers: a Prefect task run, or this process when there is none."""
+    """The scope of a budget of retries: a Prefect task run, or this process when there is none."""
     return _task_run_id() or _INVOCATION
 
 

@@ -1,4 +1,4 @@
-"""How every stage runs: look, take the lease, work, commit.
+"""The run of a stage: look, take the lease, work, commit.
 
 committed under this key, and intact?  -> Cached
 take the lease                             (another process at work: wait for its result)
@@ -52,7 +52,7 @@ _LEASE = "lease"
 _COMMIT = "COMMIT.json"
 _BOOKS = {_LEASE, REMOVING, ATTEMPTS, KEY_FILE}
 _UNCOMMITTED = {*_BOOKS, "checkpoints", "follow", "history.json", "losses.json"}
-"""What stays in a stage's folder without being part of its result."""
+"""Folders of a stage that are not part of its result."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StageAttempt:
     number: int
     """Of the attempt, from 1."""
     batch_halvings: int
-    """How often the micro-batch has to be halved, because memory ran out before."""
+    """The number of halvings of the micro-batch, because memory ran out before."""
     progress: _progress.StageProgress
     is_lost: Callable[[], bool]
     """Whether another process has taken over the folder: the work should stop, because it cannot be committed."""
@@ -73,7 +73,7 @@ class StageAttempt:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage's work returns: its files by path from the stage's folder, numbers, and facts for what follows."""
+    """The result of a stage's work: its files by path from the stage's folder, numbers, and facts for what follows."""
 
     files: Sequence[FileEntry]
     metrics: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What each stage adds to the MLflow run of its pipeline: called by the flow, also for a cached stage.
+"""Additions of stages to the MLflow run of their pipeline: called by the flow, also for a cached stage.
 
 So every run is whole. The model is logged once it is described (`trainflow.tasks.model.logged_models`).
 """

@@ -255,7 +255,7 @@ def is_known(storage: Store, token: str | None) -> bool:
 
 
 def find_waiting(storage: Store) -> Waiting | None:
-    """What waits for its server; None if nothing does. Asks no server."""
+    """Undelivered records; None: there are none. Asks no server."""
     return count_waiting(spool_dir(storage))
 
 
@@ -319,7 +319,7 @@ def open_run(
 
 
 def _head(handle: RunHandle, run_name: str, tags: Mapping[str, str], after: str | None) -> dict[str, Any]:
-    """What a flow's session says of its run: enough to find it on the server, or to create it."""
+    """A run as a flow's session describes it: enough to find it on the server, or to create it."""
     # A clock that was put back must not have it begin before the end of the command that it follows.
     after_ms = int(datetime.fromisoformat(after).timestamp() * 1000) if after else 0
     return {

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent.
+    """A message to send.
 
     Attributes:
         state: how it ended: finished, failed, stopped.

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OldName:
-    """What replaces an old argument.
+    """The replacement of an old argument.
 
     Attributes:
         use: the new form, for the warning.

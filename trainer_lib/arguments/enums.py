@@ -25,7 +25,7 @@ class SaveStrategy(StrEnum):
 
 
 class HubStrategy(StrEnum):
-    """What is pushed to the hub while training, and when."""
+    """Pushes to the hub during training."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -68,7 +68,7 @@ class SamplingStrategy(StrEnum):
 
 
 class ParallelMode(StrEnum):
-    """How this process shares the work with others. Equal to the member of transformers' class with the same value."""
+    """The kind of parallelism of this process. Equal to the member of transformers' class with the same value."""
 
     NOT_PARALLEL = "not_parallel"
     # Never returned here: each process uses one device. Code for the reference compares with it.

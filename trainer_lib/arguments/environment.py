@@ -354,7 +354,7 @@ _SKYPILOT, _DSTACK = "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK"
 
 
 def _meeting(env: Mapping[str, str], host: str | None) -> tuple[str, int] | None:
-    """Where the machines meet: neither scheduler names a port, so a script's own variables may."""
+    """The rendezvous of the machines: neither scheduler names a port, so a script's own variables may."""
     port = find_number(env, "MASTER_PORT")
     host = env.get("MASTER_ADDR") or host
     return (host, DEFAULT_PORT if port is None else port) if host else None

@@ -1,4 +1,4 @@
-"""How an argument is declared: its default, what it means and in which unit, its bounds, and what it can change.
+"""Declarations of arguments: default, meaning, unit, bounds, and what an argument can change.
 
 `affects` decides which content keys an argument belongs to:
 
@@ -60,7 +60,7 @@ class Unset(int):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is known of an argument beyond its type and its default.
+    """The declaration of an argument, besides its type and default.
 
     Attributes:
         affects: see the module's docstring; a field that a subclass adds without `arg` can change everything.

@@ -172,6 +172,6 @@ def _plain(value: Any) -> Any:
 
 
 def _set_besides(args: Any, usual: Any) -> dict[str, Any]:
-    """What was set on the object besides its fields, and not by transformers."""
+    """Values that were set on the object besides its fields, and not by transformers."""
     fields = {field.name for field in dataclasses.fields(args)}
     return {name: value for name, value in vars(args).items() if name not in fields and name not in vars(usual)}

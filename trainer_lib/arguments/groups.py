@@ -326,7 +326,7 @@ else:
 
 @dataclass
 class LoggingArguments:
-    """How often, how much, and to which trackers a run reports."""
+    """Arguments of reporting: how often, how much, and to which trackers."""
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When metrics are logged.", affects="nothing")
     logging_steps: Steps = arg(
@@ -437,7 +437,7 @@ class SavingArguments:
 
 @dataclass
 class HubArguments:
-    """Where and when the model is pushed."""
+    """Arguments of pushes to the hub."""
 
     push_to_hub: bool = arg(False, "Push the model to the hub while training and at the end.", affects="nothing")
     hub_model_id: str | None = arg(

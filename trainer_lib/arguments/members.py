@@ -70,7 +70,7 @@ class ProcessState:
 
     @property
     def distributed_type(self) -> str:
-        """How the processes share the work, by accelerate's names: "NO", "MULTI_GPU", "DEEPSPEED", "FSDP", …"""
+        """The kind of parallelism, by accelerate's names: "NO", "MULTI_GPU", "DEEPSPEED", "FSDP", …"""
         if self._args.deepspeed:
             return "DEEPSPEED"
         if self._args.fsdp:

@@ -389,7 +389,7 @@ class TFArguments:
 
 
 class ReplicaStrategy:
-    """What scripts use of a `tf.distribute.Strategy`; every replica is a process that a launcher started.
+    """The part of `tf.distribute.Strategy` that scripts use; every replica is a process that a launcher started.
 
     Attributes:
         num_replicas_in_sync: number of processes that train together.

@@ -33,7 +33,7 @@ def read_seconds(text: str) -> float | None:
 
 
 def find_problem(seconds: float) -> str | None:
-    """What is wrong with a length of time that something has to last, in words; None: nothing."""
+    """The mistake in a positive duration, in words; None: there is none."""
     if not math.isfinite(seconds):
         return "The duration must be finite."
     if seconds <= 0:

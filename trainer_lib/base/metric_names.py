@@ -40,7 +40,7 @@ LESS_IS_BETTER = {"log_loss", "calibration_error", "rmse", "mae", "median_absolu
 
 FIELD = "evaluate.metrics"
 INPUTS = ("classes", "probabilities", "scores")
-"""What a metric of a package may be given of scores: the best class, the softmax, or the scores themselves."""
+"""Inputs of a package's metric made from scores: the best class, the softmax, or the scores themselves."""
 _DOTTED = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 _RESULT = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 

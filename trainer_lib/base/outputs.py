@@ -1,4 +1,4 @@
-"""What a model, `compute_metrics` and the Trainer's methods receive and return. Plain data, no torch."""
+"""Inputs and results of a model, `compute_metrics` and the Trainer's methods. Plain data, no torch."""
 
 from __future__ import annotations
 

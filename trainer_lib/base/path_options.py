@@ -18,7 +18,7 @@ Declared = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PathOptions:
-    """Which options of a stage are paths.
+    """Options of a stage that are paths.
 
     Attributes:
         folder: where relative ones start.

@@ -54,7 +54,7 @@ class Kind:
     filled: Collection[str]
 
     def template(self) -> Path:
-        """Where the tables of the installed version lie. Raises OSError where it has no migrations."""
+        """The folder of the installed version's tables. Raises OSError if it has no migrations."""
         spec = importlib.util.find_spec(self.package)
         if spec is None or spec.origin is None:
             raise FileNotFoundError(self.package)

@@ -1,4 +1,4 @@
-"""What a library changes in the process that calls it, put back afterwards."""
+"""Restore what a library changes in the process that calls it."""
 
 from __future__ import annotations
 

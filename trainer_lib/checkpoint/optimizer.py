@@ -184,7 +184,7 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
 
 
 def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """What an optimizer keeps beside its state and groups: what its `state_dict` adds, or attributes."""
+    """An optimizer's values besides its state and groups: what its `state_dict` adds, or attributes."""
     if getattr(optimizer, "keeps_all_in_state", False):
         return {}
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -345,7 +345,7 @@ def _ordered_strides(shape: torch.Size, order: list[int]) -> tuple[int, ...]:
 
 
 def _describe_place(tensor: Tensor, param: Tensor | None) -> str:
-    """Where a tensor was: ``param`` (with its parameter), ``cpu`` (alone on the host), ``any`` (both on the host)."""
+    """A tensor's place: ``param`` (with its parameter), ``cpu`` (alone on the host), ``any`` (both on the host)."""
     if tensor.device.type == "cpu":
         return "any" if param is None or param.device.type == "cpu" else "cpu"
     return "param"

@@ -123,7 +123,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Spec:
-    """What the index states about one tensor."""
+    """The index's entry of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What one checkpoint holds, as each rank contributes it: `Snapshot`. The writer writes it, `staging` copies it.
+"""`Snapshot`: a rank's contribution to a checkpoint. The writer writes it, `staging` copies it.
 
 Two kinds of model state exist. A *whole* state has every tensor complete on rank 0, which writes it into two files. A
 *sharded* state has rows of every tensor on every rank; `shard_snapshot` keeps this rank's rows, and each rank writes
@@ -18,9 +18,9 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import LocalShard, collect_local_rows, is_any_sharded
 
 _HEADER_BYTES = 512
-"""What a tensor's entry in a safetensors header takes at most, for the space check."""
+"""The most bytes of a tensor's entry in a safetensors header, for the space check."""
 _OTHER_BYTES = 2**20
-"""What a rank writes besides tensors at most (random states, JSON, headers), for the space check."""
+"""The most bytes that a rank writes besides tensors (random states, JSON, headers), for the space check."""
 
 
 @dataclass

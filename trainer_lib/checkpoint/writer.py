@@ -165,7 +165,7 @@ def _staging_folder(store: Store, comm: Communicator) -> Iterator[Path]:
 
 Result = TypeVar("Result")
 Written = tuple[list[FileEntry], dict[str, Any]]
-"""What one rank has written: its files' entries, and what the index states of its shard (empty for whole tensors)."""
+"""A rank's output: its files' entries, and what the index states of its shard (empty for whole tensors)."""
 
 _saving: set[str] = set()
 """Ids of the claims that this process uses right now; any other claim of this process is left from a failed save."""

@@ -144,7 +144,7 @@ def _holds_no_gauss(words: bytes) -> bool:
 
 
 def parts_of_loader(loader: Any) -> list[Any]:
-    """What a DataLoader reads samples with: batch sampler, sampler, dataset, and the sampler of the batch sampler."""
+    """Readers of a DataLoader: batch sampler, sampler, dataset, and the sampler of the batch sampler."""
     parts = [getattr(loader, name, None) for name in ("batch_sampler", "sampler", "dataset")]
     return [*parts, getattr(parts[0], "sampler", None)]
 

@@ -92,7 +92,7 @@ class OpenFile:
 
     @property
     def read_bytes(self) -> int:
-        """How much of the file is read, in bytes."""
+        """Bytes of the file that are read."""
         # A reader that has come to the end may have closed it.
         return self.file.size if self._stream.closed else min(self.file.size, self._stream.tell())
 
@@ -139,7 +139,7 @@ def _remedy(error: Exception) -> str:
 
 
 def name_place(file: RowFile, number: int, line: int | None) -> str:
-    """Where a row is: its file, its number in it from 0 on and, in a text, its line."""
+    """The place of a row: its file, its number in it from 0 on and, in a text, its line."""
     return f"{file.address}, row {number}" + ("" if line is None else f" (line {line})")
 
 
@@ -271,7 +271,7 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it is from, for errors."""
+        """Its place, for errors."""
         return name_place(self.file, self.number, self.line)
 
 

@@ -1,4 +1,4 @@
-"""Which files hold new rows: addresses with wildcards and folders, resolved to files of known formats.
+"""Files of new rows: addresses with wildcards and folders, resolved to files of known formats.
 
 This module imports neither torch nor pyarrow, so a wrong address is refused before any worker starts.
 """

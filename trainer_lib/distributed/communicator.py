@@ -79,7 +79,7 @@ def _report_to_torchrun(error: BaseException) -> None:
 
 
 class DataParallel(NamedTuple):
-    """Which share of the data this process works on; batches, data order and loss weights follow it, not the world.
+    """This process's share of the data; batches, data order and loss weights follow it, not the world.
 
     Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
     context parallelism).

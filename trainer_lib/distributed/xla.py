@@ -1,4 +1,4 @@
-"""What training on an XLA device needs of torch_xla, which records operations and runs them when a step is marked.
+"""Training on an XLA device with torch_xla, which records operations and runs them when a step is marked.
 
 torch_xla is imported when a process takes its device. Where it is not used, nothing here imports it.
 """

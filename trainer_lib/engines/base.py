@@ -1,4 +1,4 @@
-"""What an engine is: four calls. The driver makes them, in a process of its own."""
+"""The protocol of engines: four calls, made by the driver in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine places.
+    """A job for an engine.
 
     Attributes:
         request: what the members do, as a request's record.

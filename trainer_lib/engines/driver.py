@@ -31,7 +31,7 @@ _OURS = (MARK, "TRAINFLOW_OWNER", "TRAINFLOW_GUARD")
 
 
 class Reports:
-    """What the leading member has written so far; lines and events are passed on as they come."""
+    """The leading member's output so far; lines and events are passed on as they come."""
 
     def __init__(self, run_dir: RunDir) -> None:
         self._run_dir = run_dir

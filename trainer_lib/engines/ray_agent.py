@@ -1,4 +1,4 @@
-"""What runs on one machine of a Ray cluster, as an actor. Ray loads this module there: it imports next to nothing."""
+"""The actor on a machine of a Ray cluster. Ray loads this module there: it imports next to nothing."""
 
 from __future__ import annotations
 

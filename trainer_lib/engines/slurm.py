@@ -47,7 +47,7 @@ _SCRIPT = '#!/bin/sh\nexec "$@"\n'
 
 
 class Row(NamedTuple):
-    """What Slurm says of a job."""
+    """Slurm's state of a job."""
 
     state: str
     detail: str = ""

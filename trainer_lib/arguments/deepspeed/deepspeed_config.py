@@ -136,7 +136,7 @@ ELEMENTWISE = (*sorted({*OPTIMIZERS.values()}), "adamw_torch", "adam")
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """What a configuration asks for, after it is combined with the arguments.
+    """The settings of a configuration, combined with the arguments.
 
     Attributes:
         stage: 0 = nothing is sharded, 1 = the optimizer state is, 2 = gradients too, 3 = parameters too.
