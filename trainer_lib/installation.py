@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class Installation:
-    """What one call of `install` replaced. As a context manager, it puts everything back when the block ends."""
+    """Names that a call of `install` replaced. As a context manager, it puts everything back when the block ends."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[ModuleType, str, Any]] = []

@@ -1,4 +1,4 @@
-"""What a secret is: one vocabulary for specs, arguments, trackers, logs, checkpoints and errors.
+"""Secrets: one vocabulary for specs, arguments, trackers, logs, checkpoints and errors.
 
 A secret is recognized by its name (``hub_token``, ``wandbApiKey``, ``PGPASSWORD``), by the form of well-known tokens,
 as the user part or a signature of a URL, after ``Bearer``, ``Basic``, ``password=`` or an option (``mysql -p``), or

@@ -370,7 +370,7 @@ class Code:
 
 
 def _maker_of_names(outside: Iterable[str], words: Collection[str]) -> str | None:
-    """What of these lets code reach names that it does not spell out; None for nothing.
+    """The construct by which code reaches names that it does not spell out; None: there is none.
 
     Args:
         outside: dotted names in installed packages and builtins.

@@ -1,4 +1,4 @@
-"""How a table is written (`Reading`): what a file does not show is said, the rest is found from its first bytes.
+"""The form of a table (`Reading`): settings for what a file does not show; its first bytes show the rest.
 
 A file may be packed (`unpack`), lie in folders that name a column (`folder_columns`), or be a sheet (`read_sheet`).
 """
@@ -34,7 +34,7 @@ _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True)
 class Reading:
-    """How tables are read; None stands for what is found from the file.
+    """The form of tables; None: found from the file.
 
     Attributes:
         separator: one character between two values.

@@ -57,7 +57,7 @@ class MergedMetrics:
 
 
 def _read_sums(given: Any) -> Sums:
-    """What `metric_sums` returned, as plain JSON."""
+    """The result of `metric_sums` as plain JSON."""
     if not isinstance(given, Mapping):
         raise _refuse(f"returned a value of type {type(given).__name__} in place of a mapping of names to sums")
     sums = {}
@@ -70,7 +70,7 @@ def _read_sums(given: Any) -> Sums:
 
 
 def merge_sums(total: Sums | None, more: Sums, functions: Mapping[str, Callable[[Any, Any], Any]]) -> Sums:
-    """What `functions` make of every two numbers of the same name and place; None stands for no rows so far.
+    """Combine two results by `functions`, number by number; None stands for no rows so far.
 
     Raises:
         ConfigError: the names or shapes differ.

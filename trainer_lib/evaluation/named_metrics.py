@@ -43,7 +43,7 @@ _NAMES = "y_true and y_pred, target and preds, or references and predictions"
 
 @dataclass(frozen=True)
 class Outputs:
-    """What metrics are measured on.
+    """The inputs of metrics.
 
     Attributes:
         labels: whole ones ``[rows]``, or numbers ``[rows]``.

@@ -1,4 +1,4 @@
-"""What a model got right and wrong on a split, in a few numbers: counts by class, or measured and predicted values."""
+"""A model's hits and errors on a split, in a few numbers: counts by class, or measured and predicted values."""
 
 from __future__ import annotations
 

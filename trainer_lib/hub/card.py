@@ -280,7 +280,7 @@ def _render_usage(card: Card) -> str:
 
 
 def _render_loading(card: Card) -> str:
-    """How to load the model by its own library, and how to predict with all of it, code included."""
+    """Code that loads the model by its own library, and that predicts with all of it, code included."""
     parts = []
     address = card.address or "."
     if card.loader is not None:

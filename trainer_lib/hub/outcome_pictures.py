@@ -57,7 +57,7 @@ def draw_residuals(measured: Sequence[float], predicted: Sequence[float], title:
 
 
 def draw_reliability(bins: Sequence[Sequence[float]], title: str) -> str:
-    """How often a class is right over how sure the model is of it; a calibrated model is on the diagonal.
+    """A reliability diagram: accuracy over confidence; a calibrated model is on the diagonal.
 
     Args:
         bins: (mean confidence, accuracy, rows) of each; larger points have more rows.

@@ -62,7 +62,7 @@ _PLACES = ("output_dir", "logging_dir", "resume_from_checkpoint", "local_rank")
 
 @dataclass(frozen=True)
 class CardDetails:
-    """What a caller of `create_model_card` sets; each replaces what the Trainer knows. See `Card`."""
+    """Values that a caller of `create_model_card` sets; they replace the Trainer's. See `Card`."""
 
     language: str | Sequence[str] | None = None
     license: str | None = None

@@ -208,7 +208,7 @@ class _Restarts:
 
     @property
     def left(self) -> int:
-        """How often it may be started again."""
+        """The number of restarts that are left."""
         return max(0, self._most - self._used)
 
     def pass_on(self, event: dict[str, Any]) -> None:

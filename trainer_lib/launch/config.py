@@ -46,7 +46,7 @@ class _Matching:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How the processes of a verb are started and ended.
+    """The launch of a verb's processes.
 
     A spec validates these settings through `trainflow.tasks.configs.LaunchSettings`, which derives from this class.
     pydantic is not imported here, because every worker imports this package.

@@ -1,4 +1,4 @@
-"""What a launch gives to the process that has an engine place its work: ``python -m trainer_lib.engines.driver``.
+"""Files from a launch to the process that has an engine place its work: ``python -m trainer_lib.engines.driver``.
 
 That process reads the request and the settings from the run directory and leaves there what a launcher on this machine
 leaves: events, and a result or the failure. So whatever ends a launch ends an engine's as well.

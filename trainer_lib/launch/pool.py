@@ -29,7 +29,7 @@ REPORT_S = 0.5  # between two reports of the work of all
 
 @dataclass(frozen=True)
 class PoolResult(Generic[R]):
-    """What the workers answered, and the failures of those that were lost."""
+    """The workers' answers, and the failures of lost workers."""
 
     answers: tuple[R, ...]
     lost: tuple[InfrastructureError, ...]

@@ -30,7 +30,7 @@ LINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launch ended.
+    """The end of a launch.
 
     Attributes:
         code: exit code of the guard; if negative, the signal that killed it.

@@ -1,4 +1,4 @@
-"""Which process may write a folder and which processes are reading it, on any store.
+"""Locks on folders of any store: the process that may write, and the processes that read.
 
 `lease` admits one process at a time to a stage's folder and keeps it with a heartbeat. `claim` decides which of
 several writers gets a checkpoint's folder, for the length of one save. `readers` protect a checkpoint from removal

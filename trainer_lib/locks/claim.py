@@ -1,4 +1,4 @@
-"""Which process writes a checkpoint's folder: one of those that try, also when they find a dead writer's claim.
+"""Claims on a checkpoint's folder: one of the processes that try wins, also over a dead writer's claim.
 
 A claim is the file ``WRITING.json`` (a `lease.Holder`), created exclusively. The claim of a dead writer is not deleted,
 because of two processes that find it the slower one would delete the faster one's new claim. It is *succeeded*: the

@@ -269,7 +269,7 @@ def find_holder(store: Store) -> Holder | None:
 
 
 class _Watch:
-    """What a waiting process has seen of the holder, timed by its own clock."""
+    """Observations of the holder by a waiting process, timed by its own clock."""
 
     def __init__(self, folder: Store, ttl_s: float) -> None:
         self.holder: Holder | None = None

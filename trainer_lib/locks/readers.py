@@ -1,4 +1,4 @@
-"""Which processes read a checkpoint, so that no rotation removes it meanwhile. No torch here.
+"""Marks of processes that read a checkpoint, so that no rotation removes it meanwhile. No torch here.
 
 A reader leaves a mark in the checkpoint's folder, ``READING-<id>.json`` (a `lease.Holder`), and looks for the commit
 *after* it. A remover deletes the commit first and looks for marks *after* that::

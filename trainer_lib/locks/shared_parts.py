@@ -1,4 +1,4 @@
-"""How several processes, of one machine or of many, share the parts of one job: each part is for one of them at a time.
+"""Parts of a job, shared among processes of one machine or many: a part is for one process at a time.
 
     claims/000002/00002007/WRITING.json    the claim of part 2007 (`locks.claim`), removed once the part is finished
     claims/<id>.beat                       renewed by the process with that id
@@ -40,7 +40,7 @@ def block_name(block: int) -> str:
 
 
 class Finished(Protocol):
-    """Which parts are finished."""
+    """The finished parts."""
 
     def list_finished(self, block: int) -> set[int]:
         """Those of the parts [block * BLOCK, (block + 1) * BLOCK), at one look."""

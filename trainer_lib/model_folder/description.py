@@ -52,7 +52,7 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """What a trained model consists of.
+    """The description of a trained model.
 
     Attributes:
         name: the pipeline's name.

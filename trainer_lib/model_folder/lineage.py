@@ -77,7 +77,7 @@ class PublicationLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """What a model was made from.
+    """The lineage of a model.
 
     Attributes:
         name: the pipeline's name.
@@ -165,7 +165,7 @@ def read_lineage_file(folder: Store) -> Lineage | None:
 
 
 def _problems(lineage: Lineage) -> Iterator[str]:
-    """What would lead a reader astray: malformed names and digests, and paths that lead out."""
+    """Reasons to distrust a lineage: malformed names and digests, and paths that lead out."""
     if len({stage.stage for stage in lineage.stages}) < len(lineage.stages):
         yield "names a stage twice"
     for stage in lineage.stages:

@@ -36,9 +36,9 @@ PIN = "pinned.json"
 _RUN_FILE = "run.json"
 _RUNS = "runs"
 _TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")
-"""Where a run's description finds the weights."""
+"""The weights' path in a run's description."""
 _INSIDE = re.compile(r"(/stages/[^/]+/[^/]+)/(model|checkpoints|predictions(/[^/]+)?)$|(/runs/[^/]+)/report\.html$")
-"""What lies in a stage or a run, and is shown with its own address."""
+"""Contents of a stage or a run that are shown with their own address."""
 
 
 @dataclass(frozen=True)

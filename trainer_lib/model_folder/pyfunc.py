@@ -1,4 +1,4 @@
-"""How MLflow loads a model that was trained here: `mlflow.pyfunc.load_model`, `mlflow models serve` and `predict`.
+"""MLflow's loader of a model that was trained here: `mlflow.pyfunc.load_model`, `mlflow models serve` and `predict`.
 
 The artifacts of a LoggedModel have the description and the code; the weights are read from where training committed
 them, and every byte is compared with its SHA-256. Nothing is unpickled. As with every model of MLflow, loading it

@@ -51,7 +51,7 @@ def run(work: Work[ScoreRequest]) -> ScoreResult:
 
 
 class _Form(NamedTuple):
-    """What the first rows decide for all: their columns, the column of the ids (None: numbers), and the ids' type."""
+    """The form of all rows, from the first ones: columns, the column of the ids (None: numbers), and the ids' type."""
 
     names: list[str]
     id_column: str | None

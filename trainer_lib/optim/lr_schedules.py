@@ -101,7 +101,7 @@ class GreedyLR:
         return [float(rate) for rate in self._schedule.get_last_lr()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What changes while it runs, as JSON; the settings come from the arguments."""
+        """Its changing state as JSON; the settings come from the arguments."""
         state = self._schedule.state_dict()
         window = state.get(_WINDOW, {"values": [], "sum": 0.0})
         best = state["best"] if math.isfinite(state["best"]) else None  # JSON has no infinity

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class PresentSettings:
-    """What the arguments ask of an optimizer and its schedule, kept while another training's state is restored.
+    """Hyperparameters of the arguments, kept while another training's optimizer and schedule are restored.
 
     Args:
         optimizer, schedule: as made from the arguments; None without one.

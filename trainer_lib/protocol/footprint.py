@@ -1,4 +1,4 @@
-"""How many bytes a rank holds while it trains, under each strategy. Arithmetic on a model's sizes, without torch.
+"""Bytes that a rank holds during training, by strategy. Arithmetic on a model's sizes, without torch.
 
 W processes, parameters P (trained ones T), gradients G, optimizer state O, activations A, stored weights S, in bytes::
 
@@ -31,7 +31,7 @@ STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model and its optimizer take, in bytes; on one rank that shares nothing.
+    """Bytes of a model and its optimizer on one rank that shares nothing.
 
     Attributes:
         parameters: number of parameters, each once, however many names it has.
@@ -164,7 +164,7 @@ def _divided_by(processes: int) -> Callable[..., int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of a training before its first step.
+    """Facts of a training before its first step.
 
     Attributes:
         size: of the model, for one micro-batch.
@@ -183,7 +183,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Probe:
-    """What a few real steps took; times in seconds, bytes of the rank that has the most.
+    """Measurements of a few real steps; times in seconds, bytes of the rank that has the most.
 
     Attributes:
         steps: optimizer steps that were measured, without the first ones, which are slow.

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preemption:
-    """Where to look for a notice; one place is enough.
+    """Places of a notice; one is enough.
 
     Attributes:
         file: a path; the notice is given once it exists.

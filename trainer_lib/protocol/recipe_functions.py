@@ -1,4 +1,4 @@
-"""How the functions of a recipe are called and what they return: each mistake in a sentence that names the function."""
+"""Calls of a recipe's functions and their results: a mistake is a sentence that names the function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the orchestrator asks a worker for, and what the worker answers: one request and one result for each verb.
+"""Requests of the orchestrator and answers of workers: one request and one result for each verb.
 
 ::
 
@@ -112,7 +112,7 @@ class EvaluateResult:
 
 @dataclass(frozen=True)
 class CheckpointMetrics:
-    """What an evaluation of a checkpoint gave, by the names that the Trainer logs (`eval_loss`), and its step."""
+    """Metrics of a checkpoint's evaluation, by the names that the Trainer logs (`eval_loss`), and its step."""
 
     step: int
     metrics: dict[str, float]
@@ -120,7 +120,7 @@ class CheckpointMetrics:
 
 @dataclass(frozen=True)
 class PredictResult:
-    """What one of the workers did: Parquet files that it wrote, and rows in them; others may have written the rest."""
+    """A worker's share: Parquet files that it wrote, and rows in them; others may have written the rest."""
 
     parts: int
     rows: int
@@ -135,7 +135,7 @@ class MergeResult:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """What one of the workers did: files that it wrote, and rows in them; others may have written the rest."""
+    """A worker's share: files that it wrote, and rows in them; others may have written the rest."""
 
     parts: int
     rows: int
@@ -151,7 +151,7 @@ class CompareResult:
 
 @dataclass(frozen=True)
 class FileDifference:
-    """How far the numbers of two files are apart.
+    """Differences between the numbers of two files.
 
     Attributes:
         path: of the file, below its folder.
@@ -223,7 +223,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Proof:
-    """How a training ends that is part of `trainflow prove-resume`.
+    """The end of a training that is part of `trainflow prove-resume`.
 
     Attributes:
         stop_at: optimizer step after which the process gets a signal; None: it runs to its end.
@@ -247,7 +247,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Generic[R]):
-    """What every request has.
+    """The base of all requests.
 
     Attributes:
         output: folder or URL to write to.
@@ -328,7 +328,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(Request[R], Generic[R]):
-    """What training, evaluation and prediction have in common.
+    """The common part of training, evaluation and prediction.
 
     Attributes:
         data: the prepared data.

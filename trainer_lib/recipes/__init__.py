@@ -346,7 +346,7 @@ class Recipe:
             raise user_error(error, self.root) from error
 
     def _find(self, name: str) -> Any:
-        """What the file binds to `name`, else the file that it falls back to; None for nothing.
+        """The value of `name` in the file, else in the file that it falls back to; None: there is none.
 
         A file that says ``collate = None`` has no collate, whatever the other one has.
         """

@@ -23,7 +23,7 @@ from trainer_lib.recipes.table_files import SOURCES, Reader, Table, Values, nami
 from trainer_lib.storage import Store
 
 FITS = ("stretch", "crop", "pad")
-"""How an image of another shape is fitted: stretched, cut around its middle, or with black edges."""
+"""Ways to fit an image of another shape: stretched, cut around its middle, or with black edges."""
 MODES = {"rgb": "RGB", "grey": "L"}
 """Colours that an image may be given -> Pillow's mode."""
 LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"

@@ -17,7 +17,7 @@ from trainer_lib.errors import ConfigError, DataError, first_line
 
 FIELD = "prepare.options.isolate"
 WAYS = ("positions", "mask")
-"""How documents of a row are kept apart.
+"""Ways to keep documents of a row apart.
 
 positions: `position_ids` begin again at 0 with each document. transformers makes a block-diagonal mask of them.
 mask: the block-diagonal mask is given as well, for a model that takes one and does not make it.

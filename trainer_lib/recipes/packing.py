@@ -90,7 +90,7 @@ def pack_documents(
 
 
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Which pieces share a row: lists of their numbers, none of which is longer than `size` together.
+    """Pieces that share a row: lists of their numbers, whose lengths add up to at most `size`.
 
     The longest piece goes first, each into the fullest row that has room for it (D. S. Johnson, Near-optimal bin
     packing algorithms, 1973). Among equals the first one goes first, so equal lengths give equal rows.

@@ -165,7 +165,7 @@ def score_answers(model: Any, answers: Sequence[Answer], *, pad: int, together: 
 
 
 class FirstModel:
-    """How to build the model that training begins with; each time it is the same one.
+    """A function that builds the model that training begins with; always the same model.
 
     Args:
         info: what prepare noted: the model's `config`, `seed`, `max_length` and `dtype`, and the tokenizer's
@@ -248,7 +248,7 @@ def with_lengths(reference: Tensor, is_answer: Tensor) -> Tensor:
 
 
 def measure_preferences(rewards: np.ndarray, known: np.ndarray, whole: np.ndarray | None = None) -> dict[str, float]:
-    """How often the chosen answer has the higher reward, beside two ways to tell them apart without training.
+    """The share of chosen answers with the higher reward, next to two baselines without training.
 
     These are the reference, which prefers what it thinks is more probable, and the lengths of answers: always the
     longer one, or always the shorter one, whichever is right more often for these very rows. A tie is half right.
@@ -497,7 +497,7 @@ class Trainer(PlainTrainer):
         return torch.stack(found.chunk(2), dim=1)
 
     def _ask_reference(self, inputs: Any) -> Tensor:
-        """What the reference says of new rows ``[rows, 2]``: the model without its adapters, or as it once began."""
+        """Log-probabilities ``[rows, 2]`` of new rows by the reference: the model without adapters, or as it began."""
         built: Any = self.model
         if hasattr(built, "disable_adapter"):
             with built.disable_adapter():

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 NAMES = ("exact_match", "f1", "usual_exact_match", "usual_f1", "sentence_f1", "answerable")
-"""What `measure_answers` takes of each row."""
+"""Columns that `measure_answers` reads."""
 _PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # of ASCII
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")

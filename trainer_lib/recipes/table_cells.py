@@ -27,7 +27,7 @@ READ: dict[str, Any] = {
     "thousands": None,  # between its thousands
     "na_values": [],  # texts that stand for no value, besides the usual ones
 }
-"""How files are written (`prepare.options.read`); None: it is found from the file."""
+"""The form of files (`prepare.options.read`); None: found from the file."""
 NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
@@ -42,7 +42,7 @@ _LONGEST = 40  # characters of a number
 
 
 def read_reading(given: Mapping[str, Any]) -> Reading:
-    """How files are written, by `prepare.options.read`. Raises ConfigError for an unknown setting or value."""
+    """The form of files, by `prepare.options.read`. Raises ConfigError for an unknown setting or value."""
     chosen = choose(given, READ, field=FIELD)
     for name in ("separator", "encoding", "quote", "escape", "sheet", "decimal", "thousands"):
         if not isinstance(chosen[name], str | None):

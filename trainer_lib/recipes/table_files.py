@@ -504,7 +504,7 @@ def note_form(
 
 
 class TableForm:
-    """How new rows are read, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`.
+    """The form of new rows, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`.
 
     Their files are written as those of the training (`reading`).
     """

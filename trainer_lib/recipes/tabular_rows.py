@@ -389,7 +389,7 @@ class TabularRows:
         return self.scale(numbers)
 
     def info(self) -> dict[str, Any]:
-        """What `build_model` needs to know of the features, and predictions of new rows, as JSON."""
+        """Facts of the features for `build_model` and for predictions of new rows, as JSON."""
         number = "number" if self.options["missing"] == "refuse" else "number?"
         chosen, merged = self.options, set(self.options["merge"])
         columns = dict.fromkeys(self.numbers, number)

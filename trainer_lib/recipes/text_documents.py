@@ -38,7 +38,7 @@ class TextDocument(NamedTuple):
 
 
 class DocumentSplits:
-    """Which documents are in which split. All are read once to count them; then each split is read as it is needed.
+    """Documents by split. All are read once to count them; then each split is read as it is needed.
 
     Args:
         options: `text` (a column), `rename`, `read`, `separator`, `files` and `split`.

@@ -22,7 +22,7 @@ from trainer_lib.recipes.table_files import SOURCES, Table
 
 FIELD = "prepare.options"
 MISSING = ("refuse", "previous")
-"""What becomes of missing steps and values: refused, or filled with the value before, which looks at nothing later."""
+"""Treatments of missing steps and values: refused, or filled with the value before, which looks at nothing later."""
 SPLIT: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "time"}
 _DOZEN = 12
 _CLOSE = 1e-6  # of a step: numbers of a table are rounded

@@ -49,7 +49,7 @@ class Axis:
 
     @property
     def num_points(self) -> float:
-        """How many values there are; infinity for a range without a step."""
+        """The number of values; infinity for a range without a step."""
         if self.choices is not None:
             return len(self.choices)
         if self.step is None and not self.is_whole:
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Design:
-    """What a study varies, optimises and ends early.
+    """Settings of a study: varied values, objectives, pruning.
 
     Attributes:
         trials: how many; None: all points of a grid.
@@ -90,7 +90,7 @@ class Design:
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are to be: no more than there are points."""
+        """The number of trials to run: at most the number of points."""
         if not self.is_finite:
             return self.trials or 1
         points = int(math.prod(axis.num_points for axis in self.axes))
@@ -249,7 +249,7 @@ class Ledger:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the study is of, as `identify` wrote it; empty for a new one."""
+        """The study's identity, as `identify` wrote it; empty for a new study."""
         with _reached(self.file):
             return dict(self._study.user_attrs.get(_IDENTITY, {}))
 
@@ -259,7 +259,7 @@ class Ledger:
             self._study.set_user_attr(_IDENTITY, dict(identity))
 
     def read_note(self, name: str) -> Any:
-        """What `write_note` wrote; None before."""
+        """The note of `write_note`; None before."""
         with _reached(self.file):
             return self._study.user_attrs.get(f"trainflow:{name}")
 
@@ -395,7 +395,7 @@ class Ledger:
         return {axis.name: encode_value(axis, value) for axis, value in zip(self.design.axes, new, strict=True)}
 
     def _ask(self, trials: Sequence[Any]) -> dict[str, Any]:
-        """What the sampler proposes, which may have been tried before."""
+        """The sampler's proposal, which may have been tried before."""
         samplers, seed = self._optuna.samplers, self.design.seed + len(trials)
         sampler = samplers.RandomSampler(seed) if self.design.sampler == "random" else samplers.TPESampler(seed=seed)
         draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)

@@ -142,7 +142,7 @@ def default_space(trial: object) -> dict[str, Any]:
 
 
 def train_trial(config: dict[str, Any], sent: Any = None) -> None:
-    """What Tune calls in a trial's process: make the Trainer there, and train."""
+    """The function that Tune calls in a trial's process: make the Trainer, and train."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every pointer
     try:
         process = _make_process(sent)
@@ -292,7 +292,7 @@ class RaySearch:
         return scheduler
 
     def _check_resources(self) -> Any:
-        """What each trial takes. Raises ConfigError when no machine of the cluster has it."""
+        """Resources of a trial. Raises ConfigError when no machine of the cluster has it."""
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         asked = self._options.get("resources_per_trial")
         if asked is None:

@@ -126,7 +126,7 @@ Report = Callable[[dict[str, Any], Pointer | None], None]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a trial trains: its folder, and the checkpoint of another one that it starts from."""
+    """A trial's folder, and the checkpoint of another trial that it starts from."""
 
     folder: str
     origin: str | None = None

@@ -59,7 +59,7 @@ class HubBackend(RemoteBackend):
             raise ConfigError(what, field=self._field, value=f"{self.scheme}://{self.root}", remedy=remedy) from error
 
     def _describe_refusal(self, error: Exception) -> tuple[str, str] | None:
-        """What is wrong and the remedy; None for a file that is absent and for a failure of the network."""
+        """The failure and its remedy; None for an absent file and for a failure of the network."""
         if not isinstance(error, OSError):
             return f"This is not an address on the Hub: {first_line(error)}", "Correct the name."
         # By the classes' names, because importing them belongs to `trainer_lib.hub`.

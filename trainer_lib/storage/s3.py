@@ -33,7 +33,7 @@ _DOUBLE_EVERY = 2500
 _SLICE = 256 * 2**10
 """Bytes given to the socket at a time."""
 _TRIES = 5
-"""How often a request is sent whose answer breaks off."""
+"""The number of times to send a request whose answer breaks off."""
 
 Call = Callable[..., "Future[dict[str, Any]]"]
 """Start one request of the S3 client."""

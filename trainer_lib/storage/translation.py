@@ -87,7 +87,7 @@ def _is_full(code: str | None) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """What the system or the store says, without the client's sentence around it."""
+    """The message of the system or the store, without the client's sentence around it."""
     code = vendor_code(error)
     said = error.strerror if isinstance(error, OSError) else None
     if code is not None:

@@ -1,1 +1,1 @@
-"""How one model is trained by one or many processes: one file per way, one protocol (`base.Strategy`)."""
+"""Strategies to train a model by one process or many: one file per way, one protocol (`base.Strategy`)."""

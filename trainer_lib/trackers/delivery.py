@@ -416,7 +416,7 @@ def _check_places(session: Session, record: Mapping[str, Any]) -> None:
 
 
 def _name_of(record: Mapping[str, Any]) -> str:
-    """What a record brings, in words."""
+    """The content of a record, in words."""
     if asked := record.get("registration"):
         return f"the version of {asked['name']}"
     return str(record.get("path", "a model" if record.keys() & _MODELS else "a file"))

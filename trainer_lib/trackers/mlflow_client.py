@@ -216,7 +216,7 @@ def _few_tries() -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------------------------- runs
 class Run(NamedTuple):
-    """Where a run is on the server."""
+    """A run's address on the server."""
 
     run_id: str
     experiment_id: str

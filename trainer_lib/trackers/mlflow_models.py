@@ -168,7 +168,7 @@ def download_model(address: str) -> Path:
 
 
 def _plain(error: BaseException) -> str:
-    """What MLflow says, without the name of its error code and the full stop."""
+    """MLflow's message, without the name of its error code and the full stop."""
     return re.sub(r"^[A-Z_]+: ", "", first_line(error)).rstrip(".")
 
 

@@ -38,7 +38,7 @@ _PAGE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model scored on the rows of a split, and on resamples of these rows that are the same for every model.
+    """A model's scores on the rows of a split, and on resamples of these rows that are the same for all models.
 
     Attributes:
         metric: its name, `<split>_<name>`.
@@ -129,7 +129,7 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What a run asks of the registry.
+    """A run's request to the registry.
 
     Attributes:
         name: the registered model.
@@ -151,7 +151,7 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """What a run's request to the registry came to.
+    """The outcome of a run's request to the registry.
 
     Attributes:
         name, version: of the registered model.

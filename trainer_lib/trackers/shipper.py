@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Clock:
-    """How long the request that is under way has gone without an answer; read by another thread.
+    """Seconds that the current request has gone without an answer; read by another thread.
 
     Attributes:
         granted_s: seconds granted to the bytes of all uploads so far.

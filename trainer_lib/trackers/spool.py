@@ -1,4 +1,4 @@
-"""What is logged about a run, on the local disk, on its way to a tracking server.
+"""The spool: a run's records on the local disk, on their way to a tracking server.
 
 A *session* is a folder in which one process keeps what it logs about one run, in order::
 
@@ -109,7 +109,7 @@ def now_ms() -> int:
 
 @dataclass
 class State:
-    """How much of a session the server has.
+    """The part of a session that the server has.
 
     Attributes:
         offset: bytes of points.jsonl whose points, tags and parameters the server has; it may have more.
@@ -335,7 +335,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a spool holds that its server does not have yet.
+    """The part of a spool that its server does not have yet.
 
     Attributes:
         root: the spool.

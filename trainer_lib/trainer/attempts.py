@@ -278,7 +278,7 @@ class Attempts:
 
 
 class Backup:
-    """What training changes, as it was before the first attempt; `OutsideParameters` keeps what is not the model's."""
+    """State that training changes, before the first attempt; `OutsideParameters` keeps parameters of others."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         engine = internals.engine

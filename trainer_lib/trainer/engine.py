@@ -146,7 +146,7 @@ class OutsideParameters:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of them: values ``[...]`` of parameters, and buffers of their modules."""
+        """Their part of a checkpoint: values ``[...]`` of parameters, and buffers of their modules."""
         every = {**{name: each.detach() for name, each in self.named.items()}, **self._buffers}
         return {f"{_PREFIX}{name}": each for name, each in every.items()}
 

@@ -311,7 +311,7 @@ class TrainingLoop:
     def log_evaluate_save(
         self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float | None, learning_rate: Any
     ) -> None:
-        """What the callbacks asked for: log, then evaluate, then save. The host waits for the device here."""
+        """Do what callbacks requested: log, then evaluate, then save. The host waits for the device here."""
         trainer, internals, run = self._trainer, self._internals, self.current_run()
         # First: after a non-finite step, no evaluation is the best.
         run.history.collect(trainer.state.global_step)

@@ -261,7 +261,7 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[int, int, int, float, int, int | None, int]:
-        """How long a training with this loader is. An override may change the first value and the last one.
+        """The length of a training with this loader. An override may change the first value and the last one.
 
         Returns:
             Epochs, optimizer steps per epoch, samples per epoch, samples in all, samples of one step over all ranks,

@@ -1,4 +1,4 @@
-"""How a micro-batch is weighted, so that a step has the exact mean over all target items of its global batch.
+"""Weights of micro-batches, so that a step has the exact mean over all target items of its global batch.
 
 What is wanted
     A target item is what a loss averages over: a token with a label, or a sample. Let the global batch of a step have
@@ -52,7 +52,7 @@ from trainer_lib.data.loader import TrainSource
 
 
 class LossScale(Enum):
-    """What the loss of a micro-batch is.
+    """The meaning of a micro-batch's loss.
 
     Attributes:
         MEAN: a mean over its own target items.

@@ -84,7 +84,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process computes, and with which others.
+    """This process's device and its group.
 
     Attributes:
         comm: all ranks.

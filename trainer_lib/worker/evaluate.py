@@ -257,7 +257,7 @@ def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) ->
 
 @dataclass
 class _Trial:
-    """What a recipe's function is given of a few rows, and the names of what it measures.
+    """The input of a recipe's function for a few rows, and the names of its metrics.
 
     Attributes:
         function: the recipe's, with the metrics of the spec.

@@ -24,7 +24,7 @@ QUIET_S = 0.5  # the least time between two signs of life
 
 
 class _Counted(NamedTuple):
-    """What training had done at a log."""
+    """Progress of a training at a log."""
 
     trained_s: float = 0.0
     step: int = 0
@@ -32,7 +32,7 @@ class _Counted(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Which rows are evaluated: so many behind others, of all that there are."""
+    """Rows of an evaluation: their offset, their number, and the number of all rows."""
 
     before: int
     now: int

@@ -86,7 +86,7 @@ def _write(
 def _stream(
     trainer: Any, split: ArrowSplit, start: int, stop: int, order: list[int] | None
 ) -> Iterator[tuple[np.ndarray, Any]]:
-    """What `stream_predictions` yields for these rows; with an order, positions only tell how many are done."""
+    """Predictions from `stream_predictions` for these rows; with an order, positions only tell how many are done."""
     if order is None:
         yield from stream_predictions(trainer, split, start=start, stop=stop)
         return

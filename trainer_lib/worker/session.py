@@ -170,7 +170,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Work(Generic[Q]):
-    """What a verb is given on one rank.
+    """The inputs of a verb on one rank.
 
     Attributes:
         request: what is asked for.

@@ -48,7 +48,7 @@ def precision_name(engine: Engine) -> str:
 
 
 def process_facts(world: World, strategy: Strategy) -> dict[str, Any]:
-    """What `PartialState` holds: this process among the others."""
+    """The values of `PartialState`: this process among the others."""
     comm = world.comm
     formed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return {
@@ -65,7 +65,7 @@ def process_facts(world: World, strategy: Strategy) -> dict[str, Any]:
 
 
 def accelerator_facts(world: World, engine: Engine) -> dict[str, Any]:
-    """What `AcceleratorState` holds: the facts of the process, the precision and the plugins in use."""
+    """The values of `AcceleratorState`: the facts of the process, the precision and the plugins in use."""
     plugins = engine.strategy.plugins
     return {
         **process_facts(world, engine.strategy),
@@ -97,7 +97,7 @@ def own_state(world: World, engine: Engine) -> Any:
 
 
 def unwrap(prepared: Any) -> Any:
-    """What was given to `prepare` for this loader, optimizer or schedule; anything else as it is.
+    """The original that `prepare` was called with for this loader, optimizer or schedule; anything else as it is.
 
     Raises:
         ConfigError: an Accelerator other than the Trainer's has divided the loader among the processes.

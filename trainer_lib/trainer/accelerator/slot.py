@@ -19,7 +19,7 @@ _ACCELERATE = "accelerate"
 
 
 def unwrap_prepared(prepared: Any) -> Any:
-    """What was given to `accelerator.prepare` for this loader, optimizer or schedule; anything else as it is.
+    """The original of a loader, optimizer or schedule from `accelerator.prepare`; anything else as it is.
 
     Raises:
         ConfigError: an Accelerator other than the Trainer's has divided the loader among the processes.

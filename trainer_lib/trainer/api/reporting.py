@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReportingMethods(TrainerBase):
-    """What is shown, logged and written about a run."""
+    """Everything that is shown, logged and written about a run."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add an entry to the log history, and pass it to every callback (trackers, progress).

@@ -62,7 +62,7 @@ class SavePlan:
 
     @classmethod
     def of(cls, args: TrainingArguments, max_steps: int, steps_per_epoch: int | None) -> SavePlan:
-        """What the arguments ask for; `steps_per_epoch`: None when the data has no length."""
+        """The settings of the arguments; `steps_per_epoch`: None when the data has no length."""
         if args.save_strategy == "no":
             return cls(0, max_steps)
         if args.save_strategy == "steps":

@@ -126,7 +126,7 @@ class Snapshots:
         return shard_snapshot(snapshot, world.comm.rank)
 
     def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """What the model remembers of the last batch (`past_index`), on each rank its own."""
+        """The model's memory of the last batch (`past_index`), which differs by rank."""
         past = self._internals.forward.past
         if past is None:
             return {}
