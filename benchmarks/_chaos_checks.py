@@ -1,4 +1,4 @@
-"""What must be true after a case of `benchmarks.chaos_pipeline`: each check reads files, databases and processes."""
+"""Checks after a case of `benchmarks.chaos_pipeline`: each check reads files, databases and processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_ONE_RUN = {"lineage.json", "provenance.json"}
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run that nothing disturbed left.
+    """The results of an undisturbed run.
 
     Attributes:
         results: stage/folder -> path -> SHA-256 of every file of the result.

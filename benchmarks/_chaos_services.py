@@ -161,7 +161,7 @@ def _answers(url: str) -> bool:
 
 
 class Services:
-    """What all cases share: an MLflow server, one Prefect engine, and an S3 server once a case needs it."""
+    """Services of all cases: an MLflow server, one Prefect engine, and an S3 server once a case needs it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

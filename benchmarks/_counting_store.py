@@ -19,7 +19,7 @@ _LOCK = threading.Lock()
 
 
 class Counts:
-    """What was asked so far."""
+    """Counts of requests so far."""
 
     def __init__(self) -> None:
         self.requests = 0

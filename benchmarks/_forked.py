@@ -25,7 +25,7 @@ _FACTS = struct.Struct("<bii64s64s512s")  # phase, step, resumed from, two diges
 
 @dataclass(frozen=True)
 class Facts:
-    """What a child wrote into the shared memory.
+    """A child's message in shared memory.
 
     Attributes:
         phase: a number that the work chose.
@@ -68,7 +68,7 @@ class Board:
 
 @dataclass(frozen=True)
 class End:
-    """How a child ended: `code` 0 when its work was done, `killed` when we did it; `seconds` it lived."""
+    """The end of a child: `code` 0 when its work was done, `killed` when we did it; `seconds` it lived."""
 
     code: int
     killed: bool

@@ -1,4 +1,4 @@
-"""What people write without a Trainer: scikit-learn for tables and series, a loop in torch for embeddings."""
+"""Scripts without a Trainer: scikit-learn for tables and series, a loop in torch for embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write with the Trainer of transformers for each task, after the scripts that transformers ships.
+"""Scripts with the Trainer of transformers for each task, after the scripts that transformers ships.
 
 Model, rows and tokenizer are those of a `Job`; features, collators, metrics and what follows a prediction are the
 script's own. Each function trains, and returns its metric on the test.

@@ -1,4 +1,4 @@
-"""How long a save blocks training: in the background, waiting for all of it, and with torch's own checkpoints.
+"""Time that a save blocks training: in the background, waiting for all of it, and with torch's own checkpoints.
 
     python -m benchmarks.async_save --size full --save
 
@@ -63,7 +63,7 @@ class Stack(nn.Module):
 
 @dataclass
 class Clock:
-    """What one run takes, in seconds; decides when the next save is due."""
+    """Seconds of one run; decides when the next save is due."""
 
     saves: int
     blocked: list[float] = field(default_factory=list)

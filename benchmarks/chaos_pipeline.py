@@ -251,7 +251,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
 
 
 def reasons(lines: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """What was not as it must be -> in how many cases."""
+    """Violation -> number of cases."""
     found = [name for line in lines for name in {each.partition(":")[0] for each in line["problems"]}]
     return dict(collections.Counter(found))
 

@@ -1,4 +1,4 @@
-"""How much damage to a checkpoint is noticed before it is used: flipped bits and cut files, ours and the peer's.
+"""Damage to a checkpoint that is noticed before it is used: flipped bits and cut files, ours and the peer's.
 
     python -m benchmarks.damage --size full --save
 

@@ -1,4 +1,4 @@
-"""What evaluating a language model with `compute_metrics` costs beside a loop by hand that streams to a file.
+"""The cost of evaluating a language model with `compute_metrics`, next to a loop by hand that streams to a file.
 
     python -m benchmarks.evaluate_lm --size full --save
 

@@ -1,4 +1,4 @@
-"""How long evaluations block a training: inside it, and beside it by `trainflow follow`.
+"""Time that evaluations block a training: inside of it, and by `trainflow follow`.
 
     python -m benchmarks.follow --size full --save
 

@@ -1,4 +1,4 @@
-"""What importing costs: the package by itself, and the Trainer beyond torch.
+"""The cost of importing: the package by itself, and the Trainer beyond torch.
 
     python -m benchmarks.import_time --size full --save
 

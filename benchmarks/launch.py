@@ -1,4 +1,4 @@
-"""What a launch costs: one worker that does nothing, one that waited for its launch, and two.
+"""The cost of a launch: one worker that does nothing, one that waited for its launch, and two.
 
     python -m benchmarks.launch --size full --save
 

@@ -1,4 +1,4 @@
-"""What packing costs in prepare, and what it saves in training.
+"""The cost of packing in prepare, and its gain in training.
 
     python -m benchmarks.packing --size full --save
 

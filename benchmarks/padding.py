@@ -1,4 +1,4 @@
-"""What sorting samples by length saves: pad tokens and time, against a random order.
+"""The gain of sorting samples by length: pad tokens and time, against a random order.
 
     python -m benchmarks.padding --size full --save
 

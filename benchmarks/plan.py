@@ -1,4 +1,4 @@
-"""What `trainflow plan --probe` says of a training, beside what comes of it: time, memory, checkpoints, steps.
+"""Forecasts of `trainflow plan --probe` next to the outcome: time, memory, checkpoints, steps.
 
     python -m benchmarks.plan --size full --save
 

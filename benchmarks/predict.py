@@ -1,4 +1,4 @@
-"""What predicting costs beside a loop by hand that keeps the logits: time, and memory that does not grow.
+"""The cost of predicting, next to a loop by hand that keeps the logits: time, and memory that does not grow.
 
     python -m benchmarks.predict --size full --save
 

@@ -1,4 +1,4 @@
-"""What `trainflow predict` costs beside a loop by hand, what a second worker brings, and what kills leave behind.
+"""The cost of `trainflow predict` next to a loop by hand, the gain of a second worker, and the effect of kills.
 
     python -m benchmarks.predict_rows --size full --save
 

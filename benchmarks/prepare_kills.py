@@ -1,4 +1,4 @@
-"""What is left of a preparation, source by source, whose workers or whose command are killed.
+"""A preparation, source by source, whose workers or whose command are killed.
 
     python -m benchmarks.prepare_kills --size full --save
 

@@ -1,4 +1,4 @@
-"""What Ray adds to a launch and to a step, and how long training stands still when a machine is lost; beside torchrun.
+"""Ray next to torchrun: the cost of a launch and a step, and the time lost with a machine.
 
     python -m benchmarks.ray_launch --size full --save        (needs the extra `ray`)
 

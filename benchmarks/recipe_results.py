@@ -1,4 +1,4 @@
-"""What each recipe reaches, beside what needs no model and beside a script by hand on the same rows and seeds.
+"""Results of the recipes, next to baselines without a model and to scripts by hand on the same rows and seeds.
 
     python -m benchmarks.recipe_results --size full --save
     python -m benchmarks.recipe_results --size full --only embeddings

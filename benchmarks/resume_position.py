@@ -1,4 +1,4 @@
-"""How long it takes from the construction of a loader to its first batch, near the start of the data and far into it.
+"""Time from the construction of a loader to its first batch, near the start of the data and far into it.
 
     python -m benchmarks.resume_position --size full --save
 

@@ -1,4 +1,4 @@
-"""What grows with what, far beyond one machine: parts, commits, checkpoints, ranks, machines, events, points.
+"""Growth far beyond one machine: parts, commits, checkpoints, ranks, machines, events, points.
 
     python -m benchmarks.scale --size full --save
 

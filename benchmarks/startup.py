@@ -1,4 +1,4 @@
-"""What a pipeline costs beyond its training: whole commands, from their start to their end.
+"""The cost of a pipeline beyond its training: whole commands, from their start to their end.
 
     python -m benchmarks.startup --size full --save
 
@@ -41,7 +41,7 @@ WANTED = {"unchanged": 3.0, "cold": 6.0, "stages": 2.0, "first_line": 0.5, "digi
 
 @dataclass(frozen=True)
 class Taken:
-    """What one command took, in seconds: by the clock, of processors, and until its first line of output."""
+    """Seconds of one command: by the clock, of processors, and until its first line of output."""
 
     wall_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""What one optimizer step of a Trainer costs beyond the same work written by hand: ours and that of transformers.
+"""The cost of a Trainer's optimizer step beyond the same work written by hand: ours and that of transformers.
 
     python -m benchmarks.step_overhead --size full --save
 

@@ -1,4 +1,4 @@
-"""What a sweep survives, and what it costs beside its trainings.
+"""Survival of a sweep, and its cost besides its trainings.
 
     python -m benchmarks.sweep --size full --save
 

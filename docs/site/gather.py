@@ -48,7 +48,7 @@ def gather(folder: Path) -> None:
 
 
 def place(source: Path) -> Path:
-    """Where a file or folder of the repository is in the site's sources."""
+    """The place of a repository's file or folder in the site's sources."""
     if source.is_relative_to(DOCS):
         return source.relative_to(DOCS)
     copy = Path("repository") / source.relative_to(ROOT)

@@ -53,7 +53,7 @@ def pages() -> dict[str, str]:
 
 
 def _rank(name: str) -> tuple[int, str]:
-    """What a reader looks for first comes first; the rest by name."""
+    """Sort what a reader looks for first to the front; the rest by name."""
     return (_FIRST.index(name) if name in _FIRST else len(_FIRST), name.lower())
 
 

@@ -29,7 +29,7 @@ from trainflow.tasks.train import train
 
 @dataclass(frozen=True)
 class RowFacts(StageFacts, stage="count-rows"):
-    """What `count_rows` states about its result: the split with the most rows."""
+    """Facts of `count_rows`: the split with the most rows."""
 
     largest: str
 
