@@ -99,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 @pytest.mark.timeout(400)
 def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path / "project")
-    deployed = deploy(server, spec, *SHORT, "--pool", "main", "--interval", "8")
+    deployed = deploy(server, spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8")
     assert deployed.code == 0, deployed.err
     assert "Deployed pipeline/toy to the work pool main: every 8 s." in deployed.out
     wait_for("two runs that complete", lambda: len(server.runs("toy", "COMPLETED")) > 1, 240)

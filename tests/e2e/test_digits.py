@@ -14,9 +14,8 @@ SPEC = ROOT / "examples" / "digits" / "pipeline.yaml"
 
 
 def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path) -> None:
-    quick = ("train.launch.processes=2", "train.args.num_train_epochs=8")
-    arguments = ("run", SPEC, f"storage={tmp_path / 'storage'}", *quick, "--json")
-    # A newcomer's: nothing of Prefect's exists yet.
+    arguments = ("run", SPEC, f"storage={tmp_path / 'storage'}", "train.args.num_train_epochs=8", "--json")
+    # A newcomer's: nothing of Prefect's exists yet. On two processes: test_kill_resume.py.
     first = trainflow(*arguments, env={"PREFECT_HOME": str(tmp_path / "prefect")})
     assert first.code == 0, first.err
     result = json.loads(first.out)
