@@ -14,11 +14,10 @@ from trainflow.tasks.keys.keys import evaluate_key
 from trainflow.tasks.keys.stage_code import code_of
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
-from trainflow.tasks.stage.inference import run_inference
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.runner import StageAttempt, StageOutput
 from trainflow.tasks.stage.task import stage_task
-from trainflow.tasks.stage.worker import launch_request, launch_shared
+from trainflow.tasks.stage.worker import launch_request, launch_shared, run_inference
 
 
 @stage_task("evaluate")

@@ -13,11 +13,10 @@ from trainflow.tasks.configs import LaunchSettings, PredictConfig
 from trainflow.tasks.keys.keys import predict_key
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PredictFacts, PrepareFacts, TrainFacts
-from trainflow.tasks.stage.inference import run_inference
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.runner import StageAttempt, StageOutput
 from trainflow.tasks.stage.task import stage_task
-from trainflow.tasks.stage.worker import launch_shared
+from trainflow.tasks.stage.worker import launch_shared, run_inference
 
 
 @stage_task("predict")

@@ -29,8 +29,7 @@ from trainflow.tasks.keys.declared_paths import warn_of_unread
 from trainflow.tasks.keys.keys import REFRESH, Difference, StageKey, differences, stage_key
 from trainflow.tasks.keys.stage_code import code_of
 from trainflow.tasks.stage import manifest as _manifests
-from trainflow.tasks.stage.choosing_metrics import choosing_metrics
-from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.context import StageContext, choosing_metrics
 from trainflow.tasks.stage.facts import StageFacts, TrainFacts
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest

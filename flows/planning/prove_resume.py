@@ -35,8 +35,7 @@ from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.model.versions import find_processor, find_versions
 from trainflow.tasks.stage import manifest as _manifests
-from trainflow.tasks.stage.choosing_metrics import choosing_metrics
-from trainflow.tasks.stage.context import StageContext
+from trainflow.tasks.stage.context import StageContext, choosing_metrics
 from trainflow.tasks.stage.manifest import StageManifest
 
 if TYPE_CHECKING:

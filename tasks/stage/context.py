@@ -1,4 +1,4 @@
-"""The context: everything that the stages of one run share."""
+"""The context that the stages of one run share, and the metrics of evaluate that choose the weights of train."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer_lib.base.metric_names import MetricCall
-from trainflow.tasks.configs import MaxAge
+from trainer_lib.base.metric_names import LESS_IS_BETTER, MetricCall, read_metrics
+from trainer_lib.base.suggestions import nearest
+from trainer_lib.errors import ConfigError
+from trainflow.tasks.configs import EvaluateConfig, MaxAge, TrainConfig
 from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.keys.stage_code import METRICS, code_of
 from trainflow.tasks.tracking.mlflow_run import RunHandle
 
 
@@ -58,3 +61,38 @@ class StageContext:
     debug: bool = False
     resolver: Resolver = field(default_factory=Resolver, repr=False, compare=False)
     stop: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+
+
+_FIELD = "train.args.metric_for_best_model"
+_MEASURES = (*METRICS, "Trainer", "callbacks")
+
+
+def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: StageContext) -> tuple[MetricCall, ...]:
+    """Those of `evaluate.metrics` that `metric_for_best_model` names; none where it names another one, or none.
+
+    Raises:
+        ConfigError: no evaluation could give the metric that it names, or its direction is the wrong one.
+    """
+    named = train.args.get("metric_for_best_model")
+    if not isinstance(named, str):
+        return ()
+    wanted, calls = named.removeprefix("eval_"), read_metrics(evaluate.metrics)
+    # A metric of a package may give several numbers, by the names that follow its own.
+    found = [each for each in calls if wanted == each.result or (each.module and wanted.startswith(f"{each.result}_"))]
+    if found and found[0].name in LESS_IS_BETTER and train.args.get("greater_is_better") is None:
+        raise ConfigError(
+            f"Less is better of {found[0].name}, and unless the setting says so the greatest one is chosen.",
+            field="train.args.greater_is_better",
+            remedy="Set train.args.greater_is_better=false.",
+        )
+    code = code_of(train, context)
+    if not found and wanted != "loss" and not any(code.defines(name) for name in _MEASURES):
+        near = nearest(wanted, [each.result for each in calls])
+        remedy = "Name it in evaluate.metrics, or return it from compute_metrics."
+        raise ConfigError(
+            "The recipe has no compute_metrics, so an evaluation while training gives the loss alone.",
+            field="train.stop_early.metric" if train.stop_early else _FIELD,
+            value=named,
+            remedy=remedy if near is None else f'Did you mean "{near}"?',
+        )
+    return tuple(found)

@@ -15,7 +15,7 @@ from typing import Any
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainflow.tasks.prefect.prefect_internals import api_log_handlers, set_up_logging
-from trainflow.tasks.stage.run_link import RunLink
+from trainflow.tasks.prefect.run_link import RunLink
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]

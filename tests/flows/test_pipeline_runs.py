@@ -41,10 +41,10 @@ from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports import prefect_artifacts, run_images, run_record
 from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.prefect import run_link
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress as _progress
-from trainflow.tasks.stage import run_link
 from trainflow.tasks.stage.manifest import StageManifest
 
 PATIENCE_S = 60.0

@@ -25,13 +25,14 @@ from trainflow.tasks import evaluate
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.model.model_flavor import describe_flavor
+from trainflow.tasks.prefect import run_link
 from trainflow.tasks.prefect.prefect_client import _tls_context, quick_client
 from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread, without_retries
-from trainflow.tasks.stage import run_link, worker
+from trainflow.tasks.prefect.run_link import RunLink, wait_for_drawings
+from trainflow.tasks.stage import worker
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.run_link import RunLink, wait_for_drawings
 from trainflow.tasks.tracking.system_load import SystemLoad, parse_gpus
 
 
