@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS
-from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainflow.tasks.settings.early_stopping import StopEarlySettings, fill_arguments
 from trainflow.tasks.settings.keyed_settings import Affects as Affects
@@ -194,7 +194,7 @@ class TrainConfig(StageSettings):
         """These settings, with the arguments of accelerate's configuration file; a contradiction is refused."""
         if self.launch.kind != "accelerate" or self.launch.config_file is None:
             return self
-        from trainer_lib.launch import accelerate
+        from trainer_lib.launch.settings import accelerate
 
         return self.model_copy(update={"args": accelerate.merge_arguments(self.args, self.launch.config_file)})
 

@@ -26,7 +26,7 @@ from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch_workers
-from trainer_lib.launch.gpu_selection import list_visible, num_cores
+from trainer_lib.launch.settings.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch.config import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, Spec, command
 from trainflow.flows.cli.run_choice import SPEC_ENDINGS, choose_spec_file

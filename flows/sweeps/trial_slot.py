@@ -35,7 +35,7 @@ from trainer_lib.errors import (
     TrainflowError,
     from_exception,
 )
-from trainer_lib.launch.gpu_selection import SHARED_BY
+from trainer_lib.launch.settings.gpu_selection import SHARED_BY
 from trainer_lib.search.ledger import Claim, Ledger
 from trainer_lib.storage import Store
 from trainflow.flows.records.ending import StopRequest

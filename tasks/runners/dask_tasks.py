@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import State
 from prefect_dask import DaskTaskRunner
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch.refusal import unshared
+from trainer_lib.launch.settings.refusal import unshared
 from trainer_lib.storage import Store
 from trainflow.tasks.prefect.prefect_internals import send_queued
 from trainflow.tasks.runners.clusters import no_cluster, require_api

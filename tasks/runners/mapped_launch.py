@@ -19,9 +19,9 @@ from prefect.states import Failed
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.pool import Progress, settle
 from trainer_lib.launch.reported import Owner, launch_reported
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import Request
 from trainer_lib.storage import Store
 from trainflow.tasks.configs import LaunchSettings

@@ -22,7 +22,7 @@ from tests.support.pages import blocks
 from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
-from trainer_lib.launch.gpu_selection import num_cores
+from trainer_lib.launch.settings.gpu_selection import num_cores
 from trainflow.flows.spec.spec import load_spec
 from trainflow.flows.sweeps.sweeping import run_sweep
 

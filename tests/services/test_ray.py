@@ -17,7 +17,7 @@ from tests.support.launched import request
 from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, Interrupted, Preempted
-from trainer_lib.launch.gpu_selection import num_cores
+from trainer_lib.launch.settings.gpu_selection import num_cores
 from trainer_lib.protocol.requests import PreparedData
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.timeout(400)]

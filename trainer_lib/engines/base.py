@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, TrainflowError
-from trainer_lib.launch.config import LaunchConfig, from_settings
+from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 
 _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
 

@@ -31,7 +31,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
 from trainer_lib.launch import follow, launch
-from trainer_lib.launch.variables import free_port
+from trainer_lib.launch.settings.variables import free_port
 from trainer_lib.protocol.requests import read_request
 from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN
 

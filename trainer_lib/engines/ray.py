@@ -25,8 +25,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
-from trainer_lib.launch.refusal import unshared
-from trainer_lib.launch.variables import thread_variables
+from trainer_lib.launch.settings.refusal import unshared
+from trainer_lib.launch.settings.variables import thread_variables
 from trainer_lib.storage import Store
 
 SMALLER_S = 10.0  # for a group that would be placed with fewer machines

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_lib.launch.base import launch
-    from trainer_lib.launch.config import LaunchConfig, from_settings, resolve_config
     from trainer_lib.launch.nodes import follow
     from trainer_lib.launch.notebook import notebook_launcher
     from trainer_lib.launch.pool import launch_workers
-    from trainer_lib.launch.refusal import require_torch
+    from trainer_lib.launch.settings.config import LaunchConfig, from_settings, resolve_config
+    from trainer_lib.launch.settings.refusal import require_torch
 
 _NAMES = {
-    "LaunchConfig": "config",
+    "LaunchConfig": "settings.config",
     "follow": "nodes",
-    "from_settings": "config",
+    "from_settings": "settings.config",
     "launch": "base",
     "launch_workers": "pool",
     "notebook_launcher": "notebook",
-    "require_torch": "refusal",
-    "resolve_config": "config",
+    "require_torch": "settings.refusal",
+    "resolve_config": "settings.config",
 }
 
 __all__ = [

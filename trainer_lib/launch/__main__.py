@@ -10,8 +10,8 @@ import sys
 from typing import Any
 
 from trainer_lib.errors import Interrupted, TrainflowError
-from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.nodes import follow
+from trainer_lib.launch.settings.config import LaunchConfig
 
 
 def main(argv: list[str]) -> int:

@@ -29,14 +29,15 @@ from typing import Any, TypeVar
 
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
-from trainer_lib.launch import accelerate, engine_files, nodes, warm
-from trainer_lib.launch.config import LaunchConfig, check_rendezvous, resolve_config
+from trainer_lib.launch import engine_files, nodes, warm
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.gpu_selection import name_devices, selection_variables
-from trainer_lib.launch.refusal import require_torch
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings import accelerate
+from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, resolve_config
+from trainer_lib.launch.settings.gpu_selection import name_devices, selection_variables
+from trainer_lib.launch.settings.refusal import require_torch
+from trainer_lib.launch.settings.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.launch.supervise import Listener, Supervisor, start_guard
-from trainer_lib.launch.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.locks.tickets import POLL_S, Place, Queue, Ticket
 from trainer_lib.protocol.requests import Request
 

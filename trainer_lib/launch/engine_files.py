@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch.config import LaunchConfig, from_settings
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 
 END_S = 30.0
 """Seconds that an engine has to end what it has placed, beyond those that workers have to save."""

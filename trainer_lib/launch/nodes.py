@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
-from trainer_lib.launch.config import LaunchConfig, check_rendezvous, from_settings, resolve_config
 from trainer_lib.launch.run_dir import MARK, RunDir
+from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, from_settings, resolve_config
+from trainer_lib.launch.settings.variables import worker_environment
 from trainer_lib.launch.supervise import Ending, Listener, Supervisor, start_guard
-from trainer_lib.launch.variables import worker_environment
 
 SETTINGS = "launch.json"
 NOTHING = "nothing"  # the verb of a launch that only dismisses the waiting machines

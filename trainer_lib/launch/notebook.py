@@ -22,9 +22,9 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
 from trainer_lib.guard import PR_SET_PDEATHSIG, prctl
-from trainer_lib.launch.config import LaunchConfig, resolve_config
 from trainer_lib.launch.failures import signal_name
-from trainer_lib.launch.variables import free_port, thread_variables, threads_of
+from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
+from trainer_lib.launch.settings.variables import free_port, thread_variables, threads_of
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 5.0  # time for the other ranks to notice that one has failed

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 
 from trainer_lib.errors import InfrastructureError, Interrupted
 from trainer_lib.launch.base import launch
-from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.gpu_selection import core_share, list_visible
+from trainer_lib.launch.settings.config import LaunchConfig
+from trainer_lib.launch.settings.gpu_selection import core_share, list_visible
 from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.guard import OWNER, start_time
-from trainer_lib.launch.config import LaunchConfig
 from trainer_lib.launch.run_dir import MARK, WARM_SOCKET, RunDir
+from trainer_lib.launch.settings.config import LaunchConfig
+from trainer_lib.launch.settings.variables import worker_environment
 from trainer_lib.launch.supervise import start_guard
-from trainer_lib.launch.variables import worker_environment
 
 SWITCH = "TRAINFLOW_WARM"
 END_S = 5.0

@@ -25,12 +25,11 @@ from trainer_lib.arguments import environment
 from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError, from_record
 from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch import nodes
-from trainer_lib.launch.config import LaunchConfig, resolve_config
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir, read_process
-from trainer_lib.launch.supervise import Ending
-from trainer_lib.launch.variables import thread_variables, threads_of
+from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
+from trainer_lib.launch.settings.variables import thread_variables, threads_of
+from trainer_lib.launch.supervise import Ending, OomWatch
 from trainer_lib.machines.agent import run_workers
 from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulses, Rendezvous, gather, open_store, reach
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, accelerate, gpu_selection, notebook_launcher, resolve_config
+from trainer_lib.launch import LaunchConfig, notebook_launcher, resolve_config
+from trainer_lib.launch.settings import accelerate, gpu_selection
 
 
 @pytest.fixture

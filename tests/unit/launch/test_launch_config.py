@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.launch import LaunchConfig, base, from_settings, gpu_selection, resolve_config
-from trainer_lib.launch.config import check_rendezvous
+from trainer_lib.launch import LaunchConfig, base, from_settings, resolve_config
 from trainer_lib.launch.pool import apart
-from trainer_lib.launch.refusal import check_installed, require_torch
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.launch.variables import worker_environment
+from trainer_lib.launch.settings import gpu_selection
+from trainer_lib.launch.settings.config import check_rendezvous
+from trainer_lib.launch.settings.refusal import check_installed, require_torch
+from trainer_lib.launch.settings.variables import worker_environment
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_devices_are_counted_without_torch(two_devices: None, monkeypatch: pytes
     assert gpu_selection.num_devices({}) == 2
     counts = {"": 0, "-1": 0, "0": 1, "1,0": 2, "0,1,2": 2, "MIG-a,MIG-b,MIG-c": 3}
     assert {visible: gpu_selection.num_devices({"CUDA_VISIBLE_DEVICES": visible}) for visible in counts} == counts
-    monkeypatch.setattr("trainer_lib.launch.config.num_devices", lambda environment: 1)
+    monkeypatch.setattr("trainer_lib.launch.settings.config.num_devices", lambda environment: 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
     with pytest.raises(ConfigError, match=r"1 CUDA device"):
         resolve_config(LaunchConfig(processes=2))

@@ -20,9 +20,8 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.kernel_oom import OomWatch
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.launch.supervise import Ending
+from trainer_lib.launch.supervise import Ending, OomWatch
 
 
 @pytest.fixture

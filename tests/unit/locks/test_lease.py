@@ -18,7 +18,8 @@ import pytest
 from tests.support.faulty import Faults
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.guard import start_time
-from trainer_lib.launch import LaunchConfig, base, gpu_selection
+from trainer_lib.launch import LaunchConfig, base
+from trainer_lib.launch.settings import gpu_selection
 from trainer_lib.locks import tickets
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.file_lock import is_locked, try_lock

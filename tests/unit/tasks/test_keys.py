@@ -236,7 +236,7 @@ def test_equal_keys_have_no_differences_and_order_does_not_matter() -> None:
 
 
 def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import trainer_lib.launch.config as launch
+    import trainer_lib.launch.settings.config as launch
 
     monkeypatch.setattr(launch, "num_devices", lambda _: 1)
     monkeypatch.setattr(launch, "num_cores", lambda: 2)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer_lib.arguments import environment
-from trainer_lib.launch.refusal import refused
+from trainer_lib.launch.settings.refusal import refused
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.environment import Machines, Ranks
-    from trainer_lib.launch.config import LaunchConfig
+    from trainer_lib.launch.settings.config import LaunchConfig
 
 
 def with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from trainer_lib.launch.gpu_selection import check_selection, num_cores, num_devices, selection_variables
-from trainer_lib.launch.refusal import check_installed, refused
+from trainer_lib.launch.settings.gpu_selection import check_selection, num_cores, num_devices, selection_variables
+from trainer_lib.launch.settings.refusal import check_installed, refused
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -171,7 +171,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     check_installed(config.kind)
     _check_environment(config)
     if config.engine is not None or config.address is not None or config.engine_options:
-        from trainer_lib.launch import engine_settings  # few launches have an engine
+        from trainer_lib.launch.settings import engine_settings
 
         engine_settings.check(config, get_args(Engine))
     # The machines of an engine resolve the rest for themselves.
@@ -182,7 +182,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind == "accelerate":
         config = _with_accelerate_file(config)
     if config.kind == "environment":
-        from trainer_lib.launch import scheduled  # all arguments come with it
+        from trainer_lib.launch.settings import scheduled
 
         config = scheduled.with_environment(config, use_cpu=use_cpu)
     _check_nodes(config)
@@ -235,7 +235,7 @@ def _check_environment(config: LaunchConfig) -> None:
 
 def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     """Take processes and machines from accelerate's configuration file; raise ConfigError for a contradiction."""
-    from trainer_lib.launch import accelerate  # it brings the arguments, which reading a spec does not need
+    from trainer_lib.launch.settings import accelerate
 
     written = accelerate.read_launch_settings(config.config_file)
     for name, value in written.items():

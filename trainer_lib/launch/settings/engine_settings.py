@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import MissingExtraError
-from trainer_lib.launch.refusal import refused
+from trainer_lib.launch.settings.refusal import refused
 
 if TYPE_CHECKING:
-    from trainer_lib.launch.config import LaunchConfig
+    from trainer_lib.launch.settings.config import LaunchConfig
 
 # What the engine decides, or what holds for one machine only.
 _DECIDED = ("node_rank", "rendezvous", "devices", "device_order", "per_device", "config_file")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer_lib.arguments.environment import ALONE, PREFIXES, RANK_VARIABLES
-from trainer_lib.launch.config import LaunchConfig
-from trainer_lib.launch.gpu_selection import core_share, selection_variables
+from trainer_lib.launch.settings.config import LaunchConfig
+from trainer_lib.launch.settings.gpu_selection import core_share, selection_variables
 
 # Enclosing launchers and schedulers leave these in our environment; a worker would take them for its own.
 _FOREIGN = (
