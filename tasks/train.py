@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.global_batch import rows_at_a_time
+from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
 from trainer_lib.protocol.requests import TrainRequest
 from trainflow.tasks.configs import TrainConfig
 from trainflow.tasks.keys.keys import train_key

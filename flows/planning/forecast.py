@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import total_batch_size
-from trainer_lib.arguments.global_batch import describe_step, rows_at_a_time
+from trainer_lib.arguments.configs.accelerator_config import describe_step, rows_at_a_time
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.footprint import Estimate, Footprint, Probe, footprints
@@ -332,7 +332,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
 def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
     """The name that `trainer_lib.protocol.footprint` has for the strategy of these arguments."""
     if args.deepspeed is not None:
-        from trainer_lib.arguments.deepspeed.deepspeed_config import plan
+        from trainer_lib.arguments.configs.deepspeed_config import plan
 
         return f"zero-{plan(args).zero.get('stage', 0)}".replace("zero-0", "ddp")
     if args.fsdp:
@@ -342,7 +342,7 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
 
 def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
     """The number of ranks that write a part of a checkpoint under these FSDP arguments; None: all, the default."""
-    from trainer_lib.arguments.fsdp.fsdp_config import read_settings
+    from trainer_lib.arguments.configs.fsdp_config import read_settings
 
     settings = read_settings(args)
     if settings is None:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from markupsafe import Markup
 
-from trainer_lib.arguments.global_batch import describe_step
+from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import TrainflowError

@@ -260,7 +260,7 @@ def halve_training_batch(
         varies: there may be fewer of them at times; the global batch is then fixed also without a halving.
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
-    from trainer_lib.arguments.global_batch import rows_at_a_time
+    from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
 
     if halvings == 0 and (not varies or args.get("global_batch_size")):
         return dict(args)
@@ -297,7 +297,7 @@ def count_sharers(parsed: TrainingArguments, world_size: Callable[[], int]) -> i
     Args:
         world_size: called only if it counts, because it looks at this machine's devices.
     """
-    from trainer_lib.arguments.accelerator_config import BatchSettings
+    from trainer_lib.arguments.configs.accelerator_config import BatchSettings
 
     return world_size() if BatchSettings.of(parsed.accelerator_config).split_batches else 1
 

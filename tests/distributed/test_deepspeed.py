@@ -21,8 +21,8 @@ from tests.support.toys import Classifier
 from tests.support.training import assert_equal, logged, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed import deepspeed_config as keys
-from trainer_lib.arguments.deepspeed.deepspeed_config import adopt
+from trainer_lib.arguments.configs import deepspeed_config as keys
+from trainer_lib.arguments.configs.deepspeed_config import adopt
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.deepspeed import zero_partitions

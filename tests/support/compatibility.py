@@ -19,8 +19,8 @@ from tests.support.repository import ROOT
 from tests.support.surface import SURFACE
 from trainer_lib import Seq2SeqTrainer, Trainer, TrainingArguments
 from trainer_lib.arguments import OptimizerNames
-from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.compat import OLD_NAMES
+from trainer_lib.arguments.configs.accelerator_config import ACCELERATOR_KEYS
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.groups import ArgumentGroups, Seq2SeqArguments
 from trainer_lib.arguments.training import TFArguments

@@ -20,9 +20,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.deepspeed import deepspeed_config
+from trainer_lib.arguments.configs import deepspeed_config, fsdp_config
 from trainer_lib.arguments.enums import ParallelMode
-from trainer_lib.arguments.fsdp import fsdp_config
 from trainer_lib.arguments.groups import ArgumentGroups
 from trainer_lib.errors import ConfigError
 

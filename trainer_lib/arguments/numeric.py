@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments.accelerator_config import BatchSettings
-from trainer_lib.arguments.deepspeed.deepspeed_config import read
+from trainer_lib.arguments.configs.accelerator_config import BatchSettings, total_batch_size
+from trainer_lib.arguments.configs.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Affects, declarations, field_map
-from trainer_lib.arguments.global_batch import total_batch_size
 from trainer_lib.arguments.io import plain
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer_lib.arguments.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
 from trainer_lib.arguments.coerce import coerce, coerce_fields
-from trainer_lib.arguments.deepspeed import deepspeed_config as deepspeed
-from trainer_lib.arguments.deepspeed.deepspeed_config import AUTO
+from trainer_lib.arguments.configs import deepspeed_config as deepspeed
+from trainer_lib.arguments.configs.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
+from trainer_lib.arguments.configs.deepspeed_config import AUTO
+from trainer_lib.arguments.configs.fsdp_config import read_settings
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Unset, field_map
-from trainer_lib.arguments.fsdp.fsdp_config import read_settings
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from trainer_lib.arguments.global_batch import follows_global_batch
+from trainer_lib.arguments.configs.accelerator_config import follows_global_batch
 from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer

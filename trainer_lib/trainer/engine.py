@@ -14,8 +14,8 @@ from torch import nn
 
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.accelerator_config import AcceleratorConfig
-from trainer_lib.arguments.deepspeed.deepspeed_config import plan
+from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig
+from trainer_lib.arguments.configs.deepspeed_config import plan
 from trainer_lib.distributed.precision import Precision
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups

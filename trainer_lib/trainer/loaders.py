@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.global_batch import total_batch_size
+from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.data.column import LABELS
 from trainer_lib.data.fetch import is_pure_collator
 from trainer_lib.data.foreign import ForeignLoader

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.enums import SaveStrategy
-from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.base.outputs import TrainOutput, speed_metrics
 from trainer_lib.checkpoint.reader import Checkpoint

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from trainer_lib.arguments import TrainingArguments, launched
-from trainer_lib.arguments.foreign_arguments import adopt_arguments
+from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.foreign import launched
+from trainer_lib.arguments.foreign.foreign_arguments import adopt_arguments
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.base.outputs import BestRun, TrainOutput
 from trainer_lib.callbacks.base import TrainerCallback

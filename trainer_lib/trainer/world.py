@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.accelerator_config import BatchSettings
+from trainer_lib.arguments.configs.accelerator_config import BatchSettings
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.global_batch import total_batch_size
+from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback

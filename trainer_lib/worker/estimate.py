@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.fsdp.fsdp_config import read_settings
-from trainer_lib.arguments.global_batch import accumulation_steps, rows_at_a_time
+from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, rows_at_a_time
+from trainer_lib.arguments.configs.fsdp_config import read_settings
 from trainer_lib.base.memory import read_resident_bytes
 from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer_lib.arguments.global_batch import describe_step
+from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.loader import has_length
 from trainer_lib.worker.session import Events

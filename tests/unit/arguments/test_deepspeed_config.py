@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed import deepspeed_config as keys
-from trainer_lib.arguments.deepspeed.deepspeed_config import adopt, plan
+from trainer_lib.arguments.configs import deepspeed_config as keys
+from trainer_lib.arguments.configs.deepspeed_config import adopt, plan
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.deepspeed import zero_config

@@ -18,7 +18,7 @@ import torch
 
 from trainer_lib import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from trainer_lib.arguments import ParallelMode
-from trainer_lib.arguments.accelerator_config import AcceleratorConfig
+from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig
 from trainer_lib.arguments.fields import declarations
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.repository import ROOT
 from trainer_lib import TrainingArguments
-from trainer_lib.arguments.fsdp.fsdp_config import KEYS, FsdpSettings, read_settings
+from trainer_lib.arguments.configs.fsdp_config import KEYS, FsdpSettings, read_settings
 from trainer_lib.errors import ConfigError
 
 CLASSES = {"transformer_layer_cls_to_wrap": ["Block"]}

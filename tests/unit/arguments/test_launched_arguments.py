@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
-from trainer_lib.arguments import TrainingArguments, launched
+from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.environment import ALONE, Ranks, find_machines, first_host, ranks, tasks_per_node
+from trainer_lib.arguments.foreign import launched
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError
 

@@ -17,8 +17,8 @@ from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.toys import Classifier, StatefulStream, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.fields import Unset
-from trainer_lib.arguments.global_batch import describe_step
 from trainer_lib.errors import ConfigError, OutOfMemoryError
 
 ROWS = classification_rows(26)

@@ -1,7 +1,7 @@
 """`accelerate launch`: its configuration file and its command line. The package is executed, never imported here.
 
 The file's settings of arguments (mixed precision, FSDP, DeepSpeed …) are translated through the variables that
-`accelerate launch` would set (`trainer_lib.arguments.launched`), so that a spec has them before anything starts. The
+`accelerate launch` would set (`trainer_lib.arguments.foreign.launched`), so that a spec has them before it starts. The
 file's settings of processes and machines become launch settings.
 """
 
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments import io, launched
+from trainer_lib.arguments import io
 from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.foreign import launched
 from trainer_lib.errors import ConfigError
 
 _FIELD = "train.launch.config_file"

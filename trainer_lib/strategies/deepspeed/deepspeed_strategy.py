@@ -32,7 +32,7 @@ from torch import nn
 from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed.deepspeed_config import ZeroPlan, plan
+from trainer_lib.arguments.configs.deepspeed_config import ZeroPlan, plan
 from trainer_lib.arguments.members import ZeroPlugin
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import Communicator

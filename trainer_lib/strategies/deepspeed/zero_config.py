@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.deepspeed.deepspeed_config import AUTO, ZeroPlan, adopt
-from trainer_lib.arguments.global_batch import accumulation_steps, micro_batch_size
+from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, micro_batch_size
+from trainer_lib.arguments.configs.deepspeed_config import AUTO, ZeroPlan, adopt
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)

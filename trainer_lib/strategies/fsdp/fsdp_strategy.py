@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings, read_settings, sharded_checkpoints
+from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, read_settings, sharded_checkpoints
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator

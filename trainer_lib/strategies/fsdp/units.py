@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer_lib.arguments.fsdp.fsdp_config import FsdpSettings
+from trainer_lib.arguments.configs.fsdp_config import FsdpSettings
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import io
-from trainer_lib.arguments.accelerator_config import BatchSettings
+from trainer_lib.arguments.configs.accelerator_config import BatchSettings, micro_batch_size, total_batch_size
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.global_batch import micro_batch_size, total_batch_size
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 

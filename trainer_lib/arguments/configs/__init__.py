@@ -1,0 +1,1 @@
+"""Arguments that are mappings or files: the configurations of accelerate, DeepSpeed and FSDP."""

@@ -1,0 +1,1 @@
+"""Arguments from other programs: the objects of transformers, and the variables of `accelerate launch`."""

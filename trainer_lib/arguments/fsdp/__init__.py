@@ -1,1 +1,0 @@
-"""FSDP's own configuration: read and checked."""
