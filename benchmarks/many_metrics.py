@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks._result import arguments, publish
 from trainer_lib.hub.card import Card, render_card
-from trainer_lib.trackers.mlflow_client import BATCH, Point, connect, send_points
-from trainer_lib.trackers.mlflow_models import link_metrics
+from trainer_lib.trackers.mlflow.mlflow_client import BATCH, Point, connect, send_points
+from trainer_lib.trackers.mlflow.mlflow_models import link_metrics
 
 SIZES = {"smallest": (20, 200), "full": (1000, 10_000)}
 

@@ -167,7 +167,7 @@ def _prefect_served() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _guarded(place: TrackingPlace, port: int, token: str, log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-P", "-m", "trainer_lib.trackers.mlflow_page", str(port)]
+    command = [sys.executable, "-P", "-m", "trainer_lib.trackers.mlflow.mlflow_page", str(port)]
     guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__).resolve())]
     database = place.sqlite_file
     artifacts = (database.parent if database is not None else user_data_dir()) / "mlartifacts"

@@ -12,8 +12,8 @@ from trainer_lib.base.records import from_record
 from trainer_lib.errors import CodeError, StorageError, StorageGoneError
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered
-from trainer_lib.trackers.model_record import Flavor
+from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered
+from trainer_lib.trackers.mlflow.model_record import Flavor
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.reports.charts import load_matplotlib
 from trainflow.flows.reports.run_images import log_outcomes

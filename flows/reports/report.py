@@ -29,7 +29,7 @@ from trainflow.flows.records.sizes import describe_bytes, describe_seconds
 from trainflow.flows.reports.charts import draw_charts, number_text
 
 if TYPE_CHECKING:
-    from trainer_lib.trackers.mlflow_registry import Registered
+    from trainer_lib.trackers.mlflow.mlflow_registry import Registered
     from trainflow.flows.reports.report_facts import ReportFacts
 
 REPORT = "report.html"

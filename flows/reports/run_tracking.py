@@ -15,7 +15,7 @@ from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import CodeError, ConfigError, DataError, Pruned
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow_client import DISCARDED, FAILURE_TAG
+from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params, with_intervals
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.ending import expected_ending

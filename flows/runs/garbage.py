@@ -156,8 +156,8 @@ class Registry:
             raise _unreachable(uri, "its credentials are not in the environment")
         if _database(uri) is not None and not _has_versions(uri):
             return  # without importing mlflow, which takes seconds
-        from trainer_lib.trackers.mlflow_client import connect
-        from trainer_lib.trackers.mlflow_registry import list_model_versions
+        from trainer_lib.trackers.mlflow.mlflow_client import connect
+        from trainer_lib.trackers.mlflow.mlflow_registry import list_model_versions
 
         try:
             versions = list_model_versions(connect(uri))

@@ -17,8 +17,8 @@ from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage.commit import content_digest, read_commit
-from trainer_lib.trackers.mlflow_registry import Registration, Score
-from trainer_lib.trackers.model_record import Flavor, ModelRecord
+from trainer_lib.trackers.mlflow.mlflow_registry import Registration, Score
+from trainer_lib.trackers.mlflow.model_record import Flavor, ModelRecord
 from trainer_lib.trackers.names import clean_key, group_results, with_intervals
 from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.model.portable_model import TrainedModel, code_texts

@@ -10,7 +10,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.storage import FileEntry
-from trainer_lib.trackers.model_record import Flavor, FlavorFile
+from trainer_lib.trackers.mlflow.model_record import Flavor, FlavorFile
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 

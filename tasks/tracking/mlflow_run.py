@@ -30,10 +30,10 @@ from typing import Any
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers.delivery import Delivery
-from trainer_lib.trackers.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
+from trainer_lib.trackers.mlflow.delivery import Delivery
+from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
+from trainer_lib.trackers.mlflow.shipper import Shipper
 from trainer_lib.trackers.names import clean_key, flatten_params
-from trainer_lib.trackers.shipper import Shipper
 from trainer_lib.trackers.spool import Session, Waiting, count_waiting, known_run, now_ms, own_spool, user_data_dir
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.tracking.run_handle import RunHandle as RunHandle

@@ -22,9 +22,10 @@ from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.runs import ALL, ran, run
 from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
-from trainer_lib.trackers import mlflow_client, spool
-from trainer_lib.trackers.delivery import Delivery
-from trainer_lib.trackers.shipper import Shipper
+from trainer_lib.trackers import spool
+from trainer_lib.trackers.mlflow import mlflow_client
+from trainer_lib.trackers.mlflow.delivery import Delivery
+from trainer_lib.trackers.mlflow.shipper import Shipper
 from trainer_lib.trackers.spool import Session
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.reports.run_record import RunRecord

@@ -19,7 +19,7 @@ from tests.support.mlflow_store import client, fresh_store, points, runs
 from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow import MLflowTracker
+from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.tracking.mlflow_run import RunHandle, TrackedRun, default_tracking_uri, find_waiting, open_run
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.repository import ROOT
-from trainer_lib.trackers.mlflow_registry import Registered, Registration, Score, Verdict
+from trainer_lib.trackers.mlflow.mlflow_registry import Registered, Registration, Score, Verdict
 from trainflow.flows.cli.presentation import summary, where
 from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome

@@ -134,7 +134,9 @@ def test_restarts_go_on_after_a_lost_worker_but_not_after_a_bug(heard: Heard, tm
 def test_a_hang_ends_with_the_stacks(heard: Heard, tmp_path: Path) -> None:
     recipe = "import time\ndef stuck_here():\n    time.sleep(300)\nstuck_here()\n"
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
-        heard.launch(request(tmp_path, recipe), timeout_s=patience_s("trainer_lib.worker.session", 1.5, starts=6))
+        heard.launch(
+            request(tmp_path, recipe), timeout_s=patience_s("trainer_lib.worker.process.session", 1.5, starts=6)
+        )
     assert "in stuck_here" in (caught.value.details or "")
     with kept_files(caught.value) as folder:
         assert "in stuck_here" in (folder / "stack-0.txt").read_text()

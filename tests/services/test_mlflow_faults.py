@@ -17,9 +17,9 @@ from tests.support.launched import wait_until
 from tests.support.mlflow_proxy import Proxy, mlflow_server
 from tests.support.mlflow_store import client, points, runs
 from trainer_lib.storage import Store
-from trainer_lib.trackers import mlflow_client, shipper
-from trainer_lib.trackers.delivery import Delivery
-from trainer_lib.trackers.mlflow import MLflowTracker
+from trainer_lib.trackers.mlflow import mlflow_client, shipper
+from trainer_lib.trackers.mlflow.delivery import Delivery
+from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.tracking.mlflow_run import TrackedRun, deliver_waiting, find_waiting, open_run, spool_dir
 

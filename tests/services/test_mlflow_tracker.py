@@ -25,8 +25,8 @@ from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.storage import Store
-from trainer_lib.trackers import mlflow_client, shipper
-from trainer_lib.trackers.mlflow import MLflowTracker
+from trainer_lib.trackers.mlflow import mlflow_client, shipper
+from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 from trainer_lib.trackers.spool import Session, own_spool
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult

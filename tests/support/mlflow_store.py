@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.trackers.mlflow_client import connect
+from trainer_lib.trackers.mlflow.mlflow_client import connect
 
 
 @functools.cache

@@ -61,7 +61,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, str]] = {
         8,
         "flows",
     ),
-    "trackers": (("trainer_lib/trackers/spool.py", "trainer_lib/trackers/delivery.py"), 5, "trackers"),
+    "trackers": (("trainer_lib/trackers/spool.py", "trainer_lib/trackers/mlflow/delivery.py"), 5, "trackers"),
     "recipes": (("trainer_lib/recipes/splitting.py", "trainer_lib/recipes/time_series.py"), 5, "recipes"),
     "arguments": (("trainer_lib/arguments/[cgv]*.py",), 3, "arguments"),
 }

@@ -20,7 +20,7 @@ from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics, without_bounds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
-from trainer_lib.trackers.model_record import example_row
+from trainer_lib.trackers.mlflow.model_record import example_row
 from trainer_lib.trackers.names import flatten_params, is_measurement, with_intervals
 
 _CURVE_ROWS = 12

@@ -285,7 +285,7 @@ def run_here(
         TrainflowError: the failure of the request.
     """
     # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
-    worker = importlib.import_module("trainer_lib.worker.session")
+    worker = importlib.import_module("trainer_lib.worker.process.session")
     with _turn, variables_kept(env):
         result: R = worker.run_here(request, run_dir, on_event)
     return result

@@ -34,9 +34,9 @@ from trainer_lib.protocol.recipe_names import KEPT, installed_recipe
 from trainer_lib.protocol.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
 from trainer_lib.worker.predict import single_output
-from trainer_lib.worker.session import Events, Work
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
+from trainer_lib.worker.process.session import Events, Work
 
 _log = logging.getLogger(__name__)
 

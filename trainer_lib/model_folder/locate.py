@@ -27,7 +27,7 @@ from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit
-from trainer_lib.trackers.mlflow_models import download_model
+from trainer_lib.trackers.mlflow.mlflow_models import download_model
 from trainer_lib.trackers.spool import user_data_dir
 
 FIELD = "model"

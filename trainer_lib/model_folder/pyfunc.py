@@ -51,7 +51,7 @@ class PyfuncModel:
                 raise DataError(f"The rows have none of the columns {known}.", remedy="Check the names.")
             predicted = self.model.predict(rows)
         except DataError as error:
-            from trainer_lib.trackers.mlflow_models import bad_request
+            from trainer_lib.trackers.mlflow.mlflow_models import bad_request
 
             raise bad_request(str(error)) from error
         return pd.DataFrame({name: [_plain(value) for value in values] for name, values in predicted.items()})

@@ -26,8 +26,8 @@ from trainer_lib.model_folder.loaded import LoadedModel, load_model
 from trainer_lib.protocol.requests import ScoreRequest, ScoreResult
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.worker.events import QUIET_S
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.session import Work
 
 BATCHES_AT_ONCE = 16
 """Batches of rows that are in memory at a time; their outputs wait on the disk until the part is whole."""

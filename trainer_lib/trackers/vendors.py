@@ -116,7 +116,7 @@ class MLflowCallback(ReporterCallback):
 
     @override
     def create(self, args: Any) -> Tracker:
-        from trainer_lib.trackers.mlflow import MLflowTracker
+        from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 
         return MLflowTracker(args.output_dir)
 

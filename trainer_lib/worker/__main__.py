@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer_lib.worker.session import main
+from trainer_lib.worker.process.session import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from trainer_lib.errors import DamagedError
 from trainer_lib.protocol.requests import CompareRequest, CompareResult
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import verify_files
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.session import Work
 
 _SHOWN = 20  # differences that are named
 _STEP = ("loss", "grad_norm", "learning_rate")

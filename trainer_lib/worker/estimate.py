@@ -29,8 +29,8 @@ from trainer_lib.protocol.footprint import Estimate, ModelSize
 from trainer_lib.protocol.requests import EstimateRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.strategies.fsdp.units import find_units
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
+from trainer_lib.worker.process.session import Work
 
 _ALONE = {  # what a process alone does without, and what an estimate must not do
     "fsdp": "",

@@ -18,8 +18,8 @@ from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trackers.callback import numbers_only
 from trainer_lib.trainer.model.seeding import restore_seeds
-from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.process.session import Work
 
 if TYPE_CHECKING:
     from trainer_lib.trainer import Trainer

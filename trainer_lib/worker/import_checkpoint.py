@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpoint.catalogue import read_checkpoint_info
+from trainer_lib.checkpoint.foreign.foreign_model import converted, from_config, load_adapter
 from trainer_lib.checkpoint.foreign.parameters import Names, choose_names, derive_names, list_slots
 from trainer_lib.checkpoint.foreign.source import (
     Source,
@@ -28,9 +29,8 @@ from trainer_lib.protocol.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.model import models
-from trainer_lib.worker.assembly import require_module
-from trainer_lib.worker.foreign_model import converted, from_config, load_adapter
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import require_module
+from trainer_lib.worker.process.session import Work
 
 # Names that transformers' Trainer leaves out of weight decay.
 _PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

@@ -13,7 +13,7 @@ from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.data.predictions import read_columns
 from trainer_lib.protocol.requests import FileDifference, FilePair, MeasureRequest, MeasureResult
 from trainer_lib.storage import Store
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.session import Work
 
 Arrays = Mapping[str, np.ndarray[Any, Any] | list[Any]]
 

@@ -14,8 +14,8 @@ from trainer_lib.protocol.requests import MergeRequest, MergeResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trainer.model.models import in_saving_order, is_peft, model_files
-from trainer_lib.worker.assembly import arguments, build_model, load_weights
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import arguments, build_model, load_weights
+from trainer_lib.worker.process.session import Work
 
 FIELD = "publish.merge_adapters"
 WEIGHTS = "model.safetensors"

@@ -21,9 +21,9 @@ from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.requests import PredictRequest, PredictResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer, load_weights
-from trainer_lib.worker.events import QUIET_S
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_weights
+from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.session import Work
 
 
 def run(work: Work[PredictRequest]) -> PredictResult:

@@ -38,8 +38,8 @@ from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequ
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import MOST_FILES
-from trainer_lib.worker.events import QUIET_S
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.session import Work
 
 SOURCES = "records/sources.json"
 _LIMIT = 1 << 30

@@ -18,8 +18,8 @@ from trainer_lib.protocol.footprint import Probe
 from trainer_lib.protocol.requests import ProbeRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
-from trainer_lib.worker.assembly import arguments, build_model, build_trainer
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
+from trainer_lib.worker.process.session import Work
 
 WARM_UP = 3
 """Steps that are not measured: allocators fill, kernels are chosen, libraries are imported."""

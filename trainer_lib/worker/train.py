@@ -30,8 +30,8 @@ from trainer_lib.protocol.requests import Proof, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
-from trainer_lib.worker.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.process.session import Work
 
 if TYPE_CHECKING:
     from trainer_lib.state import TrainerControl, TrainerState

@@ -25,6 +25,7 @@ from tests.support.imported import SETTINGS, import_here, losses, peer_run
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
+from trainer_lib.checkpoint.foreign.foreign_model import from_config
 from trainer_lib.checkpoint.foreign.parameters import Slot, derive_names
 from trainer_lib.checkpoint.foreign.source import derive_position
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
@@ -34,7 +35,6 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit, verify_files
-from trainer_lib.worker.foreign_model import from_config
 
 STEPS = 12
 BUILT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_steps": 3}

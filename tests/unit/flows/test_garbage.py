@@ -16,8 +16,8 @@ from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, write_commit
-from trainer_lib.trackers import mlflow_client, mlflow_registry
-from trainer_lib.trackers.mlflow_registry import ModelVersion
+from trainer_lib.trackers.mlflow import mlflow_client, mlflow_registry
+from trainer_lib.trackers.mlflow.mlflow_registry import ModelVersion
 from trainflow.flows.cli import main as cli
 from trainflow.flows.cli import options
 from trainflow.flows.records.past_runs import find_run, list_runs, tag_run

@@ -23,7 +23,7 @@ from trainer_lib.hub.card import Card, render_card
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
-from trainer_lib.trackers.mlflow_client import FAILURE_TAG
+from trainer_lib.trackers.mlflow.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, summarize

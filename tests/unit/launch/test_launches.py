@@ -23,7 +23,7 @@ from trainer_lib.launch.reported import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.protocol.requests import PrepareRequest
 from trainer_lib.storage import Store
-from trainer_lib.worker import session
+from trainer_lib.worker.process import session
 
 RECIPE = """
 def prepare(options, out):

@@ -35,8 +35,8 @@ from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
-from trainer_lib.trackers import mlflow_models
-from trainer_lib.trackers.model_record import ModelRecord
+from trainer_lib.trackers.mlflow import mlflow_models
+from trainer_lib.trackers.mlflow.model_record import ModelRecord
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 LINEAGE = Lineage(

@@ -14,8 +14,8 @@ from tests.support.tiny_models import bert, llama
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.requests import MergeRequest, PreparedData, RecipeFile
 from trainer_lib.storage import Store
-from trainer_lib.worker.assembly import load_weights
 from trainer_lib.worker.merge_adapters import merge, require_mergeable
+from trainer_lib.worker.process.assembly import load_weights
 from trainer_lib.worker.train import require_flavor
 
 # peft asks transformers by the old name.

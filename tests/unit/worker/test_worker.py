@@ -27,7 +27,7 @@ from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, StopE
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.worker import events as worker_events
+from trainer_lib.worker.process import events as worker_events
 from trainer_lib.worker.train import thin_losses
 
 

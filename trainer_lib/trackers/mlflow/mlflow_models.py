@@ -27,9 +27,9 @@ from trainer_lib.data.column import Column
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
-from trainer_lib.trackers.mlflow_client import BATCH, GoneError, RefusedError, history, latest_points, load
-from trainer_lib.trackers.mlflow_registry import OUTCOME_FILE, Registered, Registration, register
-from trainer_lib.trackers.model_record import (
+from trainer_lib.trackers.mlflow.mlflow_client import BATCH, GoneError, RefusedError, history, latest_points, load
+from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered, Registration, register
+from trainer_lib.trackers.mlflow.model_record import (
     DIGEST_TAG,
     FOLDER,
     TYPES,
@@ -39,7 +39,7 @@ from trainer_lib.trackers.model_record import (
     example_row,
     nested,
 )
-from trainer_lib.trackers.shipper import shorten
+from trainer_lib.trackers.mlflow.shipper import shorten
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

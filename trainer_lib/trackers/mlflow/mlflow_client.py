@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer_lib.base.ready_databases import Kind, create
 from trainer_lib.errors import first_line
 from trainer_lib.storage.local import make_folders
-from trainer_lib.trackers.shipper import Clock
+from trainer_lib.trackers.mlflow.shipper import Clock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

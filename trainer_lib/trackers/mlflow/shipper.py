@@ -16,7 +16,7 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage.outages import describe_outage
 
 if TYPE_CHECKING:
-    from trainer_lib.trackers.delivery import Delivery
+    from trainer_lib.trackers.mlflow.delivery import Delivery
 
 POLL_S = 1.0  # between two looks at the spool
 MAX_BACKOFF_S = 10.0  # between two tries while the server fails: a try costs one request

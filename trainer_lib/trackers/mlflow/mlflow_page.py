@@ -1,4 +1,4 @@
-"""MLflow's server for one user: `python -P -m trainer_lib.trackers.mlflow_page PORT`, which `trainflow ui` starts.
+"""MLflow's server for one user: `python -P -m trainer_lib.trackers.mlflow.mlflow_page PORT`, started by `trainflow ui`.
 
 MLflow itself answers to every user of the machine. Here a request needs the token: in the address once, which the
 browser keeps as a cookie, or as a bearer token, which MLflow's client sends where MLFLOW_TRACKING_TOKEN has it.

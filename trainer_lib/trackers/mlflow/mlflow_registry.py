@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.errors import ConfigError
-from trainer_lib.trackers.mlflow_client import GONE, GoneError, RefusedError
-from trainer_lib.trackers.model_record import DIGEST_TAG, Flavor
+from trainer_lib.trackers.mlflow.mlflow_client import GONE, GoneError, RefusedError
+from trainer_lib.trackers.mlflow.model_record import DIGEST_TAG, Flavor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -22,10 +22,10 @@ from trainer_lib.errors import StorageError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.storage import relative_problem
 from trainer_lib.storage.outages import describe_outage
-from trainer_lib.trackers import mlflow_client as calls
-from trainer_lib.trackers.mlflow_client import GoneError, Point, RefusedError
-from trainer_lib.trackers.mlflow_models import deliver_model
-from trainer_lib.trackers.shipper import Clock
+from trainer_lib.trackers.mlflow import mlflow_client as calls
+from trainer_lib.trackers.mlflow.mlflow_client import GoneError, Point, RefusedError
+from trainer_lib.trackers.mlflow.mlflow_models import deliver_model
+from trainer_lib.trackers.mlflow.shipper import Clock
 from trainer_lib.trackers.spool import Session, known_run, note_run, sole_delivery
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
+from trainer_lib.checkpoint.foreign.foreign_model import load_adapter
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.metrics import is_metric_object
@@ -26,9 +27,8 @@ from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.model.models import is_peft
 from trainer_lib.trainer.model.seeding import set_seed
-from trainer_lib.worker.events import EventsCallback
-from trainer_lib.worker.foreign_model import load_adapter
-from trainer_lib.worker.session import Work
+from trainer_lib.worker.process.events import EventsCallback
+from trainer_lib.worker.process.session import Work
 
 ADAPTERS = "adapter_model.safetensors"
 
