@@ -102,8 +102,8 @@ class Spec:
             TrainflowError: it ended before its last trial. What had ended stays, and the same call goes on.
         """
         from trainflow.finished_sweep import Sweep
-        from trainflow.flows.cli import sweep as shown
         from trainflow.flows.cli import terminal
+        from trainflow.flows.cli.commands import sweep as shown
         from trainflow.flows.sweeps.sweeping import run_sweep
         from trainflow.flows.sweeps.trial_specs import sweep_of
 

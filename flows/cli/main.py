@@ -78,7 +78,7 @@ def application(wanted: str | None = None) -> typer.Typer:
         if is_known and name.split()[0] != wanted:
             continue
         module, _, function = place.partition(":")
-        call: Any = getattr(importlib.import_module(f"trainflow.flows.cli.{module}"), function)
+        call: Any = getattr(importlib.import_module(f"trainflow.flows.cli.commands.{module}"), function)
         group, _, own = name.rpartition(" ")
         if group and group not in groups:
             groups[group] = typer.Typer(help=_GROUPS[group], no_args_is_help=True)

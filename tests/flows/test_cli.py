@@ -32,7 +32,7 @@ from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.readers import protect_from_removal
 from trainer_lib.storage import Store
-from trainflow.flows.cli import checkpoints, execution
+from trainflow.flows.cli.commands import checkpoints, execution
 
 # The shortest chain that trains: two launches.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")

@@ -24,7 +24,7 @@ from trainer_lib.errors import (
     StorageFullError,
 )
 from trainer_lib.storage import Store
-from trainflow.flows.cli.registry import promote
+from trainflow.flows.cli.commands.registry import promote
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
 from trainflow.tasks.stage import manifest as _manifests

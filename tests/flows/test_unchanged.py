@@ -34,7 +34,7 @@ from trainer_lib.storage.commit import COMMIT
 from trainflow.flows import pipeline as _pipeline
 from trainflow.flows import pipeline as module
 from trainflow.flows.cached_run import result_if_unchanged
-from trainflow.flows.cli.execution import _choose
+from trainflow.flows.cli.commands.execution import _choose
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import (

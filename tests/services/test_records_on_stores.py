@@ -29,7 +29,7 @@ from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainflow.flows.cli.runs import _compared_lines
+from trainflow.flows.cli.commands.runs import _compared_lines
 from trainflow.flows.records.past_runs import find_run, list_runs
 from trainflow.flows.records.plan_record import write_half
 from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs

@@ -18,7 +18,7 @@ from trainer_lib.launch import LaunchConfig, warm
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
-from trainflow.flows.cli.planning import describe
+from trainflow.flows.cli.commands.planning import describe
 from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Found, Length, find_similar, forecast
 from trainflow.flows.planning.obstacles import Obstacle, find_obstacles

@@ -17,8 +17,8 @@ from trainer_lib.errors import ConfigError, DamagedError, HangError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.removal import remove_run
 from trainer_lib.storage import Store
+from trainflow.flows.cli.commands.runs import parse_age, parse_filter, sort_key
 from trainflow.flows.cli.main import main
-from trainflow.flows.cli.runs import parse_age, parse_filter, sort_key
 from trainflow.flows.records.past_runs import (
     find_run,
     list_runs,

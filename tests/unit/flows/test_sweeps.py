@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.support import toy
 from trainer_lib.errors import ConfigError
-from trainflow.flows.cli import sweep
+from trainflow.flows.cli.commands import sweep
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
@@ -122,7 +122,7 @@ def test_a_study_of_another_spec_is_refused(path: Path, overrides: tuple[str, ..
 
 def test_how_long_the_other_trials_will_take_is_told_once_one_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("trainflow.flows.cli.sweep.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainflow.flows.cli.commands.sweep.time.monotonic", lambda: now[0])
     settings = SweepSettings.model_validate(
         {"space": {"train.args.seed": [0, 1, 2]}, "objective": "eval_loss", "direction": "minimize", "trials": 20}
     )

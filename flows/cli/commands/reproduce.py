@@ -247,7 +247,7 @@ def reproduce(
             "The tolerance is a relative difference, less than 1.", field="--tolerance", value=tolerance, remedy="1e-3."
         )
     chain, _ = _find(address, storage, lenient=False)
-    from trainflow.flows.cli.execution import engine, run_and_show
+    from trainflow.flows.cli.commands.execution import engine, run_and_show
     from trainflow.flows.lineage.reproduction import Question, Reproduction, open_scratch
 
     out = terminal.console(stderr=as_json, quiet=quiet)

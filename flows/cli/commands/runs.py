@@ -18,10 +18,10 @@ from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 from trainflow.flows.cli import terminal
+from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, command
 from trainflow.flows.cli.presentation import number_words, shown, table
 from trainflow.flows.cli.run_choice import Place, Run, StorageUrl, choose_place
-from trainflow.flows.cli.status import COLOURS, SHORT_ID
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
 from trainflow.tasks.stage.progress import duration
 

@@ -1,0 +1,1 @@
+"""Commands, by subject: the functions that `trainflow.flows.cli.main` lists by name."""
