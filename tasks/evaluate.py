@@ -78,7 +78,7 @@ def _measure(
     result = launch_request(request, settings, context, attempt)
     for folder in (SUMS, f"{RECORDS}/{SUMS}"):
         attempt.store.delete_tree(folder)
-    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts(config.confidence))
+    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts(config.confidence, result.warnings))
 
 
 def _is_shared(

@@ -18,9 +18,10 @@ from rich.text import Text
 from trainer_lib.base.foreign_text import to_cell, to_terminal
 from trainer_lib.base.user_folders import state_folder
 from trainer_lib.errors import TrainflowError, first_line
+from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli.terminal import STYLES, readable
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, evaluation_warnings
 
 if TYPE_CHECKING:
     from trainflow.flows.planning.plan import StageReason
@@ -38,6 +39,7 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
     lines = [Text(), *_stage_table(result.stages)]
     if measured := [*_metrics(result), *_gates(result)]:
         lines += [Text(), *measured]
+    lines += [Text(f"  warning      {mask(to_cell(text))}", "yellow") for text in evaluation_warnings(result)]
     places = where(result)
     if places:
         lines.append(Text())

@@ -152,6 +152,12 @@ def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[s
     return flat
 
 
+def evaluation_warnings(result: PipelineResult) -> list[str]:
+    """What evaluate found wrong with the model, also in an earlier run whose result is used again."""
+    noted = [(outcome.manifest or {}).get("meta", {}) for outcome in result.stages if outcome.stage == "evaluate"]
+    return [str(text) for meta in noted for text in meta.get("warnings") or ()]
+
+
 def summarize(result: PipelineResult) -> str:
     """The summary of a run as Markdown, for Prefect and MLflow: stages, warnings about the data, places."""
     ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"

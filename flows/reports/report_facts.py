@@ -43,6 +43,7 @@ class ReportFacts:
 
     Attributes:
         settings: hyperparameters as the spec has them, by dotted name.
+        warnings: what evaluate found wrong with the model.
         data: warnings about the prepared rows, and the statistics of their columns where sources were prepared.
         machine: where the command ran, and on what the model was trained.
         spec: the resolved spec as YAML.
@@ -64,6 +65,7 @@ class ReportFacts:
     calibrations: list[Section] = field(default_factory=list)
     residuals: list[Section] = field(default_factory=list)
     data: Rows = field(default_factory=list)
+    warnings: Rows = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -84,6 +86,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         **tables_of_classes(outcomes),
         residuals=list(draw_residuals(outcomes)),
         data=describe_data(found.get("prepare-data")),
+        warnings=describe_warnings(found.get("evaluate")),
     )
 
 
@@ -99,11 +102,16 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
     return rows
 
 
+def describe_warnings(manifest: StageManifest | None) -> Rows:
+    """The warnings in a stage's facts, as rows of a table."""
+    return [("warning", mask(text)) for text in getattr(getattr(manifest, "facts", None), "warnings", ())]
+
+
 def describe_data(prepared: StageManifest | None) -> Rows:
     """Warnings about prepared data and the statistics of its columns, as rows of a table; none where there are none."""
     if prepared is None:
         return []
-    rows = [("warning", mask(text)) for text in getattr(prepared.facts, "warnings", ())]
+    rows = describe_warnings(prepared)
     try:
         return rows + _describe_columns(prepared)
     except (TrainflowError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -110,9 +110,11 @@ class EvaluateFacts(StageFacts, stage="evaluate"):
 
     Attributes:
         confidence: the probability with which an interval holds its metric; None: metrics have no intervals.
+        warnings: sentences about what may be wrong with the model.
     """
 
     confidence: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

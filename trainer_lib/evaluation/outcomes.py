@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,15 @@ def summarize_outcomes(
     if labels.dtype.kind == "f" and predictions.dtype.kind == "f" and len(flat) == len(measured) == rows:
         return _numbers(flat, measured, id_of)
     return None
+
+
+def find_collapse(outcomes: Mapping[str, Any], classes: Sequence[str] = ()) -> str | None:
+    """The one class that a model predicts for every row although the rows have several; None where it is not so."""
+    matrix = np.array(outcomes.get("matrix") or [[0]])
+    predicted, present = np.flatnonzero(matrix.sum(axis=0)), np.flatnonzero(matrix.sum(axis=1))
+    if len(predicted) != 1 or len(present) < 2:
+        return None
+    return str(classes[predicted[0]]) if len(classes) == len(matrix) else str(predicted[0])
 
 
 def _scores(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.recipes.class_losses import count_classes, split_loss, use_class_loss
 from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.image_files import (
     ADDRESS,
@@ -355,7 +356,9 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     form = {"size": _size(chosen["size"], size), "colours": chosen["colours"], "fit": chosen["fit"]}
     counts: dict[str, Any] = {}
     # The images are counted as the rows are read.
-    out.info.update(label=table.label, classes=table.classes(), form=form, normal=normal, counts=counts)
+    classes = table.classes()
+    class_rows = count_classes(table.class_numbers(classes), table.splits["train"], len(classes))
+    out.info.update(label=table.label, classes=classes, class_rows=class_rows, form=form, normal=normal, counts=counts)
     names = {IMAGE: IMAGE, **({chosen["image"]: IMAGE} if chosen["image"] else {})}
     rename = {**chosen["rename"], **names}
     out.info.update(note_form({}, {"rename": rename, "read": chosen["read"]}, optional=[IMAGE, "pixels"]))
@@ -379,7 +382,8 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    chosen, classes = choose(options, MODEL, field="train.model"), data.info["classes"]
+    own, loss = split_loss(options)
+    chosen, classes = choose(own, MODEL, field="train.model"), data.info["classes"]
     form = ImageForm(**data.info["form"])
     place = one_of(chosen, field="train.model")
     if place is not None:
@@ -394,7 +398,8 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
             what = f"The channels of each block must be a multiple of {_GROUP}."
             raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")
         model = ImageNet(form.channels, len(classes), channels, chosen["dropout"])
-    return augment_training(model, chosen["augment"], field="train.model.augment")
+    model = augment_training(model, chosen["augment"], field="train.model.augment")
+    return use_class_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.recipes.class_losses import count_classes, split_loss, use_class_loss
 from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.option_names import PathOptions, choose
 from trainer_lib.recipes.tabular_rows import NET, Classifier, TabularRows, collate_table
@@ -40,14 +41,18 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     table = TabularRows(options, out, classes=True)
     classes = table.classes()
-    out.info.update(table.info(), classes=classes)
-    return table.rows(table.class_numbers(classes))
+    labels = table.class_numbers(classes)
+    class_rows = count_classes(labels, table.splits["train"], len(classes))
+    out.info.update(table.info(), classes=classes, class_rows=class_rows)
+    return table.rows(labels)
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
-    """Build the untrained network; `options` are the spec's `train.model`."""
-    chosen = choose(options, NET, field="train.model")
-    return Classifier(data.info["numbers"], data.info["texts"], len(data.info["classes"]), **chosen)
+    """Build the untrained network; `options` are the spec's `train.model`: those of `NET` and `LOSS`."""
+    own, loss = split_loss(options)
+    chosen = choose(own, NET, field="train.model")
+    net = Classifier(data.info["numbers"], data.info["texts"], len(data.info["classes"]), **chosen)
+    return use_class_loss(net, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.recipes.class_losses import count_classes, split_loss, use_class_loss
 from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.model_places import build_classifier
 from trainer_lib.recipes.option_names import PathOptions
@@ -67,12 +68,14 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     table = ClassifiedTexts(options, out, classes=True)
     classes, chosen = table.classes(), table.options
+    labels = table.class_numbers(classes)
     columns = {chosen[option]: table.texts_of(option) for option in table.text_options}
     train = table.splits["train"].tolist()
     tokenizer = find_tokenizer(chosen, (texts[row] for texts in columns.values() for row in train), out)
     out.info.update(
         label=table.label,
         classes=classes,
+        class_rows=count_classes(labels, train, len(classes)),
         texts=list(columns),
         max_length=chosen["max_length"],
         pad_token_id=tokenizer.pad_token_id,
@@ -80,20 +83,22 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     )
     count_cut_texts(out, tokenizer, *columns.values(), longest=chosen["max_length"])
     table.texts.update({name: [] for name in columns})  # `rows` gives these columns
-    return table.rows(table.class_numbers(classes))
+    return table.rows(labels)
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration.
 
     Args:
-        options: the settings of `model_places.MODEL`,
+        options: the settings of `model_places.MODEL` and `class_losses.LOSS`,
             and `new_head`: replace a head that was trained for other classes.
 
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    return build_classifier(options, data, head="ForSequenceClassification", task="SEQ_CLS")
+    own, loss = split_loss(options)
+    model = build_classifier(own, data, head="ForSequenceClassification", task="SEQ_CLS")
+    return use_class_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

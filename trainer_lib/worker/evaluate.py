@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from trainer_lib.evaluation.named_metrics import (
     find_slices,
     measure_slices,
 )
-from trainer_lib.evaluation.outcomes import summarize_outcomes
+from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
@@ -339,8 +339,9 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     events = events_callback(work, args)
     trainer = build_trainer(work, args, model, [] if merging is not None else [events])
     measured: list[FileEntry] = []
+    warnings: list[str] = []
     if merging is None:
-        metrics, measured = _of_all_rows(work, store, trainer, splits, data, events)
+        metrics, measured, warnings = _of_all_rows(work, store, trainer, splits, data, events)
     else:
         ranges = RangeEvaluation(work, store, trainer, merging)
         if request.step != "finish":
@@ -358,7 +359,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         files += [store.write_bytes("metrics.json", lasting.encode()), *measured]
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    return EvaluateResult(tuple(files), metrics)
+    return EvaluateResult(tuple(files), metrics, warnings=tuple(warnings))
 
 
 def _of_all_rows(
@@ -368,10 +369,11 @@ def _of_all_rows(
     splits: Mapping[str, ArrowSplit],
     data: DataInfo,
     events: EventsCallback,
-) -> tuple[dict[str, dict[str, float]], list[FileEntry]]:
-    """The metrics of each split, whose rows this group of processes evaluates at once, and files beside them."""
+) -> tuple[dict[str, dict[str, float]], list[FileEntry], list[str]]:
+    """The metrics of each split, whose rows this group of processes evaluates at once, files beside them, warnings."""
     metrics: dict[str, dict[str, float]] = {}
     measured: list[FileEntry] = []
+    warnings: list[str] = []
     request, recipes_own = work.request, trainer.compute_metrics
     function = require_measurable(recipes_own, request, trainer.args)
     before, total = 0, sum(map(len, splits.values()))
@@ -386,13 +388,18 @@ def _of_all_rows(
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
         trainer.compute_metrics = recipes_own
         if remembered is not None and work.rank == 0:
-            measured += _describe(work, store, name, split, remembered, data)
+            outcomes = _describe(split, remembered, work, data)
+            if outcomes is not None:
+                measured.append(store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode()))
+                warnings += warn_of_collapse(name, outcomes, data.info.get("classes"))
             if request.resamples:
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
                 metrics[name] |= remembered.intervals(resampled, request.confidence)
             metrics[name] |= _sliced(work, name, split, remembered)
-    return metrics, measured
+    for message in warnings:
+        work.events.emit("warning", message=message)
+    return metrics, measured, warnings
 
 
 def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:
@@ -417,12 +424,21 @@ def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembere
     return found
 
 
+def warn_of_collapse(split: str, outcomes: Mapping[str, Any], classes: Any) -> list[str]:
+    """A warning where the model predicts one class for all rows of a split that has several; none otherwise."""
+    name = find_collapse(outcomes, classes if isinstance(classes, list) else ())
+    if name is None:
+        return []
+    remedy = "recipes by name take train.model.class_weights=balanced, and stop_early with metric: macro_f1"
+    return [f"The model predicts '{name}' for each row of {split}, so it tells no classes apart: {remedy}."]
+
+
 def _describe(
-    work: Work[EvaluateRequest], store: Store, name: str, split: ArrowSplit, remembered: Remembered, data: DataInfo
-) -> Iterator[FileEntry]:
-    """Write what the outputs say of a split beyond its metrics."""
+    split: ArrowSplit, remembered: Remembered, work: Work[EvaluateRequest], data: DataInfo
+) -> dict[str, Any] | None:
+    """What the outputs say of a split beyond its metrics; None for outputs of another kind."""
     if remembered.given is None:
-        return
+        return None
     pairs = work.recipe.outcome_pairs(remembered.given, data)
     if pairs is None:
         labels = remembered.given.label_ids
@@ -436,9 +452,7 @@ def _describe(
         row_id: int | str = split.row_ids(row, row + 1).tolist()[0]
         return row_id
 
-    outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
-    if outcomes is not None:
-        yield store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode())
+    return summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
 
 
 def _resample(

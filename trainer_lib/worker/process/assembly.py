@@ -25,7 +25,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.model.models import is_peft
+from trainer_lib.trainer.model.models import innermost, is_peft
 from trainer_lib.trainer.model.seeding import set_seed
 from trainer_lib.worker.process.events import EventsCallback
 from trainer_lib.worker.process.session import Work
@@ -62,6 +62,10 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
     module = require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
     if is_keras_model(module):
         _prepare_keras(module, work)
+    if args.label_smoothing_factor and getattr(innermost(module), "has_class_loss", False):
+        what = "The smoothed loss takes the place of the one by class_weights and focal_gamma."
+        remedy = "Remove one of them."
+        raise ConfigError(what, field="label_smoothing_factor", value=args.label_smoothing_factor, remedy=remedy)
     return module
 
 
