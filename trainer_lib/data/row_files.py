@@ -44,6 +44,7 @@ MAX_LINE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
 _AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
+_MOST_BAD = 1000  # rows that are passed over, to name them together
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -470,13 +471,17 @@ def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
 
 
 def read_rows(
-    files: Sequence[RowFile], notes: list[str] | None = None, reading: Reading | None = None
+    files: Sequence[RowFile],
+    notes: list[str] | None = None,
+    reading: Reading | None = None,
+    bad: list[DataError] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
 
     Args:
         notes: gets a sentence about each CSV file of an unusual form.
         reading: how they are written.
+        bad: gets the errors of rows that cannot be read, which are passed over; None: the first one is raised.
 
     Raises:
         DataError: a row or a file cannot be read; the error names it.
@@ -491,6 +496,9 @@ def read_rows(
                     try:
                         yield place, parse()
                     except ValueError as error:
-                        raise refuse_row(place, None, str(error)) from error
+                        refused = refuse_row(place, None, str(error))
+                        if bad is None or len(bad) >= _MOST_BAD:
+                            raise refused from error
+                        bad.append(refused)
         finally:
             opened.close()

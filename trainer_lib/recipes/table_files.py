@@ -372,6 +372,7 @@ def read_table(
     readers: Mapping[str, Reader] | None = None,
     read: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
+    bad: list[DataError] | None = None,
 ) -> Table:
     """The rows of all files that the sources stand for, in their order.
 
@@ -383,6 +384,7 @@ def read_table(
         readers: column -> its reader. Other columns with lists, objects or bytes are left out.
         read: how the files are written (`table_cells.READ`).
         ignore: columns that are left out.
+        bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
@@ -395,14 +397,20 @@ def read_table(
     own = dict.fromkeys(lists, read_texts) | dict(readers or {})
     reading = read_reading(read or {})
     with naming_sources(field):
-        for place, values in _read_files(addresses, lists, table.notes, reading):
-            row = renamed_row(values, rename, place)
-            row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
+        for place, values in _read_files(addresses, lists, table.notes, reading, bad):
+            try:
+                row = renamed_row(values, rename, place)
+                row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
+                _require_same_columns(table.columns or row, row, place)
+            except DataError as error:
+                if bad is None:
+                    raise
+                bad.append(error)
+                continue
             if not table.places:
                 spool = Spool()
                 table.columns = {name: SpooledValues(spool, len(row)) for name in row}
                 table.places = SpooledValues(spool, 1)
-            _require_same_columns(table.columns, row, place)
             table.places.append(place)
             for name, value in row.items():
                 table.columns[name].append(plain := _value(value, name, place, own, table.unread, reading))
@@ -424,14 +432,16 @@ def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
 
 
 def _read_files(
-    addresses: Sequence[str], lists: Sequence[str], notes: list[str], reading: Reading
+    addresses: Sequence[str], lists: Sequence[str], notes: list[str], reading: Reading, bad: list[DataError] | None
 ) -> Iterator[tuple[str, Any]]:
     """The rows of the files, behind their places."""
     if not lists:
-        yield from read_rows(find_row_files(addresses), notes, reading)
+        yield from read_rows(find_row_files(addresses), notes, reading, bad)
         return
     for file in find_row_files(addresses, {**TABLES, **SENTENCES}):
-        yield from read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes, reading)
+        yield from (
+            read_sentences(file, lists) if format_of(file.path, SENTENCES) else read_rows([file], notes, reading, bad)
+        )
 
 
 def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], place: str) -> None:

@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_id
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
 from trainer_lib.recipes.table_cells import as_number, as_text, plain_value, read_reading
+from trainer_lib.recipes.table_faults import Fault, find_column_faults, find_row_faults, with_faults
 from trainer_lib.recipes.table_features import (
     PARTS,
     date_parts,
@@ -33,12 +34,14 @@ from trainer_lib.recipes.table_features import (
     with_parts,
 )
 from trainer_lib.recipes.table_files import (
+    SOURCES,
     Reader,
     Spool,
     SpooledValues,
     Table,
     count_different,
     is_index,
+    naming_sources,
     note_form,
     read_table,
 )
@@ -115,7 +118,33 @@ class TabularRows:
             remedy = f"Name the column to predict: {label}=NAME."
             raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if classes else "random")
+        self.table, self._bad = Table([], {}), list[DataError]()
+        with naming_sources(SOURCES):
+            try:
+                self._set_up(way, out, classes=classes)
+            except DataError as error:
+                raise with_faults(self._bad[0] if self._bad else error, self._find_faults(classes=classes)) from error
+            if self._bad:
+                raise with_faults(self._bad[0], self._find_faults(classes=classes))
+
+    def _find_faults(self, *, classes: bool) -> list[Fault]:
+        """All that is wrong with rows and, where the table is one of features, with columns."""
+        faults = find_row_faults(self._bad)
+        label = self.options[self.label_option]
+        if "missing" not in self.options or label not in self.table.columns:
+            return faults
+        try:
+            features = self._features()
+        except TrainflowError:
+            return faults
+        return faults + find_column_faults(self.table, label, features, self.options, classes=classes)
+
+    def _set_up(self, way: Mapping[str, Any], out: PrepareOutput, *, classes: bool) -> None:
+        """Read the files, cut the rows into splits, and describe the features."""
+        label = f"{FIELD}.{self.label_option}"
         rename = self.options["rename"]
+        self._split_column: str | None = None
+        self._warnings = out.warnings
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
         self.table, starts = self._read_all(files, rename)
         self.label = self.table.require(self.options[self.label_option], field=label)
@@ -132,7 +161,6 @@ class TabularRows:
         self.texts: dict[str, list[str]] = {}
         self.dates: dict[str, str] = {}
         self.parts: dict[str, list[float]] = {}
-        self._warnings = out.warnings
         if self.table.unread:
             self._warn(self.table.unread, "values that are neither numbers nor texts")
         for name in self._features():
@@ -183,6 +211,7 @@ class TabularRows:
             readers=readers,
             read=chosen["read"],
             ignore=ignore,
+            bad=self._bad,
         )
 
     def _lists(self) -> Sequence[str]:

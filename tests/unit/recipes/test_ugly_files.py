@@ -308,3 +308,45 @@ def test_sheets_of_a_workbook_are_tables_where_openpyxl_is_installed(
     assert len(rows) == ROWS
     with pytest.raises(TrainflowError, match="no such sheet"):
         prepared(path, read={"sheet": "Order"})
+
+
+def test_all_faults_of_rows_and_columns_are_listed_with_three_rows_and_what_settles_them(tmp_path: Path) -> None:
+    lines = ["id,price,day,note,label"]
+    lines += [f"{row},{row},2024-01-{1 + row % 28:02},text {row},{'ab'[row % 2]}" for row in range(60)]
+    for row in (3, 5, 7, 9):
+        lines[1 + row] = f"{row},none,2024-01-01,text {row},a"
+    lines[1 + 20] = "19,20,2024-01-01,text 20,"
+    lines[1 + 30] = "30,,,text 30,a"
+    lines[1 + 40] += ",more"
+    path = Ugly("\n".join(lines)).write(tmp_path)
+    with pytest.raises(TrainflowError) as caught:
+        prepared(path, id="id", dates={"day": None})
+    message = caught.value.message
+    assert message.startswith(f"{path}, row 40 (line 42): it has 6 values")
+    assert "rows: 1 row cannot be read" in message
+    price = message.partition("column 'price': 4 rows with a text that is not a number\n")[2].splitlines()
+    assert price[:3] == [f"    data.csv, row {row} (line {row + 2}): 'none'" for row in (3, 5, 7)]
+    assert price[3] == "    -> prepare.options.read.na_values=['none'], or prepare.options.categorical=[price]"
+    for words in (
+        "'label': 1 row without a value",
+        "'id': 1 row with the id of another row",
+        "'price': 1 row without",
+        "'day': 1 row without a value",
+        "'note': 59 rows with a text, nearly all different",
+        "prepare.options.hashed={note: 64}",
+    ):
+        assert words in message
+    settled = {"dates": {"day": None}, "hashed": {"note": 8}, "missing": "mean", "read": {"na_values": ["none"]}}
+    with pytest.raises(TrainflowError) as caught:
+        prepared(path, **settled)
+    assert "All that prepare-data found:\n  rows: 1 row cannot be read" in caught.value.message
+    assert "'price'" not in caught.value.message
+
+
+def test_more_bad_rows_than_can_be_listed_end_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("x,label\n" + "1,a,b\n" * 1500)
+    with pytest.raises(TrainflowError) as caught:
+        prepared(path)
+    assert caught.value.message.count("row 0 (line 2): it has 3 values") == 2
+    assert "rows: 1,000 rows cannot be read" in caught.value.message
