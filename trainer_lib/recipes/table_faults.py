@@ -21,26 +21,26 @@ class Fault(NamedTuple):
     Attributes:
         column: its name; empty for rows.
         problem: what is wrong, behind the number of rows.
-        count: rows that are so.
+        rows: how many rows are so.
         examples: places of the first of them, and what is there.
         settled_by: what settles it, such as a line of the spec.
     """
 
     column: str
     problem: str
-    count: int
+    rows: int
     examples: Sequence[str]
     settled_by: str
 
     def lines(self) -> list[str]:
         """The fault as lines of a text."""
         name = f"column '{self.column}'" if self.column else "rows"
-        return [f"{name}: {counted(self.count, 'row')} {self.problem}", *self.examples, f"-> {self.settled_by}"]
+        return [f"{name}: {counted(self.rows, 'row')} {self.problem}", *self.examples, f"-> {self.settled_by}"]
 
 
 def with_faults(error: DataError, faults: Sequence[Fault]) -> DataError:
     """The same error, which lists all faults where these say more than it says."""
-    if len(faults) < 2 and sum(fault.count for fault in faults) < 2:
+    if len(faults) < 2 and sum(fault.rows for fault in faults) < 2:
         return error
     text = "\n".join(f"  {'' if at == 0 else '  '}{line}" for fault in faults for at, line in enumerate(fault.lines()))
     what = f"{error.message}\n\nAll that prepare-data found:\n{text}"
@@ -70,10 +70,11 @@ def find_column_faults(
             faults += [] if may_lack else _find_gaps(table, name, f"{_OPTIONS}.missing=mean")
             continue
         others = [] if name in options["categorical"] else _find_texts(table, name, "")
-        if name in options["categorical"] or (others and 2 * others[0].count > table.count(name)):
+        if name in options["categorical"] or (others and 2 * others[0].rows > table.count(name)):
             faults += _find_free_text(table, name)
             continue
-        words = ", ".join(example.partition(": ")[2] for example in (others[0].examples if others else ()))
+        examples = others[0].examples if others else ()
+        words = ", ".join(dict.fromkeys(example.partition(": ")[2] for example in examples))
         as_gap, as_text = f"{_OPTIONS}.read.na_values=[{words}]", f"{_OPTIONS}.categorical=[{name}]"
         faults += [fault._replace(settled_by=f"{as_gap}, or {as_text}") for fault in others]
         faults += [] if may_lack else _find_gaps(table, name, f"{allowed}, or {_OPTIONS}.ignore=[{name}]", usual=True)

@@ -336,7 +336,12 @@ def test_all_faults_of_rows_and_columns_are_listed_with_three_rows_and_what_sett
         "prepare.options.hashed={note: 64}",
     ):
         assert words in message
-    settled = {"dates": {"day": None}, "hashed": {"note": 8}, "missing": "mean", "read": {"na_values": ["none"]}}
+    settled: dict[str, Any] = {
+        "dates": {"day": None},
+        "hashed": {"note": 8},
+        "missing": "mean",
+        "read": {"na_values": ["none"]},
+    }
     with pytest.raises(TrainflowError) as caught:
         prepared(path, **settled)
     assert "All that prepare-data found:\n  rows: 1 row cannot be read" in caught.value.message
