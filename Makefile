@@ -41,13 +41,13 @@ unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a
 BARE := tests/services tests/processes tests/distributed tests/resume tests/contracts tests/unit
 PREFECT := tests/e2e tests/flows
 
-test: install  ## Run the tests of every change (at most twelve minutes on two cores)
+test: install  ## Run the tests of every change (about four minutes on two quiet cores)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(PREFECT) || failed=1; \
 	exit $$failed
 
-slow: install  ## Run more: kills, several machines, servers, whole pipelines (some twenty minutes; tests/slow.txt)
+slow: install  ## Run more: kills, several machines, servers, whole pipelines (some eight minutes; tests/slow.txt)
 	@failed=0; \
 	$(PYTEST) -n $(TESTERS) -m slow $(BARE) || failed=1; \
 	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \

@@ -122,7 +122,8 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    spec = toy.project(tmp_path_factory.mktemp("finished"))
+    text = toy.SPEC.replace("kind: process", "kind: in_process")  # tests/e2e/test_digits.py has workers
+    spec = toy.project(tmp_path_factory.mktemp("finished"), spec=text)
     done = trainflow("run", spec, "tracking.enabled=true", cwd=spec.parent)
     assert done.code == 0, done.out + done.err
     return Finished(spec, done)

@@ -107,7 +107,7 @@ def storage(folder: Path, disk: Path) -> Outcome:
         filling.result()
     steps, names = checkpoints(output / "checkpoints"), {path.parent.name for path in output.rglob("*.json")}
     (disk / ".ballast").unlink()
-    again = _trained(_request(folder / "again", output, max_steps=14))
+    again = _attempt(lambda: tiny.run(_request(folder / "again", output, max_steps=14), kind="in_process"))
     return {"first": first, "steps": steps, "folders": sorted(names), "again": again}
 
 
