@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer_lib.errors import CodeError, ConfigError, DataError, MissingExtraError, OutOfMemoryError, TrainflowError
+from trainer_lib.errors import CodeError, ConfigError, DataError, OutOfMemoryError, TrainflowError
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
@@ -151,15 +151,6 @@ def test_an_error_told_by_a_data_worker_is_read_from_its_message_and_one_from_el
     error = user_error(ValueError("inside"), tmp_path)
     assert isinstance(error, CodeError)
     assert "not raised in the recipe" in (error.remedy or "")
-
-
-def test_a_package_of_an_extra_that_is_not_installed_is_named_with_the_extra(tmp_path: Path) -> None:
-    for module, extra in (("optuna", "search"), ("transformers.models", "transformers"), ("prefect_dask", "dask")):
-        error = user_error(ModuleNotFoundError(f"No module named {module!r}", name=module), tmp_path)
-        assert isinstance(error, MissingExtraError), module
-        assert (error.exit_code, error.remedy) == (2, f'Install it: pip install "trainflow[{extra}]".')
-    for module in ("nowhere", "optun", ""):
-        assert isinstance(user_error(ModuleNotFoundError("No module", name=module), tmp_path), CodeError)
 
 
 # -- where modules are from -------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from tests.support.machine import free_port
 from tests.support.stores import record_fsync
 from trainer_lib.errors import (
     ConfigError,
-    MissingExtraError,
     StorageError,
     StorageFullError,
     StorageGoneError,
@@ -359,16 +358,6 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="must not carry credentials") as caught:
         Store.open(url)
     assert "s3cr3t" not in str(caught.value.to_record())
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = sys.modules["fsspec.registry"]._registry  # the package hides the module behind a name
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(registered, "s3", raising=False)
-    with pytest.raises(MissingExtraError) as caught:
-        Store.open("s3://bucket/x", field="storage")
-    assert caught.value.remedy == 'Install it: pip install "trainflow[s3]".'
-    assert caught.value.field == "storage"
 
 
 def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
