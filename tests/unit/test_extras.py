@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
-from trainer_lib.launch.config import LaunchConfig, resolve_config
-from trainer_lib.launch.refusal import require_torch
 
 from tests.support.repository import pyproject
 from trainer_lib.data.reading import Reading, read_sheet
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import CodeError, MissingExtraError
 from trainer_lib.keras_models.keras_backend import import_keras
+from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
+from trainer_lib.launch.settings.refusal import require_torch
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.recipes.model_places import import_transformers
 from trainer_lib.search.ledger import Ledger
