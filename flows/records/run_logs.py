@@ -22,7 +22,7 @@ from trainer_lib.base.json_text import parse_json, parse_record
 from trainer_lib.errors import DamagedError, TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.jsonl import LineFile
 from trainflow.flows.records.past_runs import PastRun, run_folder
 from trainflow.tasks.stage.manifest import STAGES
 from trainflow.tasks.stage.progress import Event, describe, measured, subscribe

@@ -44,10 +44,15 @@ from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, collec
 from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
-from trainflow.flows.reports.model_tracking import ModelTracking, registered_as, write_or_warn
+from trainflow.flows.reports.model_tracking import (
+    ModelTracking,
+    draw_pictures,
+    log_pictures,
+    registered_as,
+    write_or_warn,
+)
 from trainflow.flows.reports.report import REPORT, render_report
 from trainflow.flows.reports.report_facts import collect_facts
-from trainflow.flows.reports.run_images import draw_pictures, log_pictures
 from trainflow.flows.reports.run_tracking import RunTracking
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.stage.manifest import StageManifest, stage_folder

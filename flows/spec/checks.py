@@ -19,7 +19,7 @@ from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, fi
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
 from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
-from trainflow.tasks.keys.metric_packages import refuse_project_modules
+from trainflow.tasks.keys.keys import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.settings.runner_settings import check_runner
 

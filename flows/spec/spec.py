@@ -39,8 +39,7 @@ from trainflow.tasks.configs import (
     TrainConfig,
 )
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.duration_setting import Duration
-from trainflow.tasks.settings.recipe_path import RecipePath
+from trainflow.tasks.settings.keyed_settings import Duration, RecipePath
 from trainflow.tasks.tracking.notify_settings import NotifySettings
 
 if TYPE_CHECKING:

@@ -9,18 +9,20 @@ processes the work runs: training is keyed by its *global* batch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.metric_names import FIELD, MetricCall, read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.transport import parse_target
@@ -35,7 +37,6 @@ from trainflow.tasks.configs import (
     TrainConfig,
 )
 from trainflow.tasks.keys.declared_paths import keyed_options, path_options
-from trainflow.tasks.keys.metric_packages import metric_packages
 from trainflow.tasks.keys.sources import memory
 from trainflow.tasks.keys.stage_code import (
     EVALUATE,
@@ -49,6 +50,47 @@ from trainflow.tasks.keys.stage_code import (
 if TYPE_CHECKING:
     from trainflow.tasks.stage.context import StageContext
     from trainflow.tasks.stage.manifest import StageManifest
+
+
+# Import name -> distribution. Others are looked up; that reads the records of everything that is installed.
+_DISTRIBUTIONS = {"sklearn": "scikit-learn", "torchmetrics": "torchmetrics", "evaluate": "evaluate"}
+
+
+def metric_packages(calls: Iterable[MetricCall]) -> dict[str, str]:
+    """Distribution -> version of each package that a metric is imported from; empty where all are trainflow's."""
+    found: dict[str, str] = {}
+    for top in {call.module.partition(".")[0] for call in calls if call.module is not None}:
+        names = [_DISTRIBUTIONS[top]] if top in _DISTRIBUTIONS else sorted(set(_distributions().get(top, [top])))
+        for name in names:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = "not installed"
+    return found
+
+
+def refuse_project_modules(calls: Iterable[MetricCall], folders: Iterable[Path]) -> None:
+    """Raise ConfigError for a metric of the project's own code, which no key of evaluate would follow.
+
+    Args:
+        folders: where imports of the project start.
+    """
+    places = list(folders)
+    for call in calls:
+        top = "" if call.module is None else call.module.partition(".")[0]
+        if top and any((folder / top).is_dir() or (folder / f"{top}.py").is_file() for folder in places):
+            raise ConfigError(
+                "This module belongs to the project, and metrics by name are those of installed packages.",
+                field=FIELD,
+                value=call.name,
+                remedy="Import it in the recipe, and call it in compute_metrics: then a changed one is measured again.",
+            )
+
+
+@functools.cache
+def _distributions() -> dict[str, list[str]]:
+    return {name: list(each) for name, each in metadata.packages_distributions().items()}
+
 
 FOLDER_CHARS = 16
 """A folder is named by as many characters of its key."""

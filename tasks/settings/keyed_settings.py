@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainer_lib.base.suggestions import nearest
+from trainer_lib.base.durations import FORMS, find_problem, read_seconds
+from trainer_lib.base.suggestions import nearest, suggestion
+from trainer_lib.protocol.recipe_names import ABOUT, is_recipe_name, recipe_file, recipe_name
 
 Affects = Literal["result", "selection", "nothing"]
 """The effect of a setting: the stage's result, only which weights evaluations choose, or nothing that is kept.
@@ -76,3 +80,39 @@ class KeyedSettings(Settings):
             for mark in field.metadata
             if isinstance(mark, _AffectsMark)
         }
+
+
+def _read_duration(value: Any, read: Callable[[Any], timedelta]) -> timedelta:
+    """Read seconds, what people write ("12h"), and the forms that pydantic takes besides (P1D, 01:30:00)."""
+    seconds = read_seconds(value) if isinstance(value, str) else value
+    problem = "This is not a duration." if isinstance(value, bool) else None
+    if problem is None and isinstance(seconds, int | float):
+        problem = find_problem(seconds)
+    try:
+        if problem is None:
+            length = read(value if seconds is None else seconds)
+            problem = find_problem(length.total_seconds())
+    except (ValueError, OverflowError):
+        problem = "This is not a duration."
+    if problem is None:
+        return length
+    raise PydanticCustomError("duration", "{problem} {hint}", {"problem": problem, "hint": FORMS})
+
+
+Duration = Annotated[timedelta, WrapValidator(_read_duration)]
+"""A length of time above zero: seconds, "12h", "1d", or what else pydantic takes."""
+
+
+def _read_recipe(value: Any) -> Any:
+    """The file of a recipe that is given by name; a path stays as it is."""
+    if not is_recipe_name(value):
+        return value
+    try:
+        return recipe_file(value)
+    except KeyError:
+        hint = f"{suggestion(value, ABOUT)} A file of your own is named like recipe.py."
+        raise PydanticCustomError("recipe_name", "no recipe {value}. {hint}", {"value": value, "hint": hint}) from None
+
+
+RecipePath = Annotated[str, BeforeValidator(_read_recipe), PlainSerializer(recipe_name)]
+"""A recipe's file. A spec may name one of trainflow's own, and is written down with that name on every machine."""

@@ -147,13 +147,13 @@ def test_every_field_of_a_spec_is_documented() -> None:
     from trainflow.flows.spec import sweep_settings
     from trainflow.flows.spec.spec import PipelineSpec
     from trainflow.tasks import configs
-    from trainflow.tasks.settings import early_stopping, runner_settings
+    from trainflow.tasks.settings import runner_settings
     from trainflow.tasks.tracking import notify_settings
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     models: list[Any] = [
         PipelineSpec,
-        early_stopping.StopEarlySettings,
+        configs.StopEarlySettings,
         runner_settings.RunnerSettings,
         notify_settings.NotifySettings,
     ]

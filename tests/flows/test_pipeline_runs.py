@@ -39,7 +39,7 @@ from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan, explain
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.reports import prefect_artifacts, run_images, run_record
+from trainflow.flows.reports import model_tracking, prefect_artifacts, run_record
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.prefect import run_link
 from trainflow.tasks.prefect.prefect_client import quick_client
@@ -289,7 +289,7 @@ def fresh(tmp_path: Path, prefect_server: str) -> Path:
 def pictures(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bytes]]:
     """The pictures that each run drew for Prefect."""
     drawn: list[dict[str, bytes]] = []
-    draw = run_images.draw_pictures
+    draw = model_tracking.draw_pictures
 
     def keep(*args: Any, **how: Any) -> dict[str, bytes]:
         drawn.append(draw(*args, **how))

@@ -26,8 +26,7 @@ from trainer_lib.errors import StorageError, from_exception
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 from trainer_lib.launch.settings.refusal import unshared
-from trainer_lib.locks.beating import Heartbeat
-from trainer_lib.locks.shared_parts import CLAIMS
+from trainer_lib.locks.shared_parts import CLAIMS, Heartbeat
 from trainer_lib.protocol.requests import Request, read_request
 from trainer_lib.storage import Store
 

@@ -15,17 +15,59 @@ lost its part and wakes up later writes what is there already.
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 from typing import Protocol, Self
 
 from trainer_lib.errors import TrainflowError
-from trainer_lib.locks.beating import Heartbeat
 from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
+
+_log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Renews a sign of life from `start` to `stop`.
+
+    Args:
+        beat: renews it; a failure is logged, and the next beat tries again.
+        period_s: seconds between two beats.
+        whose: whose sign of life it is, for the warning.
+    """
+
+    def __init__(self, beat: Callable[[], None], period_s: float, whose: str) -> None:
+        self._beat = beat
+        self._period_s = period_s
+        self._whose = whose
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="trainflow-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Beat once, here, and go on in a thread.
+
+        Raises:
+            TrainflowError: what the first beat raised.
+        """
+        self._beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Return once no beat is under way; harmless when repeated."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _keep_beating(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            try:
+                self._beat()
+            except TrainflowError as error:
+                _log.warning("The sign of life of %s could not be renewed: %s", self._whose, error)
+
 
 CLAIMS = "claims"
 BLOCK = 1000

@@ -4,26 +4,125 @@ Each line is `{"step": 20, "time": <seconds since 1970>, "loss": 0.31, …}`. Ev
 not finite are the strings "NaN", "Infinity" and "-Infinity". A training resumed at step s drops the lines beyond s,
 because it is about to repeat them, so a step never appears twice.
 
-`line_file` writes the lines, on a local disk one by one, elsewhere in the background.
+On a local disk each line is appended at once. An object on a remote store cannot be appended to, so there the lines are
+kept in memory and a background thread writes the whole object, at most every `UPLOAD_S` seconds and on `close`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
+import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import TrainflowError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.storage.local import make_folders
 
-FILE = "metrics.jsonl"
+UPLOAD_S = 10.0
+_CLOSE_S = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+class LineFile:
+    """One file of lines, each of which ends in a line break.
+
+    Args:
+        store: the folder of the file.
+        name: its name in the folder.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self._name = name
+        self._lines: list[bytes] = []  # remote stores only: the whole file
+        self._unsaved = threading.Event()
+        self._closing = threading.Event()
+        self._uploader: threading.Thread | None = None
+
+    def read(self) -> list[bytes]:
+        """Read the whole lines that are there; a line that a crash has torn is left out."""
+        if not self.store.exists(self._name):
+            return []
+        return [line for line in self.store.read_bytes(self._name).splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def replace(self, lines: Sequence[bytes]) -> None:
+        """Make these the lines of the file.
+
+        Raises:
+            OSError, TrainflowError: the file cannot be written.
+        """
+        if not self.store.is_local:
+            self._lines = list(lines)
+            self._unsaved.set()
+            return
+        path = self.store.local_path(self._name)
+        make_folders(path.parent)
+        draft = path.with_suffix(f"{path.suffix}.new")
+        try:
+            draft.write_bytes(b"".join(lines))
+            draft.replace(path)  # in one step: a reader sees the old file or the new one
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+    def append(self, line: bytes) -> None:
+        """Append one line, or keep it for the next upload. Raises OSError when the local disk refuses it."""
+        if not self.store.is_local:
+            self._lines.append(line)
+            self._unsaved.set()
+            self._upload_in_background()
+            return
+        # One unbuffered write per line: after kill -9 every line but perhaps the last is whole.
+        handle = os.open(self.store.local_path(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if (written := os.write(handle, line)) < len(line):
+                # The disk is full: no half line may stay in front of the next one.
+                os.ftruncate(handle, os.fstat(handle).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        """Write what is not in the store yet. Waits up to 30 seconds for an upload that is under way."""
+        if self._uploader is not None:
+            self._closing.set()
+            self._uploader.join(timeout=_CLOSE_S)
+            self._uploader = None
+            self._closing.clear()
+        if self._unsaved.is_set() and not self.store.is_local:
+            self._upload()
+
+    def _upload_in_background(self) -> None:
+        if self._uploader is None:
+            self._uploader = threading.Thread(target=self._keep_uploading, name=self._name, daemon=True)
+            self._uploader.start()
+
+    def _keep_uploading(self) -> None:
+        while not self._closing.wait(UPLOAD_S):
+            if self._unsaved.is_set():
+                self._upload()
+
+    def _upload(self) -> None:
+        self._unsaved.clear()
+        try:
+            # A copy, because the training thread appends meanwhile.
+            self.store.write_bytes(self._name, b"".join(list(self._lines)))
+        except TrainflowError as error:  # the lines are still here: the next upload has them all
+            self._unsaved.set()
+            _log.warning("%s could not be written to %s: %s", self._name, self.store.url, error)
+
+
+FILE = "metrics.jsonl"
 
 
 class JsonlTracker:

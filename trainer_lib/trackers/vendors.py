@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -23,7 +24,9 @@ from typing_extensions import override
 from trainer_lib.arguments.validation import REPORTERS, Reporter
 from trainer_lib.callbacks.base import EVENTS, TrainerCallback
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.storage import Store
 from trainer_lib.trackers.callback import Tracker, TrackingCallback
+from trainer_lib.trackers.names import flatten_params, sectioned
 
 _log = logging.getLogger(__name__)
 
@@ -129,8 +132,6 @@ class TensorBoardCallback(ReporterCallback):
     def __init__(self, tb_writer: Any = None) -> None:
         super().__init__()
         if tb_writer is not None:
-            from trainer_lib.trackers.tensorboard import TensorBoardTracker
-
             self.trackers = [TensorBoardTracker(None, writer=tb_writer)]
 
     @property
@@ -140,7 +141,6 @@ class TensorBoardCallback(ReporterCallback):
 
     @override
     def create(self, args: Any) -> Tracker:
-        from trainer_lib.trackers.tensorboard import TensorBoardTracker
 
         return TensorBoardTracker(args.logging_dir or f"{(args.output_dir or '.').rstrip('/')}/runs")
 
@@ -165,7 +165,6 @@ class WandbCallback(ReporterCallback):
 
     @override
     def create(self, args: Any) -> Tracker:
-        from trainer_lib.trackers.wandb import WandbTracker
 
         return WandbTracker(args.project, args.logging_dir)
 
@@ -261,3 +260,134 @@ def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCa
             _require(name)
             chosen.append(classes[name])
     return list(dict.fromkeys(chosen))
+
+
+class TensorBoardTracker:
+    """Writes scalars under `train/`, `eval/` and `test/`, and the arguments as text.
+
+    Args:
+        folder: a local folder for the event files, because events are appended.
+        writer: the caller's own `SummaryWriter`, which stays open; also the one in use, None before a start.
+
+    Raises:
+        ConfigError: the folder is on a remote store.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, folder: str | None, *, writer: Any = None) -> None:
+        self._own = writer is None
+        self.writer = writer
+        self._folder = ""
+        if folder is not None:
+            store = Store.open(folder, field="logging_dir")
+            if not store.is_local:
+                raise ConfigError(
+                    "The folder is not local, and TensorBoard appends to its event files.",
+                    field="logging_dir",
+                    value=store.url,
+                    remedy="Give logging_dir a local folder, or use the jsonl or mlflow tracker.",
+                )
+            self._folder = str(store.local_path())
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Open a new event file. After a resume TensorBoard hides the older points beyond `resume_step`."""
+        try:
+            self._open(purge_step=resume_step + 1 if resume_step else None)
+            self.writer.add_text("args", "```\n" + json.dumps(flatten_params(params), indent=2) + "\n```")
+        except OSError as error:
+            _log.warning("Metrics no longer go to TensorBoard: %s cannot be written: %s", self._folder, error)
+            self.writer = None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add the values of one step."""
+        try:
+            if self.writer is None:
+                # Only a writer of the caller's own has no folder.
+                if not self._folder:
+                    return
+                self._open(purge_step=None)
+            for name, value in sectioned(metrics).items():
+                self.writer.add_scalar(name, value, step)
+        except OSError as error:
+            _log.warning("A step's metrics are missing in TensorBoard: %s", error)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Write what is buffered; close a writer that is not the caller's."""
+        if self.writer is None:
+            return
+        self.writer.flush()
+        if self._own:
+            self.writer.close()
+            self.writer = None
+
+    def _open(self, *, purge_step: int | None) -> None:
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self._folder, purge_step=purge_step)
+
+
+class WandbTracker:
+    """Logs scalars under `train/`, `eval/` and `test/` against `train/global_step`.
+
+    A run that the program has opened itself (`wandb.init`) is used and stays open. A run that the tracker opens stays
+    open after training for the evaluations that follow; it ends with the process, or when the next training starts.
+
+    Args:
+        project: the project; the variable WANDB_PROJECT overrides it.
+        folder: wandb's folder for its files; the variable WANDB_DIR overrides it.
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str | None, folder: str | None = None) -> None:
+        self._project = os.environ.get("WANDB_PROJECT") or project
+        self._folder = os.environ.get("WANDB_DIR") or folder
+        self._run: Any = None
+        self._own = False
+
+    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
+        """Open a run, or join the program's own. The variable WANDB_RUN_ID names a run to continue."""
+        try:
+            import wandb
+
+            if self._own and self._run is not None:
+                self._run.finish()
+            # A run that the program has opened is not ours to end.
+            self._own = wandb.run is None
+            if self._own:
+                # "allow", not "must": the run may not exist yet.
+                resume = "allow" if os.environ.get("WANDB_RUN_ID") else None
+                settings: dict[str, Any] = {"project": self._project, "name": run_name, "dir": self._folder}
+                self._run = wandb.init(config=flatten_params(params), resume=resume, **settings)
+            else:
+                self._run = wandb.run
+                self._run.config.update(flatten_params(params), allow_val_change=True)
+            self._run.define_metric("train/global_step")
+            self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
+        except Exception as error:  # a tracking client must not end training, whatever it raises
+            self._give_up(error)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass the values of one step to wandb, whose own process sends them."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({**sectioned(metrics), "train/global_step": step})
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """End our own run when training failed; a run that finished stays open for evaluations."""
+        if self._run is None or not self._own or status == "FINISHED":
+            return
+        run, self._run = self._run, None
+        try:
+            run.finish(exit_code=1)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        _log.warning("Metrics no longer go to Weights & Biases: %s", first_line(error))

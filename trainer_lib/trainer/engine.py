@@ -204,7 +204,7 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
     """The strategy for these arguments and this world; only its own file is imported."""
     device, comm = world.device, world.comm
     if device.type == "xla":
-        from trainer_lib.strategies.xla_strategy import XlaStrategy, refuse_unshown
+        from trainer_lib.strategies.ddp import XlaStrategy, refuse_unshown
 
         refuse_unshown(args)
         return XlaStrategy(device, comm)

@@ -32,9 +32,9 @@ from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
 from trainflow.flows.reports.charts import draw_charts, draw_images
+from trainflow.flows.reports.model_tracking import log_outcomes
 from trainflow.flows.reports.report import REPORT, render_report
 from trainflow.flows.reports.report_facts import ReportFacts, describe_data
-from trainflow.flows.reports.run_images import log_outcomes
 from trainflow.flows.reports.run_tracking import (
     NOTE,
     describe_end,

@@ -26,7 +26,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.storage import Store
 from trainflow.flows.pipeline import pipeline
 from trainflow.flows.server import automations, embedded, membership
-from trainflow.flows.server.answers import reachable, require_answer
+from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
 from trainflow.flows.server.new_data import Watch
 from trainflow.flows.server.pools import read_variables, require_type

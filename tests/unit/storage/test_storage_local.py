@@ -32,7 +32,7 @@ from trainer_lib.storage import Store, relative_problem
 from trainer_lib.storage.local import make_folders
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.storage.translation import typed_error
-from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.jsonl import LineFile
 from trainer_lib.trackers.mlflow import mlflow_client
 from trainer_lib.trackers.spool import Session
 

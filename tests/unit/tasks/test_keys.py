@@ -29,12 +29,12 @@ from trainflow.tasks.configs import (
     PreemptionSettings,
     PrepareConfig,
     PublishConfig,
+    StopEarlySettings,
     TrainConfig,
 )
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import Difference, differences, stage_key
 from trainflow.tasks.keys.sources import check, fingerprints
-from trainflow.tasks.settings.early_stopping import StopEarlySettings
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import TrainFacts

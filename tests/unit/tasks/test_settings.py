@@ -21,7 +21,7 @@ from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from trainflow.flows.spec.sweep_settings import Range
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys import keys as _keys
-from trainflow.tasks.keys.metric_packages import metric_packages
+from trainflow.tasks.keys.keys import metric_packages
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.settings.requirements import parse_requirement
 from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runner
@@ -375,7 +375,7 @@ def test_the_version_of_the_package_and_the_arguments_count_for_the_key(
     assert "metric_packages" not in fields(path, ["mae"]), "the keys of before stay"
     one, two = (fields(path, [{"name": BETA, "beta": beta}])["metrics"] for beta in (1, 2))
     assert one != two
-    monkeypatch.setattr("trainflow.tasks.keys.metric_packages.metadata.version", lambda name: "0.0.1")
+    monkeypatch.setattr("trainflow.tasks.keys.keys.metadata.version", lambda name: "0.0.1")
     assert metric_packages(read_metrics([KAPPA])) == {"scikit-learn": "0.0.1"}
 
 

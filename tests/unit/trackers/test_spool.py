@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.repository import ROOT
 from trainer_lib.storage import Store
-from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.jsonl import LineFile
 from trainer_lib.trackers.mlflow.delivery import Delivery
 from trainer_lib.trackers.spool import Session, count_waiting, known_run, note_run, sole_delivery
 

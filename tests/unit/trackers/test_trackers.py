@@ -21,8 +21,7 @@ from trainer_lib import JsonlCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.callback import TrackingCallback, numbers_only
-from trainer_lib.trackers.jsonl import JsonlTracker
-from trainer_lib.trackers.line_file import LineFile
+from trainer_lib.trackers.jsonl import JsonlTracker, LineFile
 from trainer_lib.trackers.mlflow.delivery import Delivery
 from trainer_lib.trackers.names import flatten_params, group_log, group_results, with_intervals
 from trainer_lib.trackers.spool import Session
