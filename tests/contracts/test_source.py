@@ -43,10 +43,16 @@ def _dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@functools.lru_cache(1)
+def _nodes(module: ast.Module) -> list[ast.AST]:
+    """All nodes of a module, found once for all rules."""
+    return list(ast.walk(module))
+
+
 # ------------------------------------------------------------------------------------------ rules: what breaks each one
 def forbidden(path: Path, module: ast.Module) -> Iterator[str]:
     """Nothing is unpickled, evaluated or handed to a shell."""
-    for node in ast.walk(module):
+    for node in _nodes(module):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             yield from (f"imports {name}" for name in names if name.partition(".")[0] in FORBIDDEN_MODULES)
@@ -61,7 +67,7 @@ def forbidden(path: Path, module: ast.Module) -> Iterator[str]:
 
 def started(path: Path, module: ast.Module) -> Iterator[str]:
     """`sys.executable, "-P"` or `-I`: else a `torch.py` in the working directory is imported in torch's place."""
-    for node in ast.walk(module):
+    for node in _nodes(module):
         if not isinstance(node, ast.List | ast.Tuple):
             continue
         for program, option in pairwise(node.elts):
@@ -73,7 +79,7 @@ def started(path: Path, module: ast.Module) -> Iterator[str]:
 
 def parsing(path: Path, module: ast.Module) -> Iterator[str]:
     """A deep or endless text ends a command, and with it all commands of a storage: only the bounded reader parses."""
-    calls = (_dotted(node.func) for node in ast.walk(module) if isinstance(node, ast.Call))
+    calls = (_dotted(node.func) for node in _nodes(module) if isinstance(node, ast.Call))
     yield from {f"calls {name}" for name in calls if name in PARSERS}
 
 
@@ -81,7 +87,7 @@ def budget(path: Path, module: ast.Module) -> Iterator[str]:
     """Files and functions stay short."""
     if len(path.read_text(encoding="utf-8").splitlines()) > FILE_LINES:
         yield "is longer than a file may be: split it"
-    for node in ast.walk(module):
+    for node in _nodes(module):
         if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES:
             yield f"{node.name} is longer than a function may be: split it"
 
@@ -103,13 +109,13 @@ def wording(path: Path, module: ast.Module) -> Iterator[str]:
 
 
 def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module):
+    for node in _nodes(module):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text
 
 
 def _messages(module: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module):
+    for node in _nodes(module):
         logs = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGGERS
         if logs or isinstance(node, ast.Raise):
             for part in ast.walk(node):
@@ -136,7 +142,7 @@ def _takes_tensors(function: ast.FunctionDef) -> bool:
 
 def private(path: Path, module: ast.Module) -> Iterator[str]:
     """No private module is imported from another package."""
-    for node in ast.walk(module):
+    for node in _nodes(module):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
