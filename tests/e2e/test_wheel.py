@@ -70,6 +70,10 @@ def _install(binaries: Path, requirement: str) -> None:
 
 
 def test_wheel_and_sdist_hold_the_packages_and_nothing_else(distributions: Path) -> None:
+    for check in (("twine", "check", "--strict"), ("check_wheel_contents", "--config", ROOT / "pyproject.toml")):
+        files = distributions.glob("*" if check[0] == "twine" else "*.whl")
+        done = _run(sys.executable, "-m", *check, *files, cwd=distributions)
+        assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(_wheel(distributions)) as wheel:
         names = wheel.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"trainflow", "trainer_lib"}
