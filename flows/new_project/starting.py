@@ -14,7 +14,7 @@ import sysconfig
 import token
 import tokenize
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +496,26 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     made = make()
     contents = {file: text.encode() for file, text in texts.items()}
     contents |= {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": each for at, each in made.items()}
+    _write(folder, contents)
+    return [folder / file for file in (*texts, data)]
+
+
+def write_project_for(folder: Path, address: str, label: str | None) -> list[Path]:
+    """Write a spec for a table that is there, with guesses (`from_file`); returns the files.
+
+    Raises:
+        ConfigError: as `check_target`, or there is no such file or label. DataError: the table cannot be read.
+        StorageError: the folder cannot be written.
+    """
+    from trainflow.flows.new_project.from_file import spec_for
+
+    check_target(folder, "tabular-classification")
+    text, _ = spec_for(folder.absolute().name, folder.absolute(), address, label)
+    contents = {"pipeline.yaml": text, "schema.json": _schema(), ".gitignore": _GITIGNORE}
+    return _write(folder, {name: content.encode() for name, content in contents.items()})
+
+
+def _write(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
     try:
         for file, content in contents.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -503,7 +523,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     except OSError as error:
         what = f"The project cannot be written: {error.strerror}."
         raise StorageError(what, field="NAME", value=str(folder), remedy="Give a folder that you may write.") from error
-    return [folder / file for file in (*texts, data)]
+    return [folder / file for file in contents]
 
 
 def _schema() -> str:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainer_lib.errors import StorageError
+from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.protocol.recipe_names import ABOUT
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @command("""
     trainflow init wine
     trainflow init reviews --recipe text-classification
+    trainflow init churn --from customers.csv --label churned
 """)
 def init(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="A new folder; its name is the pipeline's.")],
@@ -39,14 +40,24 @@ def init(
         str,
         typer.Option(help=f"One of trainflow's own recipes: {', '.join(ABOUT)}.", autocompletion=complete_recipe),
     ] = "tabular-classification",
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="FILE", help="A table of yours: the spec has guesses about its columns."),
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="With --from: the column to predict; default: a guess.")
+    ] = None,
     quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> Answer:
     """Write a new project: a spec, small real data, a test and a README, ready to run offline."""
-    from trainflow.flows.new_project.starting import write_project
+    from trainflow.flows.new_project.starting import write_project, write_project_for
 
-    files = [str(file) for file in write_project(name, recipe)]
+    if label is not None and source is None:
+        raise ConfigError("The column is of a file.", field="--label", value=label, remedy="Give --from as well.")
+    made = write_project(name, recipe) if source is None else write_project_for(name, source, label)
+    files = [str(file) for file in made]
     following = f"trainflow run {shlex.quote(files[0])}"
     record = {"spec": files[0], "files": files, "next": following}
     return Answer(record, lambda: map(Text, [*(f"  {file}" for file in files), "", f"  next: {following}"]))

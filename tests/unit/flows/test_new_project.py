@@ -12,8 +12,10 @@ import pytest
 from tests.support.repository import ROOT
 from tests.support.toy import SPEC
 from trainer_lib.base.yaml_text import parse_yaml
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.recipe_names import ABOUT
+from trainer_lib.recipes import PrepareOutput, load
+from trainer_lib.storage import Store
 from trainflow.flows.cli.options import complete_override, complete_recipe
 from trainflow.flows.new_project import starting
 from trainflow.flows.new_project.starting import FILES, diabetes, elnino, wine
@@ -123,3 +125,85 @@ def test_the_command_completes_by_typer(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         main([])
     assert "train.args.warmup_steps=" in capsys.readouterr().out
+
+
+def _customers(rows: int) -> str:
+    """A table as a shop might export it, with a leak, an id, gaps in several forms, and rows twice."""
+    lines = ["Customer ID;Signup;Spent;Share;City;Comment;Score;Cancelled on;Churned"]
+    for row in range(rows):
+        churned = row % 3 == 0
+        spent = "unknown" if row % 17 == 5 else f"{row % 7 + (8 if churned else 1)} {row % 900:03},50 €"
+        city = ("Köln", "köln ", "Bonn")[row % 3 if row % 5 else 2]
+        comment = f"was {'not ' * churned}happy with order number {row}"
+        lines.append(
+            f"C{row:04}-X;{row % 28 + 1:02}.0{row % 9 + 1}.2023;{spent};{row % 80} %;{city};{comment};"
+            f"{'' if row % 11 == 3 else row % 5};{'yes' if churned else 'no'};{'Yes' if churned else 'No'}"
+        )
+    return "\n".join([*lines, lines[7], ""])
+
+
+def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_path: Path, validator: Any) -> None:
+    data = tmp_path / "customers.csv"
+    data.write_bytes(_customers(120).replace("\n", "\r\n").encode("cp1252"))
+    folder = tmp_path / "churn"
+    files = starting.write_project_for(folder, str(data), None)
+    assert sorted(files) == sorted(folder.iterdir())
+    text = (folder / "pipeline.yaml").read_text()
+    assert list(validator.iter_errors(parse_yaml(text))) == []
+    spec = load_spec(folder / "pipeline.yaml")
+    assert (spec.name, spec.prepare.sources) == ("churn", [str(data)])
+    options = dict(spec.prepare.options)
+    for words in (
+        "encoding cp1252 and the separator ';'",
+        "'unknown': read as no value",
+        "LEAK? Cancelled on alone predicts 100% of the label",
+        "split: {by: time, column: Signup}",
+        "1 row in 121 are there before",
+        "label: Churned  # guess: its name",
+    ):
+        assert words in text
+    assert {key: options[key] for key in ("label", "missing", "merge", "hashed", "dates")} == {
+        "label": "Churned",
+        "missing": "mean",
+        "merge": ["City"],
+        "hashed": {"Comment": 64},
+        "dates": {"Signup": None},
+    }
+    assert options["read"] == {"na_values": ["unknown"]}
+    out = PrepareOutput(Store.open(tmp_path / "out"), [str(data)])
+    assert spec.root is not None
+    splits = load(spec.recipe, spec.root).prepare(options, out)
+    assert sum(len(list(rows)) for rows in splits.values()) == 121
+
+
+@pytest.mark.parametrize(
+    ("content", "label", "recipe", "words"),
+    [
+        ("x,size\n" + "".join(f"{row},{row * 1.5}\n" for row in range(50)), None, "tabular-regression", "last column"),
+        ('a,"n"\n' + "".join(f'{row % 2},"{row},000"\n' for row in range(1, 50)), "a",
+         "tabular-classification", "thousands"),
+        ("d,label\n" + "".join(f"0{row % 9 + 1}/0{row % 7 + 1}/2024,{row % 2}\n" for row in range(50)), None,
+         "tabular-classification", "can be read in 2 ways"),
+        ("y,no\n" + "".join(f"{row % 2},{row}\n" for row in range(50)), "no", "tabular-regression", 'label: "no"'),
+    ],
+)  # fmt: skip
+def test_the_recipe_and_what_looks_wrong_are_guessed_from_the_rows(
+    tmp_path: Path, content: str, label: str | None, recipe: str, words: str
+) -> None:
+    (tmp_path / "data.csv").write_text(content)
+    starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), label)
+    text = (tmp_path / "new" / "pipeline.yaml").read_text()
+    assert f"recipe: {recipe}\n" in text
+    assert words in text
+
+
+def test_a_table_without_rows_or_the_column_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("x,label\n")
+    with pytest.raises(TrainflowError, match="no rows"):
+        starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), None)
+    (tmp_path / "data.csv").write_text("x,label\n1,a\n")
+    with pytest.raises(TrainflowError, match='Did you mean "label"'):
+        starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), "labels")
+    with pytest.raises(TrainflowError, match="no such file"):
+        starting.write_project_for(tmp_path / "new", str(tmp_path / "nothing.csv"), None)
+    assert not (tmp_path / "new").exists()

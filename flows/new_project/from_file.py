@@ -1,0 +1,313 @@
+"""Writes a new project for a table that is there: a spec with guesses, and with each the reason as a comment.
+
+The guesses are of the first rows: which column is predicted, what each column is, and what looks wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.base.suggestions import counted
+from trainer_lib.data.reading import Reading
+from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.errors import DataError
+from trainer_lib.recipes.table_cells import NOTHING, USUAL, number_of, plain_value
+from trainer_lib.recipes.table_features import fold, iso_dates, looks_like_date
+from trainer_lib.recipes.table_files import Table, is_index, naming_sources
+
+_ROWS = 20_000  # that are looked at
+_LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
+_ID = re.compile(r"(?i)(.*[_\s.-])?(id|key|uuid|nr|number)|.*[a-z](ID|Id)|index")
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # which YAML reads as something else
+_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
+_FEW = 20  # a label with more different numbers is an amount
+_MOST_NAMES = 50
+_ALONE = 0.99  # of the held-out labels that one column predicts: a suspected leak
+_FEWEST_ROWS = 40
+
+
+class Guesses:
+    """What a table seems to be.
+
+    Args:
+        address: the file, or a pattern.
+        label: the column to predict; None: it is guessed.
+
+    Attributes:
+        options: `prepare.options`, by their names, with a comment each.
+        comments: what looks wrong, as sentences.
+        recipe: the recipe by name.
+    """
+
+    def __init__(self, address: str, label: str | None) -> None:
+        self.comments: list[str] = []
+        self.options: dict[str, tuple[Any, str]] = {}
+        self._table = self._read(address)
+        self._ignored: dict[str, str] = {}
+        self._numbers: dict[str, np.ndarray] = {}
+        self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
+        self._label = self._find_label(label)
+        self.recipe = self._find_recipe()
+        for name in [name for name in self._table.columns if name != self._label]:
+            self._look_at(name)
+        self._find_merged(self._label, self._table.texts(self._label))
+        self._write_options()
+        self._find_leaks()
+        self._find_twice()
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether numbers are missing, or dates."""
+        return "missing" in self.options
+
+    def _read(self, address: str) -> Table:
+        table, bad = Table([], {}), list[DataError]()
+        with naming_sources("--from"):
+            for place, row in islice(read_rows(find_row_files([address]), table.notes, Reading(), bad), _ROWS):
+                if not isinstance(row, Mapping):
+                    raise DataError("The rows have no columns.", field="--from", value=address)
+                for name in [name for name in row if name not in table.columns]:
+                    table.columns[name] = [None] * len(table.places)
+                for name, values in table.columns.items():
+                    values.append(self._plain(table, row.get(name), name))
+                table.places.append(place)
+        if not table.places:
+            raise bad[0] if bad else DataError("The file has no rows.", field="--from", value=address)
+        self.comments += table.notes
+        if bad:
+            self.comments.append(f"{counted(len(bad), 'row')} cannot be read; the first: {bad[0].message}")
+        for name in table.unread:
+            del table.columns[name]
+            self.comments.append(f"Column {name} has lists or objects, and is left out.")
+        return table
+
+    def _plain(self, table: Table, value: Any, name: str) -> Any:
+        try:
+            return plain_value(value, name, "", Reading())
+        except DataError as error:
+            table.unread.setdefault(name, error.message)
+            return None
+
+    def _find_label(self, label: str | None) -> str:
+        names = [name for name in self._table.columns if not is_index(name)]
+        if label is not None:
+            self.options["label"] = label, ""
+            return self._table.require(label, field="--label")
+        lower = {name.lower(): name for name in names}
+        known = next((lower[name] for name in _LABELS if name in lower), None)
+        usual = [name for name in names if not _ID.fullmatch(name) and len(set(self._table.columns[name])) > 1]
+        found = known or (usual or names)[-1]
+        self.options["label"] = found, f"guess: {'its name' if known else 'the last column'}"
+        return found
+
+    def _find_recipe(self) -> str:
+        values = self._table.numbers(self._label)
+        count, known = self._table.count(self._label), values[np.isfinite(values)]
+        if gaps := len(self._table) - count:
+            self.comments.append(f"{counted(gaps, 'row')} without a label: remove them, prepare-data refuses them.")
+        different = len(set(known.tolist()))
+        is_amount = different > (_FEW if (known % 1).any() else max(_FEW, count / 2))
+        return "tabular-regression" if is_amount and len(known) == count else "tabular-classification"
+
+    def _look_at(self, name: str) -> None:
+        values = [value for value in self._table.columns[name] if value is not None]
+        texts = [str(value) for value in values]
+        different = len(set(texts))
+        if is_index(name) or different < 2:
+            self._ignored[name] = "the index of a table" if is_index(name) else "always the same"
+        elif _ID.fullmatch(name) and different == len(self._table) and "id" not in self.options:
+            self.options["id"] = name, "guess: its name, and all values differ; it is no feature"
+        elif _ID.fullmatch(name) and different > _FEW and not self._is_number(name, texts):
+            self._ignored[name] = "names of things"
+            if different < 0.9 * len(texts):
+                self.comments.append(f"If rows of one {name} are alike: split: {{by: group, column: {_yaml(name)}}}.")
+        elif looks_like_date(texts[0]):
+            self._look_at_dates(name)
+        elif not self._is_number(name, texts):
+            self._look_at_texts(name, texts, different)
+
+    def _is_number(self, name: str, texts: Sequence[str]) -> bool:
+        others = Counter(text for text in texts if number_of(text) is None and text not in USUAL)
+        are_thousands = bool(others) and all(map(_THOUSANDS.fullmatch, others))
+        if 2 * sum(others.values()) > len(texts) and not are_thousands:
+            return False
+        if are_thousands:
+            self._kinds["read"]["thousands"] = ","
+            self.comments.append(f"Column {name} has numbers such as {next(iter(others))}: read as thousands.")
+        elif others and len(others) <= 3:
+            self._kinds["read"].setdefault("na_values", []).extend(others)
+            self.comments.append(f"Column {name} has numbers, and {', '.join(map(repr, others))}: read as no value.")
+        elif others:
+            shown = ", ".join(map(repr, islice(others, 3)))
+            self._ignored[name] = f"numbers among texts such as {shown}: mend them, or name it in categorical"
+            return True
+        numbers = np.array([np.nan if v is None else _number(v) for v in self._table.columns[name]], np.float64)
+        self._numbers[name] = numbers
+        if np.isnan(numbers).any():
+            self.options["missing"] = "mean", "numbers are missing"
+        return True
+
+    def _look_at_dates(self, name: str) -> None:
+        try:
+            dates, _ = iso_dates(
+                self._table.texts(name), None, setting=name, column=name, place=lambda row: self._table.places[row]
+            )
+        except DataError as error:
+            self._ignored[name] = f'dates; give their form: dates: {{{_yaml(name)}: "%d/%m/%Y"}}'
+            self.comments.append(error.message)
+            return
+        self._kinds["dates"][name] = None
+        self.comments.append(
+            f"Column {name} has dates: to test on the newest rows, split: {{by: time, column: {_yaml(name)}}}."
+        )
+        if "" in dates:
+            self.options["missing"] = "mean", "dates are missing"
+
+    def _look_at_texts(self, name: str, texts: Sequence[str], different: int) -> None:
+        if different <= max(_MOST_NAMES, len(self._table) / 2):
+            self._find_merged(name, texts)
+        elif np.mean([len(text.split()) for text in texts]) >= 3:
+            self._kinds["hashed"][name] = 64
+            self.comments.append(f"Column {name} has free texts, whose words are hashed; or text-classification.")
+        else:
+            self._ignored[name] = "texts that nearly all differ"
+
+    def _find_merged(self, name: str, texts: Sequence[str]) -> None:
+        names = set(texts) - NOTHING
+        if len({fold(text) for text in names}) < len(names) and self.recipe == "tabular-classification":
+            self._kinds["merge"].append(name)
+
+    def _write_options(self) -> None:
+        reasons = {
+            "read": "",
+            "dates": "null: the one form that fits; or such as %d/%m/%Y",
+            "hashed": "numbers that the words of a text become",
+            "merge": "texts differ in case or blanks only",
+        }
+        self.options |= {name: (value, reasons[name]) for name, value in self._kinds.items() if value}
+        if self._ignored:
+            reason = "; ".join(f"{name or 'no name'}: {why}" for name, why in self._ignored.items())
+            self.options["ignore"] = list(self._ignored), reason
+
+    def _find_leaks(self) -> None:
+        used = [name for name in self._table.columns if name != self._label and name not in self._ignored]
+        used = [name for name in used if name != self.options.get("id", ("",))[0]]
+        if len(self._table) < _FEWEST_ROWS:
+            return
+        for name in used:
+            if (share := self._predicts_alone(name)) > _ALONE:
+                self.comments.append(
+                    f"LEAK? {name} alone predicts {share:.0%} of the label: is it known before? Else ignore it."
+                )
+
+    def _predicts_alone(self, name: str) -> float:
+        """How well a small tree predicts the labels of every other row by a column, learned from the rest."""
+        from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
+
+        values = self._numbers.get(name)
+        codes, names = (values, []) if values is not None else self._table.codes(name)
+        is_class = self.recipe == "tabular-classification"
+        labels = self._table.codes(self._label)[0] if is_class else self._table.numbers(self._label)
+        if len(names) > _MOST_NAMES or not np.isfinite(labels.astype(np.float64)).all():
+            return 0.0
+        if is_class and np.bincount(labels).max() > _ALONE * len(labels):
+            return 0.0
+        inputs = np.nan_to_num(np.asarray(codes, np.float64), nan=-1e9)[:, None]
+        kind = DecisionTreeClassifier if is_class else DecisionTreeRegressor
+        # Few leaves for numbers: those of sorted rows would tell neighbours.
+        tree = kind(max_leaf_nodes=2 * _MOST_NAMES if names else 8, min_samples_leaf=3, random_state=0)
+        return float(tree.fit(inputs[::2], labels[::2]).score(inputs[1::2], labels[1::2]))
+
+    def _find_twice(self) -> None:
+        left_out = self.options.get("id", ("",))[0]
+        columns = [values for name, values in self._table.columns.items() if name != left_out]
+        twice = len(self._table) - len(set(zip(*columns, strict=True)))
+        if twice:
+            what = (
+                f"{counted(twice, 'row')} in {len(self._table):,} are there before: they may fall into train and test."
+            )
+            self.comments.append(f"{what} Remove them.")
+
+
+def _number(value: Any) -> float:
+    number = number_of(value)
+    return float("nan") if number is None else number
+
+
+def _yaml(value: Any) -> str:
+    """A value in YAML's flow style."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_yaml(name)}: {_yaml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def spec_for(name: str, folder: Path, address: str, label: str | None) -> tuple[str, str]:
+    """The text of a spec for a file, and its recipe.
+
+    Args:
+        name: of the pipeline.
+        folder: of the spec, from which a path starts.
+
+    Raises:
+        ConfigError: there is no such file, or no such column. DataError: it cannot be read.
+    """
+    guesses = Guesses(address, label)
+    absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
+    source = min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len)
+    options = [_option(name, value, why) for name, (value, why) in guesses.options.items()]
+    is_class = guesses.recipe == "tabular-classification"
+    margin = "accuracy_over_majority" if is_class else "rmse_below_mean"
+    lines = [
+        "# yaml-language-server: $schema=schema.json",
+        "# Written by trainflow init --from: what stands here is guessed from the first rows. Look at it.",
+        *_comments(guesses.comments),
+        f"name: {name}",
+        f"recipe: {guesses.recipe}",
+        "storage: .trainflow",
+        "",
+        "prepare:",
+        f"  sources: [{_yaml(source)}]",
+        *(["  allow_nan: true"] if guesses.has_gaps else []),
+        "  options:",
+        *(f"    {line}" for option in options for line in option),
+        f"    split: {{validation: 0.15, test: 0.2, by: {'stratified' if is_class else 'random'}, seed: 0}}",
+        "",
+        "train:",
+        "  eval_split: validation",
+        "  model: {hidden: [64], dropout: 0.1}",
+        "  args: {seed: 0, num_train_epochs: 20, global_batch_size: 32, learning_rate: 3.0e-3, logging_steps: 10}",
+        "  launch: {processes: 1}",
+        "",
+        "evaluate:",
+        "  splits: [validation, test]",
+        "  confidence: 0.95",
+        f'  # require: {{test_{margin}_low: "> 0"}}  # or publish nothing',
+        "",
+        "predict:",
+        "  split: test",
+    ]
+    return "\n".join(lines) + "\n", guesses.recipe
+
+
+def _comments(sentences: Iterable[str]) -> list[str]:
+    return [f"# - {' '.join(sentence.split())}" for sentence in sentences]
+
+
+def _option(name: str, value: Any, why: str) -> list[str]:
+    line = f"{name}: {_yaml(value)}"
+    return [f"# {' '.join(why.split())}", line] if len(line) + len(why) > 90 else [line + (f"  # {why}" if why else "")]
