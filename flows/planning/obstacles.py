@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from trainer_lib.base.durations import describe_bytes
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.hub.transport import SCHEME, parse_target
 from trainer_lib.storage import Store
 from trainer_lib.storage.urls import checked_address
-from trainflow.flows.records.sizes import describe_bytes
 from trainflow.flows.spec.checks import check_splits
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.tracking.mlflow_run import tracking_uri

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.json_text import parse_record
 from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
-from trainflow.flows.records.sizes import describe_bytes, describe_seconds
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 

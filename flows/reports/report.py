@@ -21,11 +21,11 @@ from urllib.parse import quote, urlsplit
 
 import jinja2
 
+from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
-from trainflow.flows.records.sizes import describe_bytes, describe_seconds
 from trainflow.flows.reports.charts import draw_charts, number_text
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.errors import TrainflowError
 from trainer_lib.search.ledger import TrialState
-from trainflow.flows.records.sizes import describe_seconds
 from trainflow.flows.reports.charts import number_text
 from trainflow.flows.reports.report import load_template
 

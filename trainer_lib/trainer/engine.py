@@ -18,7 +18,7 @@ from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig
 from trainer_lib.arguments.configs.deepspeed_config import plan
 from trainer_lib.distributed.precision import Precision
 from trainer_lib.errors import ConfigError
-from trainer_lib.optim.decay import get_decay_parameter_names, parameter_groups
+from trainer_lib.optim.optimizers import get_decay_parameter_names, parameter_groups
 from trainer_lib.strategies.base import Strategy, total_norm
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 

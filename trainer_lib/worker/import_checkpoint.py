@@ -24,7 +24,7 @@ from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError
-from trainer_lib.optim.decay import get_decay_parameter_names
+from trainer_lib.optim.optimizers import get_decay_parameter_names
 from trainer_lib.protocol.requests import ImportRequest, ImportResult
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
@@ -27,7 +28,6 @@ from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, comman
 from trainflow.flows.cli.presentation import same_command, shown, table
 from trainflow.flows.cli.run_choice import Place, StorageUrl, choose_place
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.records.sizes import describe_bytes
 
 if TYPE_CHECKING:
     from trainer_lib.protocol.requests import ImportResult, RecipeFile

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.suggestions import counted
 from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Spec, command
 from trainflow.flows.cli.run_choice import choose_spec_file
-from trainflow.flows.records.sizes import describe_bytes
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.progress import duration

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
@@ -18,7 +19,6 @@ from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Qu
 from trainflow.flows.cli.presentation import shown
 from trainflow.flows.cli.run_choice import choose, choose_spec_file, use_registry_here
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.records.sizes import describe_bytes
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.configs import TrackingConfig
 

@@ -18,9 +18,9 @@ from tests.support.training import StopAt
 from trainer_lib import BestRun, EarlyStoppingCallback, Trainer, TrainerCallback, default_hp_space_ray
 from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, MissingExtraError, Preempted
-from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
 from trainer_lib.search.trial_process import find_place, put_together, sent_as_reference, take_apart
+from trainer_lib.trainer.checkpoints.restore import PresentSettings
 
 
 class Notes(TrainerCallback):

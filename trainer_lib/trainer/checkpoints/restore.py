@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
@@ -23,7 +24,6 @@ from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.readers import protect_from_removal
-from trainer_lib.optim.present_settings import PresentSettings
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
@@ -38,6 +38,55 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.run import TrainingRun
     from trainer_lib.trainer.trainer import Trainer
+
+
+class PresentSettings:
+    """Hyperparameters of the arguments, kept while another training's optimizer and schedule are restored.
+
+    Args:
+        optimizer, schedule: as made from the arguments; None without one.
+        rate: the learning rate of the arguments.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, schedule: Any, rate: float) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._rate = rate
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
+        self._bases = list(getattr(schedule, "base_lrs", ()))
+
+    def put_back(self, rate_then: Any) -> None:
+        """Use the settings again; the learning rate is where the restored schedule is, from the rate of now.
+
+        Args:
+            rate_then: the learning rate of the other training's arguments.
+        """
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        for group, settings in zip(groups, self._groups, strict=True):
+            # A schedule keeps the rate that it multiplies beside the one that it sets.
+            then, now = group.get("initial_lr"), settings.get("initial_lr")
+            if then is None or now is None:
+                then, now = rate_then, self._rate
+            reached = float(group["lr"])
+            group.update(settings)
+            _set_rate(group, reached * float(now) / float(then) if then else float(now))
+        if self._bases:
+            self._schedule.base_lrs = list(self._bases)
+        if hasattr(self._schedule, "_last_lr"):
+            self._schedule._last_lr = [group["lr"] for group in groups]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
 
 _log = logging.getLogger(__name__)
 _FIELD = "resume_from_checkpoint"
