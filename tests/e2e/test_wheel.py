@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -118,3 +120,31 @@ def test_a_project_runs_outside_of_the_repository(light: Path, distributions: Pa
     demo = _run(light / "trainflow", "run", "digits/pipeline.yaml", *quick, cwd=tmp_path)
     assert demo.returncode == 0, demo.stderr
     assert {stage["status"] for stage in json.loads(demo.stdout)["stages"]} == {"ran"}
+
+
+def test_the_steps_of_the_dockerfile_make_an_environment_that_runs_its_project(tmp_path: Path) -> None:
+    text = re.sub(r"\\\n", " ", (ROOT / "deployments" / "Dockerfile").read_text())
+    image = tmp_path / "app" / "trainflow"
+    image.mkdir(parents=True)
+    for line in re.findall(r"^COPY ([^-\n].*) (\S+)$", text, re.MULTILINE):
+        for name in line[0].split():
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, image / line[1], symlinks=True, ignore=LEFT_OUT)
+            else:
+                shutil.copy(ROOT / name, image / line[1])
+    assert _run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path).returncode == 0
+    binaries = tmp_path / "venv" / "bin"
+    [install] = re.findall(r"^RUN pip (install .*)", text, re.MULTILINE)
+    done = _run(binaries / "python", "-m", "pip", *shlex.split(install), cwd=image, timeout=900)
+    assert done.returncode == 0, done.stderr
+    [project] = re.findall(r"^ARG PROJECT=(.*)", text, re.MULTILINE)
+    shutil.copytree(ROOT / project, tmp_path / "app" / "project", ignore=LEFT_OUT)
+    [command] = re.findall(r"^CMD (.*)", text, re.MULTILINE)
+    program, *words = json.loads(command)
+    shutil.rmtree(image)  # what runs is what was installed
+    assert _run(binaries / program, *words, cwd=tmp_path / "app" / "project").returncode == 0
+    quick = ("storage=store", "train.args.num_train_epochs=1", "train.launch.processes=1", "--json")
+    ran = _run(binaries / program, "run", "pipeline.yaml", *quick, cwd=tmp_path / "app" / "project")
+    assert ran.returncode == 0, ran.stderr
+    assert {stage["status"] for stage in json.loads(ran.stdout)["stages"]} == {"ran"}
+    shutil.rmtree(tmp_path / "venv")  # two gigabytes
