@@ -27,7 +27,7 @@ from trainer_lib.recipes.table_files import Table, is_index, naming_sources
 
 _ROWS = 20_000  # that are looked at
 _LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
-_ID = re.compile(r"(?i)(.*[_\s.-])?(id|key|uuid|nr|number)|.*[a-z](ID|Id)|index")
+_ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|Nr)")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # which YAML reads as something else
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
@@ -35,6 +35,7 @@ _FEW = 20  # a label with more different numbers is an amount
 _MOST_NAMES = 50
 _ALONE = 0.99  # of the held-out labels that one column predicts: a suspected leak
 _FEWEST_ROWS = 40
+_TITLES = 6  # lines above the names of columns that are passed over, and one
 
 
 class Guesses:
@@ -53,10 +54,10 @@ class Guesses:
     def __init__(self, address: str, label: str | None) -> None:
         self.comments: list[str] = []
         self.options: dict[str, tuple[Any, str]] = {}
-        self._table = self._read(address)
         self._ignored: dict[str, str] = {}
         self._numbers: dict[str, np.ndarray] = {}
         self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
+        self._table = self._read_below_titles(address)
         self._label = self._find_label(label)
         self.recipe = self._find_recipe()
         for name in [name for name in self._table.columns if name != self._label]:
@@ -71,10 +72,26 @@ class Guesses:
         """Whether numbers are missing, or dates."""
         return "missing" in self.options
 
-    def _read(self, address: str) -> Table:
+    def _read_below_titles(self, address: str) -> Table:
+        """The table, whose names may stand below a few lines of titles."""
+        first: DataError | None = None
+        for skipped in range(_TITLES):
+            try:
+                table = self._read(address, Reading(skip_lines=skipped))
+            except DataError as error:
+                if "skip_lines" not in str(error):
+                    raise
+                first = first or error
+                continue
+            if skipped:
+                self._kinds["read"]["skip_lines"] = skipped
+            return table
+        raise first or DataError("The file has no names of columns.", field="--from", value=address)
+
+    def _read(self, address: str, reading: Reading) -> Table:
         table, bad = Table([], {}), list[DataError]()
         with naming_sources("--from"):
-            for place, row in islice(read_rows(find_row_files([address]), table.notes, Reading(), bad), _ROWS):
+            for place, row in islice(read_rows(find_row_files([address]), table.notes, reading, bad), _ROWS):
                 if not isinstance(row, Mapping):
                     raise DataError("The rows have no columns.", field="--from", value=address)
                 for name in [name for name in row if name not in table.columns]:
@@ -152,7 +169,10 @@ class Guesses:
             shown = ", ".join(map(repr, islice(others, 3)))
             self._ignored[name] = f"numbers among texts such as {shown}: mend them, or name it in categorical"
             return True
-        numbers = np.array([np.nan if v is None else _number(v) for v in self._table.columns[name]], np.float64)
+        values = self._table.columns[name]
+        if are_thousands:
+            values = [None if value is None else Reading(thousands=",").with_point(str(value)) for value in values]
+        numbers = np.array([np.nan if value is None else _number(value) for value in values], np.float64)
         self._numbers[name] = numbers
         if np.isnan(numbers).any():
             self.options["missing"] = "mean", "numbers are missing"
@@ -223,6 +243,8 @@ class Guesses:
             return 0.0
         if is_class and np.bincount(labels).max() > _ALONE * len(labels):
             return 0.0
+        if not is_class and values is not None and np.isfinite(values).all() and values.std() > 0:
+            return float(np.corrcoef(values, labels)[0, 1] ** 2)
         inputs = np.nan_to_num(np.asarray(codes, np.float64), nan=-1e9)[:, None]
         kind = DecisionTreeClassifier if is_class else DecisionTreeRegressor
         # Few leaves for numbers: those of sorted rows would tell neighbours.

@@ -157,7 +157,8 @@ def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: lis
     """Rows by the names of their columns, which stand in the first line."""
     number, header = next(lines, (1, []))
     if twice := {name for name in header if header.count(name) > 1}:
-        raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), "the column is there twice")
+        hint = "" if min(twice) else f"; the names of the columns may stand below it ({READ}.skip_lines)"
+        raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), f"the column is there twice{hint}")
     if number and looks_like_row(header):
         notes.append(f"The first line of {file.address} names the columns, and looks like a row ({READ}.columns).")
     for line, values in lines:

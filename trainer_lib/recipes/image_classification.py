@@ -57,8 +57,9 @@ from trainer_lib.recipes.model_places import (
     require_head,
 )
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.table_cells import id_of
 from trainer_lib.recipes.table_files import Table, note_form
-from trainer_lib.recipes.tabular_rows import FIELD, TabularRows, id_of
+from trainer_lib.recipes.tabular_rows import FIELD, TabularRows
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

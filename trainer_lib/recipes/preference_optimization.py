@@ -45,7 +45,8 @@ from trainer_lib.recipes.model_places import (
 )
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.packed_batches import batch_prompts, continue_prompts
-from trainer_lib.recipes.table_files import SOURCES, Reader, note_form, read_exact_text
+from trainer_lib.recipes.table_cells import read_exact_text
+from trainer_lib.recipes.table_files import SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
 from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer

@@ -37,7 +37,8 @@ from trainer_lib.recipes.held_out_metrics import find_usual
 from trainer_lib.recipes.model_places import MODEL, build_with_head
 from trainer_lib.recipes.option_names import PathOptions, choose
 from trainer_lib.recipes.row_trainer import RowTrainer, decode_texts, encode_texts
-from trainer_lib.recipes.table_files import SOURCES, Reader, note_form, read_exact_text
+from trainer_lib.recipes.table_cells import read_exact_text
+from trainer_lib.recipes.table_files import SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
 from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer, load_fast_tokenizer
 

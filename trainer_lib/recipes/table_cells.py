@@ -11,6 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from trainer_lib.data.reading import FIELD, Reading
+from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose
 
@@ -112,3 +113,34 @@ def as_number(value: Any) -> float:
 def text_of(value: Any) -> str:
     """A value as the text of a category: 3 and 3.0 are one."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def id_of(value: Any, place: str) -> int | str | None:
+    """The id of a row as its file has it; None where it is missing."""
+    if value is None or value == "":
+        return None
+    if (row_id := read_id(value)) is None:
+        what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
+        raise DataError(what, field="rows")
+    return row_id
+
+
+def read_exact_text(value: Any, where: str) -> str | None:
+    """A text with the spaces at its ends. Raises DataError for another value."""
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    raise DataError(f"{where}: a {type(value).__name__} is not a text.", field="rows")
+
+
+def read_texts(value: Any, where: str) -> list[str] | None:
+    """A list of texts; numbers in it are names."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
+        raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")
+    for number, each in enumerate(value):
+        if isinstance(each, bool) or not isinstance(each, str | int) or not str(each).strip():
+            what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
+            raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
+    return [str(each) for each in value]

@@ -39,7 +39,7 @@ class Fault(NamedTuple):
 
 
 def with_faults(error: DataError, faults: Sequence[Fault]) -> DataError:
-    """The same error, which lists all faults where these say more than it says."""
+    """An error with a list of all faults, where these say more than it says."""
     if len(faults) < 2 and sum(fault.rows for fault in faults) < 2:
         return error
     text = "\n".join(f"  {'' if at == 0 else '  '}{line}" for fault in faults for at, line in enumerate(fault.lines()))

@@ -39,6 +39,7 @@ from trainer_lib.recipes.table_cells import (
     number_of,
     plain_value,
     read_reading,
+    read_texts,
     text_of,
 )
 from trainer_lib.recipes.table_features import fold, looks_like_date, read_date
@@ -389,10 +390,7 @@ def read_table(
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
     """
-    addresses = [source for source in sources if not source.startswith(_DECLARED_ONLY)]
-    if not addresses:
-        remedy = "Name the files of the table, as in prepare.sources=[data.csv]."
-        raise DataError("There is nothing to read.", field=field, remedy=remedy)
+    addresses = _find_addresses(sources, field)
     table = Table([], {})
     own = dict.fromkeys(lists, read_texts) | dict(readers or {})
     reading = read_reading(read or {})
@@ -407,21 +405,33 @@ def read_table(
                     raise
                 bad.append(error)
                 continue
-            if not table.places:
-                spool = Spool()
-                table.columns = {name: SpooledValues(spool, len(row)) for name in row}
-                table.places = SpooledValues(spool, 1)
-            table.places.append(place)
-            for name, value in row.items():
-                table.columns[name].append(plain := _value(value, name, place, own, table.unread, reading))
-                if plain is None and isinstance(value, str) and value:
-                    table.gaps[value.strip()] += 1
+            _add_row(table, row, place, own, reading)
     if not table.places:
         raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
     _require_renamed(table, rename)
     for name in table.unread:
         del table.columns[name]
     return table
+
+
+def _find_addresses(sources: Sequence[str], field: str) -> list[str]:
+    addresses = [source for source in sources if not source.startswith(_DECLARED_ONLY)]
+    if not addresses:
+        remedy = "Name the files of the table, as in prepare.sources=[data.csv]."
+        raise DataError("There is nothing to read.", field=field, remedy=remedy)
+    return addresses
+
+
+def _add_row(table: Table, row: Mapping[str, Any], place: str, readers: Mapping[str, Reader], reading: Reading) -> None:
+    if not table.places:
+        spool = Spool()
+        table.columns = {name: SpooledValues(spool, len(row)) for name in row}
+        table.places = SpooledValues(spool, 1)
+    table.places.append(place)
+    for name, value in row.items():
+        table.columns[name].append(plain := _value(value, name, place, readers, table.unread, reading))
+        if plain is None and isinstance(value, str) and value:
+            table.gaps[value.strip()] += 1
 
 
 def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
@@ -463,27 +473,6 @@ def _value(
     except DataError as error:
         unread.setdefault(name, error.message)
         return None
-
-
-def read_exact_text(value: Any, where: str) -> str | None:
-    """A text with the spaces at its ends. Raises DataError for another value."""
-    if value is None or isinstance(value, str):
-        return value if value and value.strip() else None
-    raise DataError(f"{where}: a {type(value).__name__} is not a text.", field="rows")
-
-
-def read_texts(value: Any, where: str) -> list[str] | None:
-    """A list of texts; numbers in it are names."""
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple):
-        what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
-        raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")
-    for number, each in enumerate(value):
-        if isinstance(each, bool) or not isinstance(each, str | int) or not str(each).strip():
-            what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
-            raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
-    return [str(each) for each in value]
 
 
 # -- new rows ---------------------------------------------------------------------------------------------------------

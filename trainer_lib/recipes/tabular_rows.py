@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.data.reading import Reading
-from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_cells import as_number, as_text, plain_value, read_reading
+from trainer_lib.recipes.table_cells import as_number, as_text, id_of, plain_value, read_reading
 from trainer_lib.recipes.table_faults import Fault, find_column_faults, find_row_faults, with_faults
 from trainer_lib.recipes.table_features import (
     PARTS,
@@ -466,16 +465,6 @@ class TextRows(TabularRows):
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:
     plain = plain_value(value, "", place, reading)
     return fold(plain) if isinstance(plain, str) else plain
-
-
-def id_of(value: Any, place: str) -> int | str | None:
-    """The id of a row as its file has it; None where it is missing."""
-    if value is None or value == "":
-        return None
-    if (row_id := read_id(value)) is None:
-        what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
-        raise DataError(what, field="rows")
-    return row_id
 
 
 def _in_order(name: str) -> tuple[float, str]:
