@@ -60,6 +60,7 @@ USES = [
     Use("gcs", "gcsfs", lambda: Store.open("gs://bucket/x", field="storage"), "storage"),
     Use("dask", "dask", lambda: _distribute("dask"), "prepare.runner.kind"),
     Use("dask", "prefect_dask", lambda: _distribute("dask"), "prepare.runner.kind"),
+    Use("ray", "ray", lambda: _distribute("ray"), "prepare.runner.kind"),
     Use("ray", "prefect_ray", lambda: _distribute("ray"), "prepare.runner.kind"),
     Use("ray", "ray", lambda: resolve_config(LaunchConfig(engine="ray", processes=1)), "train.launch.engine"),
     Use("ray", "ray", lambda: default_hp_space_ray(None), "backend"),
@@ -88,6 +89,7 @@ def test_the_use_of_an_extra_that_is_not_installed_says_what_to_type(use: Use, w
         use.use()
     assert (caught.value.exit_code, caught.value.field) == (2, use.field)
     assert caught.value.remedy == f'Install it: pip install "trainflow[{use.extra}]".'
+    assert use.extra in ("s3", "gcs") or use.module.replace("_", "-") in caught.value.message
 
 
 def test_every_extra_that_a_user_installs_has_such_an_error() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import shared_sources, toy
 from trainer_lib.base.metric_names import read_metrics
-from trainer_lib.errors import CodeError, ConfigError, GateError, Interrupted, MissingExtraError, Pruned, from_record
+from trainer_lib.errors import CodeError, ConfigError, GateError, Interrupted, Pruned, from_record
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.records.run_message import describe_run, tell_of_run
 from trainflow.flows.spec.checks import check_spec, find_measured
@@ -79,17 +79,6 @@ def test_a_runner_that_makes_no_sense_is_refused(
         check(**given)
     assert caught.value.field == f"prepare.{field}"
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(("kind", "package"), [("dask", "prefect_dask"), ("ray", "prefect_ray"), ("ray", "ray")])
-def test_without_its_extra_a_runner_is_refused_by_name(
-    kind: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else name)
-    with pytest.raises(MissingExtraError) as caught:
-        check(kind=kind)
-    assert package.replace("_", "-") in caught.value.message
-    assert f"trainflow[{kind}]" in str(caught.value)
 
 
 @pytest.mark.parametrize(
