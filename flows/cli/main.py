@@ -46,6 +46,7 @@ _COMMANDS = {
     "follow": "schedules:follow",
     "join": "execution:join",
     "predict": "predicting:predict",
+    "evaluate": "evaluating:evaluate",
     "models": "registry:models",
     "promote": "registry:promote",
     "rollback": "registry:rollback",

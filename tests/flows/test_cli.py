@@ -325,6 +325,7 @@ CASES = {
     "follow": (0, "pipeline.yaml --once train.eval_split=test"),
     "join": (2, "here"),
     "predict": (0, "last new.jsonl --to {free}"),
+    "evaluate": (2, "last new.jsonl"),
     "models": (0, ""),
     "promote": (2, "toy 2"),
     "rollback": (2, "toy"),

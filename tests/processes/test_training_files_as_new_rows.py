@@ -17,8 +17,12 @@ import pytest
 from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.repository import ROOT
 from trainer_lib import load_model
+from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.model_folder.locate import find_model
+from trainer_lib.protocol.requests import MeasureRowsRequest
+from trainflow.flows.cli.commands.evaluating import compare_measured
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 BERT = {
@@ -182,6 +186,42 @@ def test_a_model_predicts_the_file_that_it_was_trained_on(name: str, tmp_path: P
     for key, values in columns.items():
         assert [row[key] for row in found[0]] == [value if isinstance(value, str) else pytest.approx(value)
                                                  for value in values], key  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gaps", "wine", "diabetes", "texts", "entities"])
+def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str, tmp_path: Path) -> None:
+    example, folder = EXAMPLES[name], tmp_path / "model"
+    file = _write(tmp_path / "rows.csv", example.rows)
+    publish_recipe(folder, example.recipe, file, example.options, example.model)
+    model = find_model(str(folder))
+    asked = MeasureRowsRequest(
+        output=str(tmp_path / "out"),
+        model=str(folder),
+        digest=model.digest(),
+        code=model.description.code_digest,
+        sources=tuple(find_row_files([str(file)])),
+        resamples=100,
+    )
+    here = LaunchConfig(kind="in_process", processes=1)
+    if name == "entities":
+        with pytest.raises(ConfigError, match="something else than one class or number"):
+            launch(asked, here, env={}, on_line=print, on_event=lambda event: None)
+        return
+    result = launch(asked, here, env={}, on_line=print, on_event=lambda event: None)
+    label = example.options["label"]
+    predicted = load_model(str(folder), trust_code=True).predict(
+        [{key: value for key, value in row.items() if key != label} for row in example.rows]
+    )["prediction"]
+    truth = [row[label] for row in example.rows]
+    if name == "diabetes":
+        metric, value = "mae", sum(abs(one - other) for one, other in zip(predicted, truth, strict=True)) / len(truth)
+    else:
+        right = [str(one) == str(other) for one, other in zip(predicted, truth, strict=True)]
+        metric, value = "accuracy", sum(right) / len(right)
+    assert result.rows == len(truth)
+    assert result.metrics[metric] == pytest.approx(value)
+    assert result.metrics[f"{metric}_low"] <= result.metrics[metric] <= result.metrics[f"{metric}_high"]
+    assert compare_measured([result, result], 0.95)[metric] == [0.0, 0.0, 0.0]  # the same model, row by row
 
 
 NEW: list[dict[str, Any]] = [

@@ -10,14 +10,16 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from trainer_lib import recipes
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.data.by_length import in_order
@@ -92,6 +94,21 @@ class LoadedModel:
         if (form := self.form) is None:
             return rows
         return [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
+
+    def measured_with(self, rows: Sequence[Mapping[str, Any]], labels: np.ndarray) -> EvalPrediction:
+        """What the recipe's metrics take, of rows as for `predict` and their labels ``[rows]``."""
+        spool = PredictionSpool(None)
+        try:
+            self.add_outputs(GivenRows(self._read(rows), self.description.columns), spool)
+            outputs = nested.map_tree(np.array, spool.tree())  # the spool's files go
+            return EvalPrediction(outputs, labels)
+        finally:
+            spool.close()
+
+    @property
+    def compute_metrics(self) -> Callable[..., Any] | None:
+        """The recipe's function; None without one."""
+        return self._work.recipe.compute_metrics_with(self._data)
 
     @property
     def batch_size(self) -> int:

@@ -144,6 +144,23 @@ class ScoreResult:
 
 
 @dataclass(frozen=True)
+class MeasureRowsResult:
+    """How a model does on labelled rows.
+
+    Attributes:
+        rows: number of rows.
+        digest: SHA-256 of the labels and what was read beside them: two results of one digest are of the same rows.
+        metrics: name -> value, and `<name>_low` and `<name>_high`.
+        resampled: name -> its value on each resample, the same resamples for every model.
+    """
+
+    rows: int
+    digest: str
+    metrics: dict[str, float]
+    resampled: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
 class CompareResult:
     """Differences between two trainings in the order of time, and what was compared (counts by name)."""
 
@@ -477,6 +494,34 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     max_errors: int = 0
     batch_size: int | None = None
     sort_by: str | None = None
+    is_on_cpu: bool = False
+
+    @property
+    @override
+    def use_cpu(self) -> bool:
+        return self.is_on_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
+    """Measure a trained model on labelled rows of files; `model`, `digest`, `code`, `is_on_cpu` as of `ScoreRequest`.
+
+    Attributes:
+        sources: the files with the rows.
+        confidence: the probability that an interval holds its metric.
+        resamples: of the rows, for intervals and comparisons.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    home: ClassVar[str] = "trainer_lib.model_folder"
+    uses_devices: ClassVar[bool] = True
+
+    model: str
+    digest: str
+    code: str
+    sources: tuple[RowFile, ...]
+    confidence: float = 0.95
+    resamples: int = 1000
     is_on_cpu: bool = False
 
     @property

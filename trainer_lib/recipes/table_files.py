@@ -543,6 +543,19 @@ class TableForm:
             row[name] = _read(row[name], kind, name, place, self.reading)
         return row
 
+    def read_answer(self, values: Mapping[str, Any], name: str, place: str, *, is_text: bool) -> Any:
+        """The label of a row, a text or a number, of the values that its file has.
+
+        Raises:
+            DataError: the row has none.
+        """
+        renamed = {self._rename.get(each, each): value for each, value in values.items()}
+        if name not in renamed:
+            near = nearest(name, renamed)
+            hint = f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
+            raise refuse_row(place, name, f"there is no such column, and it has the labels; {hint}")
+        return _read(renamed[name], "text" if is_text else "number", name, place, self.reading)
+
 
 def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any:
     if isinstance(value, np.generic):

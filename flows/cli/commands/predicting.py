@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _SHOWN = "predict"
 _FEW = 8  # columns that a line names
-_Model = Annotated[
+ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A run (its id, name or tag, or last), a checkpoint, a publication, hf://…"),
 ]
@@ -33,7 +33,7 @@ _NewData = Annotated[
     list[str],
     typer.Argument(metavar="NEW_DATA", help="Files, folders or patterns: CSV, JSON lines, Parquet, Arrow; any URL."),
 ]
-_Trust = Annotated[
+Trust = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
 ]
@@ -61,7 +61,7 @@ _MaxErrors = Annotated[
     trainflow predict models:/digits@champion new.parquet --to s3://bucket/out --workers 4
 """)
 def predict(
-    model: _Model,
+    model: ModelArgument,
     new_data: _NewData,
     to: Annotated[
         str | None, typer.Option(metavar="URL", help="Folder of the predictions; unset: predictions/<key> here.")
@@ -74,7 +74,7 @@ def predict(
         list[str] | None, typer.Option(metavar="COLUMN", help="A column that is not for the model; repeatable.")
     ] = None,
     constants: _Set = None,
-    trust: _Trust = None,
+    trust: Trust = None,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of each file.")] = 10_000,
     batch_size: Annotated[
@@ -96,7 +96,7 @@ def predict(
     from trainflow.tasks.new_rows import NewRows
 
     asked = NewRows(
-        model=_find_address(model),
+        model=find_address(model),
         data=new_data,
         to=to,
         trust=(trust == "any" or trust) if trust else False,
@@ -121,7 +121,7 @@ def _read_constants(given: Sequence[str]) -> dict[str, str]:
     return {name: value for name, _, value in (each.partition("=") for each in given)}
 
 
-def _find_address(model: str) -> str:
+def find_address(model: str) -> str:
     """The address of a model; of the id, name or tag of a run, its folder on the storage of this folder.
 
     Raises:

@@ -1,0 +1,169 @@
+"""The command `trainflow evaluate`: a labelled file through a trained model, perhaps beside another one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from trainer_lib.base.suggestions import counted
+from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import mask
+from trainer_lib.trackers.names import is_measurement
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address
+from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
+from trainflow.flows.cli.signals import stoppable
+
+if TYPE_CHECKING:
+    from trainer_lib.data.row_sources import RowFile
+    from trainer_lib.model_folder.locate import FoundModel
+    from trainer_lib.protocol.requests import MeasureRowsResult
+
+_LOW, _HIGH = "_low", "_high"
+
+
+@command("""
+    trainflow evaluate last new/labelled.csv
+    trainflow evaluate models:/churn@champion march.csv --against models:/churn@candidate
+""")
+def evaluate(
+    model: ModelArgument,
+    data: Annotated[
+        list[str], typer.Argument(metavar="DATA", help="Files with labelled rows, as training had them; any URL.")
+    ],
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL2", help="Another model, compared on the same rows by a paired test.")
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(min=0.5, max=0.999, metavar="P", help="Probability that an interval holds its metric.")
+    ] = 0.95,
+    resamples: Annotated[int, typer.Option(min=100, max=5000, metavar="N", help="Resamples of the rows.")] = 1000,
+    trust: Trust = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Measure a trained model on a labelled file: metrics with intervals, beside the run's own test.
+
+    With --against both models are measured on the same resampled rows, and the differences have intervals.
+    """
+    from trainer_lib.data.row_sources import find_row_files
+    from trainer_lib.model_folder.locate import find_model, require_trust
+
+    trusted: bool | str = (trust == "any" or trust) if trust else False
+    addresses = [find_address(model), *([] if against is None else [find_address(against)])]
+    found = [find_model(address) for address in addresses]
+    for each in found:
+        require_trust(each, trusted)
+    files = tuple(find_row_files(data))
+    out = terminal.console(stderr=as_json, quiet=quiet)
+    with stoppable(out.print, remedy="Run it again."):
+        measured = [
+            _measure(each, address, files, confidence, resamples, out)
+            for each, address in zip(found, addresses, strict=True)
+        ]
+    own = _metrics_of_run(found[0])
+    record: dict[str, Any] = {
+        "rows": measured[0].rows,
+        "metrics": measured[0].metrics,
+        "test": own,
+        "against": None if against is None else measured[1].metrics,
+        "differences": compare_measured(measured, confidence) if against else {},
+    }
+    names = [model, *([] if against is None else [against])]
+    return Answer(record, lambda: describe(record, names, confidence))
+
+
+def _measure(
+    found: FoundModel, address: str, files: tuple[RowFile, ...], confidence: float, resamples: int, out: Any
+) -> MeasureRowsResult:
+    from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.protocol.requests import MeasureRowsRequest
+
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        request = MeasureRowsRequest(
+            output=folder,
+            model=address,
+            digest=found.digest(),
+            code=found.description.code_digest,
+            sources=files,
+            confidence=confidence,
+            resamples=resamples,
+            is_on_cpu=bool(found.description.args.get("use_cpu")),
+        )
+        config = LaunchConfig(kind="process", processes=1)
+
+        def show(line: str) -> None:
+            out.print(mask(line), markup=False)
+
+        return launch(request, config, env={}, on_line=show, on_event=lambda event: None)
+
+
+def _metrics_of_run(found: FoundModel) -> dict[str, float]:
+    """The metrics of the test split in the run that trained the model; none where the address is no run of one."""
+    from trainer_lib.errors import TrainflowError
+    from trainer_lib.storage import Store
+    from trainflow.flows.records.past_runs import read_record
+
+    try:
+        record = read_record(Store.open(found.url))
+    except TrainflowError:
+        return {}
+    metrics = record.get("metrics")
+    values = metrics if isinstance(metrics, Mapping) else {}
+    return {str(name).removeprefix("test_"): value for name, value in values.items() if str(name).startswith("test_")}
+
+
+def compare_measured(measured: Sequence[MeasureRowsResult], confidence: float) -> dict[str, list[float]]:
+    """Metric -> [difference, low, high] of the first model and the second, on the rows and over the same resamples.
+
+    Raises:
+        ConfigError: the files have other rows for the second than for the first.
+    """
+    first, second = measured
+    if first.digest != second.digest:
+        what = "The files changed while the models were measured."
+        raise ConfigError(what, field="DATA", remedy="Run it again.")
+    differences = {}
+    for name, values in first.resampled.items():
+        others = second.resampled.get(name, ())
+        if len(others) != len(values) or name not in first.metrics or name not in second.metrics:
+            continue  # one of them measures something else
+        apart = sorted(one - other for one, other in zip(values, others, strict=True))
+        tail = int((1 - confidence) / 2 * len(apart))
+        differences[name] = [first.metrics[name] - second.metrics[name], apart[tail], apart[-1 - tail]]
+    return differences
+
+
+def describe(record: Mapping[str, Any], names: Sequence[str], confidence: float) -> list[Text]:
+    """The metrics as a table of at most 80 columns, and what the comparison says."""
+    lines = [Text(f"{counted(record['rows'], 'row')}; intervals hold with a probability of {confidence:.4g}"), Text()]
+    test, against, differences = record["test"], record["against"], record["differences"]
+    other, metrics = against or test, record["metrics"]
+    head = ("metric", "these rows", "other model" if against else "its own test" if test else "")
+    rows = [(*head, "difference") if against else head]
+    for name in [name for name in metrics if is_measurement(name) and not name.endswith((_LOW, _HIGH))]:
+        if not against:
+            rows.append((name, _with_interval(name, metrics), _with_interval(name, other)))
+            continue
+        found = differences.get(name)
+        apart = "" if found is None else f"{found[0]:+.4g} ({found[1]:+.4g} to {found[2]:+.4g})"
+        both = [f"{each[name]:.4g}" if name in each else "" for each in (metrics, other)]
+        rows.append((name, *both, apart))
+    lines += presentation.table(rows, indent="  ")
+    if against:
+        clear = [name for name, (_, low, high) in differences.items() if low > 0 or high < 0]
+        words = f"They differ beyond chance in {', '.join(clear)}." if clear else "No difference is beyond chance."
+        lines += [Text(), Text(words), Text(f"  these rows   {names[0]}"), Text(f"  other model  {names[1]}")]
+    return lines
+
+
+def _with_interval(name: str, values: Mapping[str, float]) -> str:
+    if name not in values:
+        return ""
+    low, high = values.get(f"{name}{_LOW}"), values.get(f"{name}{_HIGH}")
+    return f"{values[name]:.4g}" + ("" if low is None or high is None else f" ({low:.4g} to {high:.4g})")

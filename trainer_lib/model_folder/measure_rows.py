@@ -1,0 +1,78 @@
+"""The verb *measure_rows*: the metrics of a trained model on labelled rows of files, which are in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.data.row_files import read_rows
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.model_folder.loaded import LoadedModel, load_model
+from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult
+from trainer_lib.recipes.table_features import fold
+from trainer_lib.worker.process.session import Work
+
+LABELS = "labels"
+
+
+def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
+    """Measure the model on the rows and on resamples of them, which only the rows decide.
+
+    Raises:
+        ConfigError: the model predicts no single class or number for a row, or its recipe measures nothing.
+        DataError: a row has no label, or one that the model does not know.
+    """
+    request = work.request
+    loaded = load_model(request.model, trust_code=request.code)
+    if loaded.digest != request.digest:
+        what = "The model was replaced while the command began."
+        raise ConfigError(what, field="MODEL", value=request.model, remedy="Run it again.")
+    compute = loaded.compute_metrics
+    if compute is None or is_metric_object(compute):
+        what = "The model's recipe has no function compute_metrics, so nothing is measured."
+        raise ConfigError(what, field="MODEL", value=request.model, remedy="Predict the rows: trainflow predict.")
+    read = list(read_rows(request.sources, None, loaded.form.reading if loaded.form else None))
+    if not read:
+        raise DataError("The files have no rows.", field="DATA", remedy="Give at least one row.")
+    labels, digest = read_labels(read, loaded)
+    rows = [{name: value for name, value in row.items() if name != LABELS} for _, row in read]
+    given = loaded.measured_with(rows, labels)
+    remembered = Remembered(compute, digest)
+    metrics = parse_metrics(remembered(given))
+    resampled = remembered.resampled(request.resamples)
+    metrics |= remembered.intervals(resampled, request.confidence)
+    return MeasureRowsResult(len(rows), digest, metrics, {name: tuple(each) for name, each in resampled.items()})
+
+
+def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.ndarray, str]:
+    """The labels ``[rows]`` of rows with their places, and a digest of rows and labels."""
+    info, form = loaded.description.info, loaded.form
+    kind = loaded.description.columns.get(LABELS, "")
+    if not kind or "[" in kind or (form is not None and not isinstance(info.get("label"), str)):
+        what = "The model predicts something else than one class or number for a row."
+        raise ConfigError(what, field="MODEL", value=loaded.url, remedy="Evaluate it in its pipeline: evaluate.splits.")
+    classes = info.get("classes") if form is not None else None
+    labels: list[Any] = []
+    digest = hashlib.sha256()
+    for place, row in rows:
+        if not isinstance(row, Mapping) or (form is None and LABELS not in row):
+            what = f"{place}: the row has no column '{LABELS}'."
+            raise DataError(what, field="DATA", remedy="Give each row a label.")
+        value = row[LABELS] if form is None else form.read_answer(row, info["label"], place, is_text=bool(classes))
+        digest.update(repr(sorted((str(name), str(each)) for name, each in row.items())).encode())
+        labels.append(_number_of(value, classes, place) if classes else value)
+    return np.array(labels, np.int64 if classes else np.dtype(kind)), digest.hexdigest()
+
+
+def _number_of(label: str, classes: list[str], place: str) -> int:
+    for text in (label, fold(label)):
+        if text in classes:
+            return classes.index(text)
+    what = f"{place}: the model knows no class '{label[:40]}'."
+    raise DataError(what, field="DATA", value=label[:40], remedy=suggestion(label, classes))
