@@ -56,6 +56,7 @@ class Guesses:
         self.options: dict[str, tuple[Any, str]] = {}
         self._ignored: dict[str, str] = {}
         self._numbers: dict[str, np.ndarray] = {}
+        self._width = 0  # columns of the first row, without those that folders name
         self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
         self._table = self._read_below_titles(address)
         self._label = self._find_label(label)
@@ -85,8 +86,20 @@ class Guesses:
                 continue
             if skipped:
                 self._kinds["read"]["skip_lines"] = skipped
-            return table
+            return self._read_again(address, table)
         raise first or DataError("The file has no names of columns.", field="--from", value=address)
+
+    def _read_again(self, address: str, table: Table) -> Table:
+        """The table with the columns that its folders name, and names where its first line is a row."""
+        read = self._kinds["read"]
+        if any(".partitions=true" in note for note in table.notes):
+            read["partitions"] = True
+        if any("looks like a row" in note for note in table.notes):
+            read["columns"] = [f"column_{number}" for number in range(1, 1 + self._width)]
+        if not {"partitions", "columns"} & read.keys():
+            return table
+        self.comments = ["The first line is a row: name the columns in read.columns."] if "columns" in read else []
+        return self._read(address, Reading(**read))
 
     def _read(self, address: str, reading: Reading) -> Table:
         table, bad = Table([], {}), list[DataError]()
@@ -94,6 +107,7 @@ class Guesses:
             for place, row in islice(read_rows(find_row_files([address]), table.notes, reading, bad), _ROWS):
                 if not isinstance(row, Mapping):
                     raise DataError("The rows have no columns.", field="--from", value=address)
+                self._width = self._width or len(row)
                 for name in [name for name in row if name not in table.columns]:
                     table.columns[name] = [None] * len(table.places)
                 for name, values in table.columns.items():
@@ -117,7 +131,7 @@ class Guesses:
             return None
 
     def _find_label(self, label: str | None) -> str:
-        names = [name for name in self._table.columns if not is_index(name)]
+        names = [name for name in list(self._table.columns)[: self._width] if not is_index(name)]
         if label is not None:
             self.options["label"] = label, ""
             return self._table.require(label, field="--label")
@@ -332,4 +346,8 @@ def _comments(sentences: Iterable[str]) -> list[str]:
 
 def _option(name: str, value: Any, why: str) -> list[str]:
     line = f"{name}: {_yaml(value)}"
-    return [f"# {' '.join(why.split())}", line] if len(line) + len(why) > 90 else [line + (f"  # {why}" if why else "")]
+    return (
+        [f"# {' '.join(why.split())}", line]
+        if why and len(line) + len(why) > 90
+        else [line + (f"  # {why}" if why else "")]
+    )
