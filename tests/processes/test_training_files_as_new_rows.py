@@ -10,6 +10,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -241,7 +242,7 @@ def test_gaps_other_types_and_old_names_are_those_that_prepare_took(tmp_path: Pa
         {"months": 12.0, "contract": "monthly", "charges": 30.5},
         {"months": 1.0, "contract": "7", "charges": 3.0},
     ]
-    for given in (NEW, plain):
+    for given in (NEW, plain, pd.DataFrame(plain)):
         found = load_model(str(tmp_path / "model"), trust_code=True).predict(given)
         assert [row["confidence"] for row in rows] == pytest.approx(found["confidence"])
 

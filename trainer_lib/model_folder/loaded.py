@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import nn
@@ -39,6 +39,9 @@ from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
 from trainer_lib.worker.process.session import Events, Work
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _log = logging.getLogger(__name__)
 
@@ -68,12 +71,15 @@ class LoadedModel:
             self.model: nn.Module = build_model(work, self._args, self._data)
         self._trainer: Any = None
 
-    def predict(self, rows: Iterable[Mapping[str, Any]], *, batch_size: int | None = None) -> dict[str, Sequence[Any]]:
+    def predict(
+        self, rows: Iterable[Mapping[str, Any]] | DataFrame, *, batch_size: int | None = None
+    ) -> dict[str, Sequence[Any]]:
         """Predict rows that are not prepared data: what the predict stage would write for them.
 
         Args:
-            rows: mappings with the columns of the prepared data, labels left out; lists stand for arrays. Those of a
-                recipe for tables may have what its files had: gaps, numbers as texts, columns that training left out.
+            rows: a DataFrame, or mappings with the columns of the prepared data, labels left out; lists stand for
+                arrays. Those of a recipe for tables may have what its files had: gaps, numbers as texts, columns that
+                training left out.
             batch_size: rows of a forward pass; default: the training's `per_device_eval_batch_size`.
 
         Returns:
@@ -90,9 +96,11 @@ class LoadedModel:
         finally:
             spool.close()
 
-    def _read(self, rows: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    def _read(self, rows: Any) -> Iterable[Mapping[str, Any]]:
+        if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a DataFrame, whose iteration gives its columns
+            rows = rows.to_dict("records")
         if (form := self.form) is None:
-            return rows
+            return cast("Iterable[Mapping[str, Any]]", rows)
         return [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
 
     def measured_with(self, rows: Sequence[Mapping[str, Any]], labels: np.ndarray) -> EvalPrediction:

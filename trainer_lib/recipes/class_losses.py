@@ -49,7 +49,7 @@ def use_class_loss(model: nn.Module, options: Mapping[str, Any], info: Mapping[s
         info: the `classes` of the data, and `class_rows`: the training rows of each.
 
     Raises:
-        ConfigError: a class is unknown, or a weight or gamma is no number that can be.
+        ConfigError: a class is unknown, or a weight or gamma is out of range.
     """
     chosen = choose(options, LOSS, field=FIELD)
     weights, gamma = find_weights(chosen["class_weights"], info), float(chosen["focal_gamma"])

@@ -26,7 +26,7 @@ from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice
 from trainer_lib.protocol.preemption import NoticeWatch
-from trainer_lib.protocol.requests import Proof, TrainRequest, TrainResult
+from trainer_lib.protocol.requests import Proof, StopEarly, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
@@ -130,10 +130,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     events = events_callback(work, args)
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)
-    slow = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
-    stop = request.stop_early
-    stops = [] if stop is None else [EarlyStoppingCallback(stop.patience, stop.threshold)]
-    callbacks = [*stops, *proof_callbacks(request.proof), events, slow]  # a proof saves where the others stop
+    stops = stopping_callbacks(request.stop_early)  # before those of a proof, which saves where these stop
+    callbacks = [*stops, *proof_callbacks(request.proof), events, slow_ranks(work)]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
@@ -143,11 +141,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     peaks = trainer._trainflow.comm.gather_json(read_peak_bytes(trainer._trainflow.world.device))
     result: TrainResult | None = None
     if work.rank == 0:
-        if stops and stops[0].early_stopping_patience_counter >= stops[0].early_stopping_patience:
-            state, name = trainer.state, args.metric_for_best_model
-            ended = f"stopped early at step {state.global_step:,} of {state.max_steps:,}"
-            best = f"step {state.best_global_step:,} with {name} {state.best_metric:.4g}"
-            work.events.emit("line", message=f"{ended}; the model is that of {best}")
+        tell_of_stop(work, trainer, stops)
         output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
         output.write_bytes(LOSSES, json.dumps(thin_losses(events.unlogged)).encode())
         device, precision = _device(trainer)
@@ -170,6 +164,27 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return result
+
+
+def slow_ranks(work: Work[TrainRequest]) -> StragglerCallback:
+    """The callback that warns of processes that the others wait for."""
+    return StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
+
+
+def stopping_callbacks(asked: StopEarly | None) -> list[EarlyStoppingCallback]:
+    """The callback that ends a training early; none where that is not asked for."""
+    return [] if asked is None else [EarlyStoppingCallback(asked.patience, asked.threshold)]
+
+
+def tell_of_stop(work: Work[TrainRequest], trainer: Trainer, stops: Sequence[EarlyStoppingCallback]) -> None:
+    """Say where the training stopped, and which weights it gives, if it stopped early."""
+    state, metric = trainer.state, trainer.args.metric_for_best_model
+    ran_out = any(stop.early_stopping_patience_counter >= stop.early_stopping_patience for stop in stops)
+    if not ran_out or state.best_metric is None:
+        return
+    ended = f"stopped early at step {state.global_step:,} of {state.max_steps:,}"
+    best = f"step {state.best_global_step:,} with {metric} {state.best_metric:.4g}"
+    work.events.emit("line", message=f"{ended}; the model is that of {best}")
 
 
 def require_flavor(model: nn.Module, flavor: str | None) -> None:

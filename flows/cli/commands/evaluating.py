@@ -104,7 +104,7 @@ def _measure(
 
 
 def _metrics_of_run(found: FoundModel) -> dict[str, float]:
-    """The metrics of the test split in the run that trained the model; none where the address is no run of one."""
+    """The metrics of the test split in the run that trained the model; none where the address is another place."""
     from trainer_lib.errors import TrainflowError
     from trainer_lib.storage import Store
     from trainflow.flows.records.past_runs import read_record
