@@ -50,6 +50,7 @@ class ReportFacts:
         attempts: those of the stages that this command ran or found.
         goodput: where the time of training went.
         hardest: of each evaluated split the rows that the model gets most wrong.
+        samples: of each evaluated split up to twenty predictions, the first ones and some that are wrong.
         confusions: of each evaluated split with few classes.
         calibrations: of each evaluated split with classes.
         residuals: of each evaluated split with numbers.
@@ -66,6 +67,7 @@ class ReportFacts:
     residuals: list[Section] = field(default_factory=list)
     data: Rows = field(default_factory=list)
     warnings: Rows = field(default_factory=list)
+    samples: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -83,6 +85,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
         hardest=list(_hardest(outcomes)),
+        samples=list(_samples(outcomes)),
         **tables_of_classes(outcomes),
         residuals=list(draw_residuals(outcomes)),
         data=describe_data(found.get("prepare-data")),
@@ -158,6 +161,14 @@ def _hardest(outcomes: Iterable[Outcome]) -> Iterator[Section]:
         columns, hardest = outcome.hardest()
         if hardest:
             rows = [[number_text(value) for value in row] for row in hardest[:_HARDEST]]
+            yield {"split": outcome.split, "columns": columns, "rows": rows}
+
+
+def _samples(outcomes: Iterable[Outcome]) -> Iterator[Section]:
+    for outcome in outcomes:
+        columns, samples = outcome.samples()
+        if samples:
+            rows = [[number_text(value) for value in row] for row in samples]
             yield {"split": outcome.split, "columns": columns, "rows": rows}
 
 

@@ -60,6 +60,13 @@ class Outcome:
             rows = [[row, self.classes[label], self.classes[guess], loss] for row, label, guess, loss in rows]
         return ["row_id", "label", "prediction", "nats" if self.is_classes else "absolute_error"], rows
 
+    def samples(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns and the rows of sample predictions: the first ones of the split, then some that are wrong."""
+        rows = [list(each) for each in self.found.get("samples") or ()]
+        if self.is_classes:
+            rows = [[row, self.classes[label], self.classes[guess]] for row, label, guess in rows]
+        return ["row_id", "label", "prediction"], rows
+
 
 def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterator[Outcome]:
     """The outcomes of each split that the evaluation has kept some of; one that cannot be read is passed over.

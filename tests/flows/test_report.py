@@ -183,7 +183,11 @@ def test_slices_are_tables_of_their_own_and_a_metric_has_its_interval_beside_it(
 def test_the_hardest_rows_are_a_table() -> None:
     columns = ["row_id", "label", "prediction", "nats"]
     rows = {"split": "test", "columns": columns, "rows": [["7", "<b>yes", "no", "4.02"]]}
-    page = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], [rows])))
+    samples = {"split": "test", "columns": columns[:3], "rows": [["8", "yes", "yes"]]}
+    facts = ReportFacts([], [], "", [], [], [rows], samples=[samples], warnings=[("warning", "one class only")])
+    page = Page(render_report(_result(), facts=facts))
+    assert "Sample predictions test row_id label prediction 8 yes yes" in page.words
+    assert "Warnings warning one class only" in page.words
     assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
 
