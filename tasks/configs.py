@@ -294,7 +294,7 @@ class EvaluateConfig(StageSettings):
         default=None,
         gt=0,
         lt=1,
-        description="Write beside each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
+        description="Write for each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
         "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
     )
     metrics: Annotated[
@@ -431,7 +431,7 @@ class TrackingConfig(Settings):
     enabled: bool = Field(default=True, description="False records nothing in MLflow.")
     uri: str | None = Field(
         default=None,
-        description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite beside the storage.",
+        description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite next to the storage.",
     )
     experiment: str | None = Field(default=None, min_length=1, description="Experiment; unset: the pipeline's name.")
     run_name: str | None = Field(default=None, description="Name of the MLflow run; unset: the pipeline's name.")

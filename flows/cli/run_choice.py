@@ -26,7 +26,7 @@ Run = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Id of a run or its beginning, its name, a tag, or last: the newest that fits.",
+        help="Id of a run or its beginning, its name, a tag, or last: the newest that has what the command needs.",
         show_default=False,
     ),
 ]

@@ -166,7 +166,7 @@ def _tracking(plan: Plan) -> Iterator[Obstacle]:
     address = urlsplit(uri)
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
-        checked_address(uri, field=where, unset="a database beside the storage")
+        checked_address(uri, field=where, unset="a database next to the storage")
         socket.create_connection((address.hostname or "", port), timeout=ANSWER_S).close()
     except ConfigError as error:
         yield Obstacle.of(error)

@@ -105,7 +105,7 @@ class Ending:
         except Interrupted as error:
             if not self.stop.is_set():
                 raise
-            raise Pruned(self.stop.reason, step=error.step, remedy="The sweep goes on.") from error
+            raise Pruned(self.stop.reason, step=error.step, remedy="The sweep continues.") from error
 
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""

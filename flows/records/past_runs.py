@@ -345,13 +345,13 @@ def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun
         raise ConfigError(
             "Every run that did not finish was followed by a finished run of its pipeline.",
             field="RUN",
-            remedy=f"Name the one to go on with: {_listed(older)}.",
+            remedy=f"Name the run to resume: {_listed(older)}.",
         )
     what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
     remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
     if at_work:
         what, remedy = (
-            "Every run that did not finish is at work now.",
+            "Every unfinished run is running now.",
             "Wait for it; trainflow status shows where it is.",
         )
     raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)

@@ -51,7 +51,7 @@ def tell_of_death(storage: str, run: PastRun, died: str) -> None:
 
     if not run_folder(storage, run.id).create(f"{_TOLD}/{run.started.replace(':', '')}", died.encode()):
         return
-    lines = [f"Its process ended without a word: {died}", f"Go on: trainflow resume {run.id} --storage {storage}"]
+    lines = [f"Its process ended without a word: {died}", f"Resume: trainflow resume {run.id} --storage {storage}"]
     send(settings.model_copy(update={"to": places}), Message("failed", f"{run.run_name or run.name} died", lines))
 
 
@@ -74,7 +74,7 @@ def describe_run(result: PipelineResult) -> Message:
     if result.run_url:
         lines.append(f"MLflow: {result.run_url}")
     if result.error is not None and result.pipeline_key:
-        lines.append(f"Go on: trainflow resume {result.pipeline_key[:RUN_ID_CHARS]} --storage {result.storage}")
+        lines.append(f"Resume: trainflow resume {result.pipeline_key[:RUN_ID_CHARS]} --storage {result.storage}")
     return Message(state, f"{name} {state}", lines)
 
 

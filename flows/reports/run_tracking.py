@@ -80,7 +80,7 @@ def describe_experiment(spec: PipelineSpec) -> str:
 
 def describe_start(result: PipelineResult, run_id: str) -> dict[str, str]:
     """The tags of a run that begins, or is taken up."""
-    words = f"At work, or its process is gone: `trainflow status --storage {mask(result.storage)}` says which."
+    words = f"Running, or its process is gone: `trainflow status --storage {mask(result.storage)}` says which."
     return {NOTE: f"{_heading(result, run_id)}\n\n{words}", **_prefect_tags()}
 
 
@@ -94,7 +94,7 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
         note += f"\n\nPruned: {to_markdown(pruned)}"
     elif result.error is not None:
         reason = mask(f"{type(result.error).__name__}: {result.error.message}")[:NOTE_CHARS]
-        note += f"\n\nIt goes on from there: `trainflow resume {run_id} --storage {mask(result.storage)}`"
+        note += f"\n\nResume it: `trainflow resume {run_id} --storage {mask(result.storage)}`"
     if len(note) > NOTE_CHARS:
         note = f"{note[:NOTE_CHARS]}..."
     return {NOTE: note, FAILURE_TAG: reason, FAILED_STAGE: None if pruned else failed, PRUNED_TAG: pruned}

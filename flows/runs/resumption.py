@@ -61,7 +61,7 @@ def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -
     """
     if status is not None:
         raise ConfigError(
-            f"This run is at work: {status.where}.",
+            f"This run is still running: {status.where}.",
             field="RUN",
             value=named,
             remedy="Wait for it, or stop it; trainflow status shows its process.",

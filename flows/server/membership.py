@@ -220,7 +220,7 @@ class Membership:
                 "The database of the embedded Prefect server is damaged.",
                 field="prefect",
                 value=str(self._database),
-                remedy="Move it away, with the files beside it that begin with its name: a new one is made. Results "
+                remedy="Move it away, with the files next to it that begin with its name: a new one is made. Results "
                 "and records of runs are on the storage; what Prefect's page had of earlier runs is lost.",
                 details="\n".join(lines[-40:]),
             )

@@ -180,7 +180,7 @@ def _check_storage(spec: PipelineSpec) -> None:
         launch = getattr(stage.config(spec), "launch", None)
         if launch is not None and launch.kind != "in_process":
             raise ConfigError(
-                "A memory:// storage exists inside one process, and the stages run in processes of their own.",
+                "A memory:// storage exists inside one process, and stages run in other processes.",
                 field="storage",
                 value=spec.storage,
                 remedy=f"Choose a folder or another store, or set {stage.section}.launch=in_process.",

@@ -29,14 +29,14 @@ _KINDS = {
     "tuple": "a list",
     "dict": "a mapping of names to values",
     "mapping": "a mapping of names to values",
-    "model": "a section with settings of its own",
-    "dataclass": "a section with settings of its own",
+    "model": "a section with its own settings",
+    "dataclass": "a section with its own settings",
 }
 _REMEDIES = {
     "text": 'Give text; a number or a truth value in quotes ("5").',
     "a list": "Give a list: [a, b].",
     "a mapping of names to values": "Give names with values: {{name: value}}, or {key}.NAME=value on the command line.",
-    "a section with settings of its own": "Set what is below it: {key}.NAME.",
+    "a section with its own settings": "Set what is below it: {key}.NAME.",
 }
 # Our own error types: their context holds the remedy.
 _OWN = {

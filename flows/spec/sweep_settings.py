@@ -79,7 +79,7 @@ class PrunerSettings(Settings):
         "at the same evaluation ends."
     )
     after: int = Field(default=1, ge=1, description="Evaluations before the first decision.")
-    factor: int = Field(default=3, ge=2, description="asha: of as many trials one goes on from rung to rung.")
+    factor: int = Field(default=3, ge=2, description="asha: of as many trials one continues from rung to rung.")
     startup: int = Field(default=5, ge=0, description="median: trials that are complete before any is ended.")
     metric: str | None = Field(
         default=None,

@@ -322,7 +322,7 @@ class _Sweep:
                 self._failure = InfrastructureError(
                     f"Processes that run trials ended without a word {self._deaths} times.",
                     field=str(slot.log),
-                    remedy="Read the end of that file; the same command goes on.",
+                    remedy="Read the end of that file; the same command resumes.",
                 )
                 return
             self._listener({"event": "warning", "message": f"A slot ended (code {code}); another takes its place."})

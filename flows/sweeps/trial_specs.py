@@ -151,7 +151,7 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
             f"{' and more' if len(changed) > 3 else ''}.",
             field="sweep.name",
             value=settings.name,
-            remedy="Set it back to go on, or give the sweep another name: trainings that are equal are not repeated.",
+            remedy="Set it back to resume, or give the sweep another name: equal trainings are not repeated.",
         )
 
 

@@ -198,7 +198,7 @@ class _Body:
                 failed = self._work(self._trials)
             except KeyboardInterrupt as interrupt:
                 self.raised = interrupt
-                return Cancelled(message="Interrupted. The same command goes on.")
+                return Cancelled(message="Interrupted. The same command resumes it.")
             except Exception as error:
                 self.raised = error
                 return Failed(message=first_line(error))
@@ -307,7 +307,7 @@ class TrialTasks(UnseenTrials):
         from prefect.states import Cancelled
 
         for trial in list(self._open.values()):
-            self._finish(trial.slot, Cancelled(message="The sweep was stopped. The same command goes on."))
+            self._finish(trial.slot, Cancelled(message="The sweep was stopped. The same command resumes it."))
         while self._tasks:
             self._tasks.pop().wait()
 

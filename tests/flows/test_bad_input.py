@@ -82,7 +82,7 @@ MANY = str((os.cpu_count() or 1) + 1)
         ("recipe=broken.py", "broken.py", r"not valid Python: .*line 2", "Correct the file"),
         ("recipe=half.py", "half.py", "no function 'build_model'", "Define build_model"),
         ("storage=file", "file", "is a file, not a folder", "Choose a folder"),
-        ("storage=file/below", "file/below", "A file stands where a folder is needed", "move that file away"),
+        ("storage=file/below", "file/below", "A file is in the place of a folder", "move that file away"),
         ("storage=/proc/trainflow", "/proc/trainflow", "Cannot write there", "another storage|permissions"),
         ("storage=/sys/trainflow", "/sys/trainflow", "Cannot write there", "another storage|permissions"),
         ("storage=s4://bucket/x", "storage = s4://bucket/x", "Unknown URL scheme 's4'", "s3://"),

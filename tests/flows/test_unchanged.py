@@ -270,7 +270,7 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
     # Where the project is, the next run reads it, and not the copy.
     kept_spec: Any = parse_yaml((kept.parents[1] / "spec.yaml").read_text())
     assert kept_spec["recipe"] == str(spec.parent / "recipe.py")
-    refusals = {finished.id[:7]: "has finished", "train.args.seed=1": "with the settings", "x": "No run"}
+    refusals = {finished.id[:7]: "has finished", "train.args.seed=1": "takes no overrides", "x": "No run"}
     for word, answer in refusals.items():
         with pytest.raises(ConfigError, match=answer) as caught:
             _choose(str(storage), word, print)
@@ -460,5 +460,5 @@ def test_a_file_in_the_place_of_a_folder_is_named(folder: Path, train: Path, nam
     (train / name).write_text("in the way")
     error = failed(folder, "train.retries=0")
     assert str(train / name) in str(error.field)
-    assert "A file stands where a folder is needed" in error.message
+    assert "A file is in the place of a folder" in error.message
     assert "move that file away" in str(error.remedy)

@@ -292,7 +292,7 @@ def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worke
     # One, and by our signal: the other was not refused because of the first.
     [warning] = [event["message"] for event in events if event["event"] == "warning"]
     assert warning.startswith("A worker was lost")
-    assert "already at work" not in warning
+    assert "already writes" not in warning
     shown = [event for event in events if event["event"] == "progress"]
     assert any("rows/s" in event["message"] and event["eta_s"] >= 0 for event in shown)
     assert not (tmp_path / "shared" / "claims").exists()
@@ -350,7 +350,7 @@ def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None
         with pytest.raises(ConfigError, match=words):
             _predict(replace(asked, constants=constants, to=f"{asked.to}2"))
     (tmp_path / "new.jsonl").write_text('{"x": [1.0]}\n')
-    with pytest.raises(DataError, match=r"line 1\), column 'x': the row has a value of its own"):
+    with pytest.raises(DataError, match=r"line 1\), column 'x': the row has its own value"):
         _predict(replace(asked, constants={"x": "[3.0]"}, to=f"{asked.to}3"))
 
 

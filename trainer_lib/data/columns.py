@@ -184,7 +184,7 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
     for row, value in enumerate(values):
         array = _as_array(value)
         if array is None:
-            raise _refuse(split, row, name, f"{_describe(value)} cannot be stored beside the other rows' values")
+            raise _refuse(split, row, name, f"{_describe(value)} cannot be stored with the other rows' values")
         arrays.append(array)
     # NumPy gives an empty list float64, which says nothing about the column.
     dtype = np.result_type(*{array.dtype for array in arrays if array.size} or {np.dtype(np.int64)})

@@ -424,7 +424,7 @@ class RowReader:
         row = {name: value for name, value in values.items() if name not in self._left_out}
         for name, value in self._constants.items():
             if name in row:
-                raise refuse_row(place, name, "the row has a value of its own")
+                raise refuse_row(place, name, "the row has its own value")
             row[name] = value
         row = self._read_columns(row, place)
         if opened.has_texts:

@@ -244,7 +244,7 @@ def use_schedule(optimizer: Any, schedule: Any) -> None:
         remedy = "Give a keras.optimizers.schedules.LearningRateSchedule, or None."
         raise _refusal(message, type(schedule).__name__, remedy)
     if isinstance(present, kind) and present is not schedule and present.get_config() != schedule.get_config():
-        message = "The optimizer has another schedule than the one beside it."
+        message = "The optimizer has another schedule than the given one."
         remedy = "Give the optimizer that schedule as its learning_rate, or give (optimizer, None)."
         raise _refusal(message, type(schedule).__name__, remedy)
     if present is not schedule:

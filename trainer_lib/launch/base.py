@@ -140,7 +140,7 @@ def _refuse(asked: int | str | None, error: OSError, on_event: Callable[[dict[st
             value=asked,
             remedy="Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out.",
         ) from error
-    on_event({"event": "warning", "message": f"{message} This one starts beside them."})
+    on_event({"event": "warning", "message": f"{message} This one starts next to them."})
 
 
 R = TypeVar("R")

@@ -332,7 +332,7 @@ def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[
     if owner is not None and is_alive(owner):
         if same_output and leftover.find_processes():
             raise InfrastructureError(
-                f"Process {owner.pid} is already at work on this output.",
+                f"Process {owner.pid} already writes this output.",
                 remedy="Wait for that process, or end it; then run the same command again.",
             )
         return

@@ -293,7 +293,7 @@ def _lead(run_dir: RunDir, config: LaunchConfig, request: dict[str, Any]) -> int
 def _why(run_dir: RunDir) -> TrainflowError:
     """Return the failure as the launcher of the leading machine will see it."""
     if run_dir.was_cancelled():
-        return Interrupted("The leading machine was asked to stop.", remedy="Run the same commands to go on.")
+        return Interrupted("The leading machine was asked to stop.", remedy="Run the same commands to resume.")
     return find_failure(run_dir, Ending(1, False, None, False, None, ""), direct=False)
 
 

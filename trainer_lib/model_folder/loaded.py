@@ -265,7 +265,7 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
     root = Path(file.root)
     for name, there in _imported_from_elsewhere(description, root):
         what = f"The model has a module called {name}, and this process has imported another one from {there}."
-        raise ConfigError(what, field=FIELD, value=name, remedy="Load the model in a process of its own.")
+        raise ConfigError(what, field=FIELD, value=name, remedy="Load the model in a new process.")
     for path in _import_folders(description):
         place = str(root / path)
         if place not in sys.path:

@@ -188,7 +188,7 @@ def _mixes(model: nn.Module, why: str, isolate: str, flattened: bool) -> ConfigE
         remedy = f"Remove train.model.flatten (short documents are then padded), or {other}."
         return ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     what = f"The model {name} cannot train on packed rows: {why}."
-    remedy = f"Set prepare.options.pack=[] (every document then has a row of its own), or {other}."
+    remedy = f"Set prepare.options.pack=[] (every document then has its own row), or {other}."
     return ConfigError(what, field=FIELD, value=isolate, remedy=remedy)
 
 

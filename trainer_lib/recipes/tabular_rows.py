@@ -246,7 +246,7 @@ class TabularRows:
             self._warn(index, "it is the index of a table that pandas wrote (prepare.options.features may name it)")
             names = [name for name in names if name not in index]
         if not names:
-            remedy = "Leave prepare.options.features out, or name columns besides the label."
+            remedy = "Leave prepare.options.features out, or name columns other than the label."
             raise DataError("No column is left to predict from.", field=f"{FIELD}.features", remedy=remedy)
         taken = next((name for name in names if name in _RESERVED), None)
         if taken is not None:

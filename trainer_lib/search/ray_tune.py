@@ -115,7 +115,7 @@ _OURS = {
     "local_dir": "Trials are in output_dir; storage_path is where Tune keeps its own files.",
     "metric": 'Schedulers find what compute_objective returns as "objective".',
     "mode": "The direction says it.",
-    "resume": "A trial whose process died goes on by itself; a search that was stopped begins again.",
+    "resume": "A trial whose process died resumes by itself; a search that was stopped begins again.",
 }
 _NEEDS_SAVES = ("PopulationBasedTraining", "HyperBandScheduler")
 _RETRIES = 3

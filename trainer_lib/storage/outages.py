@@ -24,7 +24,7 @@ _NUMBERS = {
     errno.ECONNABORTED: _BROKEN,
     errno.EPIPE: _BROKEN,
     errno.ESTALE: _BROKEN,  # a network folder whose server was restarted
-    errno.EREMOTEIO: "it answers with a failure of its own",
+    errno.EREMOTEIO: "it answers with a failure",
 }
 # By the names of the classes, because most clients are not installed: the end of a name -> what it means.
 _CLASSES = {

@@ -128,7 +128,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
         return absent(where)
     if number in _NO_FOLDER:
         remedy = "Choose another storage, or move that file away."
-        return StorageError("A file stands where a folder is needed.", field=where, remedy=remedy)
+        return StorageError("A file is in the place of a folder.", field=where, remedy=remedy)
     if where.startswith(f"{HUB}://") and vendor_code(error) in _DENIED_CODES:
         remedy = "Set HF_TOKEN to a token that may read it; a gated repository has conditions to accept first."
     elif number in _DENIED or isinstance(error, PermissionError):

@@ -361,7 +361,7 @@ class TrainingLoop:
         if self._internals.checkpoints.occupied.forbids(step):
             raise Preempted(
                 f"Stopped on request at step {step}, which is not saved: checkpoints of another run are in the way.",
-                remedy="Run it again: it starts from the beginning. A stop is saved in an output_dir of its own.",
+                remedy="Run it again: it starts from the beginning. Use another output_dir to save a stop.",
             )
         _log.warning("A stop was requested: saving step %d.", step)
         self._internals.checkpoints.save_and_stop()

@@ -73,7 +73,7 @@ def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[Mer
         if getattr(request, name):
             return None, f"evaluate.{name} needs all rows"
     if recipe.trainer_class(Trainer) is not Trainer:
-        return None, "the recipe has a Trainer of its own"
+        return None, "the recipe has its own Trainer"
     if work.world_size > 1:
         return None, "several processes evaluate as one group"
     if (merged := recipe.merged_metrics_with(data)) is not None:

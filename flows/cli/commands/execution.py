@@ -185,7 +185,7 @@ def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> Past
 
     if run is not None:
         _refuse_other_words(run)
-    statuses = find_statuses(storage, lambda count: say(f"waiting half a minute for a sign of life of {count} runs"))
+    statuses = find_statuses(storage, lambda count: say(f"Checking the signs of life of {count} run(s) (30 s)"))
     at_work = {status.run.id: status for status in statuses if status.state in ("running", "suspended")}
     if run is None or run == NEWEST:
         return newest_unfinished(storage, at_work=at_work)
@@ -198,17 +198,17 @@ def _refuse_other_words(run: str) -> None:
     """Raises ConfigError for what people give in place of a run's id."""
     if "=" in run:
         raise ConfigError(
-            "A run goes on with the settings that it was recorded with.",
+            "`resume` uses the recorded settings and takes no overrides.",
             field="RUN",
             value=run,
-            remedy=f"To go on with others: trainflow run SPEC {run} --from-run ID.",
+            remedy=f"To change settings: trainflow run SPEC {run} --from-run ID.",
         )
     if run.endswith(SPEC_ENDINGS) and Path(run).is_file():
         raise ConfigError(
             "This is a spec, not the id of a run.",
             field="RUN",
             value=run,
-            remedy=f"A spec goes on by the command that started it: trainflow run {run}.",
+            remedy=f"To resume a spec, run the command that started it: trainflow run {run}.",
         )
 
 

@@ -232,7 +232,7 @@ def reproduce(
         ),
     ] = None,
     other_data: Annotated[
-        bool, typer.Option("--other-data", help="Go on although the data is not that of the run.")
+        bool, typer.Option("--other-data", help="Continue although the data is not that of the run.")
     ] = False,
     quiet: Quiet = False,
     as_json: Json = False,

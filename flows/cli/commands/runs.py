@@ -150,9 +150,7 @@ def runs(
         list[str] | None,
         typer.Option(metavar="CONDITION", help='Runs with such a metric: "test_accuracy>=0.9"; repeatable.'),
     ] = None,
-    sweep: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The trials of this sweep, each in a line of its own.")
-    ] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="The trials of this sweep, one per line.")] = None,
     sort: Annotated[
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
@@ -181,7 +179,11 @@ def runs(
     key, reverse = sort_key(sort, [status.run for status in statuses])
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
     if not listed:
-        why = f"No run of {len(statuses)} fits." if statuses else f"No run is recorded in {shown(chosen.storage)}."
+        why = (
+            f"None of the {len(statuses)} runs match."
+            if statuses
+            else f"No run is recorded in {shown(chosen.storage)}."
+        )
         return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
     is_grouped = not (sweep or state or filters)
     wanted = [*(condition.name for condition in filters), sort.lstrip("-")]

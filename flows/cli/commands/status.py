@@ -58,7 +58,7 @@ def status(
     overrides: Overrides = None,
     storage: StorageRoot = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Follow the runs at work, stage by stage, until they have ended.")
+        bool, typer.Option("--watch", "-w", help="Follow running runs, stage by stage, until they end.")
     ] = False,
     bare: Bare = False,
     as_json: Json = False,
@@ -76,8 +76,8 @@ def status(
         _watch(root)
 
     def say_wait(count: int) -> None:
-        who = "a process" if count == 1 else f"{count} processes"
-        out.print(f"waiting half a minute for a sign of life of {who} on another machine")
+        who = "a process on another machine is" if count == 1 else f"{count} processes on other machines are"
+        out.print(f"Checking whether {who} still alive (30 s)")
 
     statuses = find_statuses(root, say_wait)
     warnings: list[str] = []
@@ -191,7 +191,7 @@ def logs(
         typer.Argument(metavar="[STAGE] [SPEC]", help="A stage; a spec, unset: what is in this folder."),
     ] = None,
     storage: StorageUrl = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on while the run does.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue while the run does.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="What this rank wrote, alone.")] = None,
     bare: Bare = False,
     as_json: Json = False,

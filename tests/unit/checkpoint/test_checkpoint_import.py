@@ -516,7 +516,7 @@ def test_a_link_in_the_folder_stops_the_import(hand_made: Path, tmp_path: Path) 
     source = altered(hand_made, tmp_path)
     (source / "optimizer.pt").rename(tmp_path / "optimizer.pt")
     (source / "optimizer.pt").symlink_to(tmp_path / "optimizer.pt")
-    with pytest.raises(DamagedError, match="A link or a pipe stands where a file is expected"):
+    with pytest.raises(DamagedError, match="A link or a pipe is in the place of a file"):
         import_here(source, tmp_path / "out")
 
 

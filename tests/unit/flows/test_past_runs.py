@@ -116,7 +116,7 @@ def test_an_id_that_means_no_run_names_the_nearest_and_what_there_is(storage: Pa
 def test_the_newest_unfinished_run_is_the_one_that_nothing_replaced(storage: Path) -> None:
     assert newest_unfinished(str(storage)).id == SECOND
     assert newest_unfinished(str(storage), at_work={SECOND}).id == FIRST
-    with pytest.raises(ConfigError, match="at work now"):
+    with pytest.raises(ConfigError, match="is running now"):
         newest_unfinished(str(storage), at_work={FIRST, SECOND})
     record(storage, "c" * 16, started="2026-11-23T10:00:00Z", status="FINISHED")
     with pytest.raises(ConfigError, match="followed by a finished run") as caught:

@@ -129,7 +129,7 @@ def test_a_folder_of_somebody_else_is_not_trusted(temporary: Path) -> None:
 def test_a_second_launch_on_the_same_output_is_refused_while_the_first_is_at_work(temporary: Path) -> None:
     first = RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
     first.record_process("worker-0", os.getpid())
-    with pytest.raises(InfrastructureError, match="already at work"):
+    with pytest.raises(InfrastructureError, match="already writes"):
         RunDir.create({"output": "s3://bucket/a"}, 1.0, lambda: False)
     other = RunDir.create({"output": "s3://bucket/b"}, 1.0, lambda: False)
     assert first.path.exists()

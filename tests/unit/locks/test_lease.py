@@ -425,7 +425,7 @@ def test_a_limit_that_cannot_be_kept_is_refused_where_it_was_asked_for(
         assert files == ()
     [warning] = events
     assert warning["event"] == "warning"
-    assert warning["message"].endswith("This one starts beside them.")
+    assert warning["message"].endswith("This one starts next to them.")
 
 
 def test_a_place_is_written_whole_when_it_grows_shorter(queue: Queue) -> None:

@@ -273,7 +273,7 @@ def test_a_message_says_what_failed_and_how_to_go_on() -> None:
         "your code raised: ValueError: no",
         "Correct it.",
         "Report: store/r.html",
-        "Go on: trainflow resume 0123456789abcdef --storage store",
+        "Resume: trainflow resume 0123456789abcdef --storage store",
     ]
 
 

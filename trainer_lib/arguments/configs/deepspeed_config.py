@@ -110,7 +110,7 @@ OPTIMIZERS: Mapping[str, str] = {
 REFUSED_OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("onebitadam", "onebitlamb", "zerooneadam"),
-        "It cannot be combined with ZeRO, and needs kernels of its own: give AdamW or Adam.",
+        "It cannot be combined with ZeRO, and needs separate kernels: give AdamW or Adam.",
     ),
     **dict.fromkeys(
         ("lamb", "fusedlamb", "muon"),

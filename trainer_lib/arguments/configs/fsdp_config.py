@@ -64,7 +64,7 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
     ),
     "predict_with_generate": (
         "processes would generate different numbers of tokens and wait for each other.",
-        "Remove it, and generate with a Trainer of its own without fsdp and the saved model.",
+        "Remove it, and generate with another Trainer without fsdp and the saved model.",
     ),
 }
 

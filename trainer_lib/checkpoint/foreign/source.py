@@ -201,7 +201,7 @@ def _check_kind(store: Store) -> set[str]:
     links = store.links() + [name for name in store.children() if name not in folders and not store.children(name)]
     if links:
         raise DamagedError(
-            "A link or a pipe stands where a file is expected; it may lead anywhere.",
+            "A link or a pipe is in the place of a file; it may lead anywhere.",
             field=f"{store.url}/{links[0]}",
             remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
         )

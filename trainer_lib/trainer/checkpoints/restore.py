@@ -303,7 +303,7 @@ class Restore:
                 "The checkpoint holds only a model (save_only_model), so a resumed run would differ from a whole one.",
                 field=_FIELD,
                 value=loaded.url,
-                remedy="Give True or its URL to go on with a new optimizer, or resume from a whole checkpoint.",
+                remedy="Give True or its URL to resume with a new optimizer, or resume from a whole checkpoint.",
             )
         _log.warning(
             "%s holds only a model (save_only_model): optimizer, loss scale and random numbers begin again at step %d.",
