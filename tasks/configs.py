@@ -302,7 +302,7 @@ class EvaluateConfig(StageSettings):
     ] = setting(
         affects="result",
         default_factory=list,
-        description="Metrics by name, beside those of compute_metrics: "
+        description="Metrics by name, in addition to those of compute_metrics: "
         f"of classes {', '.join(CLASS_METRICS)}; of numbers {', '.join(NUMBER_METRICS)}; of an installed package "
         "package.module:name, or {name: package.module:name, as: RESULT, ARGUMENT: VALUE}.",
     )
