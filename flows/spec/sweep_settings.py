@@ -75,8 +75,8 @@ class PrunerSettings(Settings):
     """sweep.pruner: which trials are ended early, by what they reach while they train."""
 
     kind: Literal["asha", "median"] = Field(
-        description="asha: at each rung only the best 1/factor go on; median: who is below the median of the others "
-        "at the same evaluation ends."
+        description="asha: at each rung only the best 1/factor continue; median: trials below the median of the others "
+        "at the same evaluation end."
     )
     after: int = Field(default=1, ge=1, description="Evaluations before the first decision.")
     factor: int = Field(default=3, ge=2, description="asha: of as many trials one continues from rung to rung.")
