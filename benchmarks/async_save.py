@@ -1,6 +1,7 @@
 """Time that a save blocks training: in the background, waiting for all of it, and with torch's own checkpoints.
 
     python -m benchmarks.async_save --size full --save
+    python -m benchmarks.gpu.saves '{"dry": false}'       # the same on a GPU
 
 A stack of square layers trained with AdamW (three tensors per weight: 12 bytes per parameter), by our Trainer with
 `save_async` and without, and by a loop by hand with torch.distributed.checkpoint's `async_save` (with its reusing
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,8 @@ from trainer_lib.storage import Store
 # size: width and number of the layers, saves a run, rounds
 SIZES = {"smallest": (256, 16, 3, 2), "medium": (1024, 25, 3, 3), "full": (1024, 100, 4, 5)}
 QUIET = 3  # steps before a save is asked for
-BATCH = 4
+CPU = torch.device("cpu")
+BATCH = {"cpu": 4, "cuda": 4096}
 
 
 class Stack(nn.Module):
@@ -66,6 +69,7 @@ class Clock:
     """Seconds of one run; decides when the next save is due."""
 
     saves: int
+    device: torch.device = CPU
     blocked: list[float] = field(default_factory=list)
     until_known: list[float] = field(default_factory=list)
     quiet: list[float] = field(default_factory=list)
@@ -79,14 +83,14 @@ class Clock:
 
     def begin(self) -> None:
         """Note the start of a step."""
-        self._begun = time.perf_counter()
+        self._begun = self._now()
         if self._asked is not None:
             self.blocked.append(self._begun - self._asked)
             self._asked = None
 
     def end(self) -> bool:
         """Note the end of a step; return whether it is to be saved."""
-        took = time.perf_counter() - self._begun
+        took = self._now() - self._begun
         if self._writing:
             self.beside.append(took)
             return False
@@ -98,12 +102,17 @@ class Clock:
     def ask(self) -> None:
         """Note that the save of the step that has just ended starts here."""
         self._writing, self._pause = True, 0
-        self._asked = self._since = time.perf_counter()
+        self._asked = self._since = self._now()
 
     def known(self) -> None:
         """Note that training knows of the commit."""
         self.until_known.append(time.perf_counter() - self._since)
         self._writing = False
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     @property
     def is_last(self) -> bool:
@@ -148,27 +157,29 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(each.contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
+    return {name: hashlib.sha256(each.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
             for name, each in tensors.items()}  # fmt: skip
 
 
-def by_trainer(folder: Path, width: int, depth: int, saves: int, *, save_async: bool) -> Clock:
+def by_trainer(
+    folder: Path, width: int, depth: int, saves: int, *, save_async: bool, device: torch.device = CPU
+) -> Clock:
     """Run our Trainer."""
-    clock = Clock(saves)
+    clock = Clock(saves, device)
     pacer = Pacer(clock)
     torch.manual_seed(0)
     args = TrainingArguments(
         output_dir=str(folder),
-        use_cpu=True,
+        use_cpu=device.type == "cpu",
         disable_tqdm=True,
-        per_device_train_batch_size=BATCH,
+        per_device_train_batch_size=BATCH[device.type],
         max_steps=100_000,
         save_strategy="no",
         save_total_limit=1,
         save_async=save_async,
         logging_strategy="no",
     )
-    rows = [{"x": torch.randn(width)} for _ in range(64)]
+    rows = [{"x": torch.randn(width)} for _ in range(64 * BATCH[device.type])]
     Trainer(model=Stack(width, depth), args=args, train_dataset=rows, callbacks=[pacer]).train()
     root = Store.open(folder)
     loaded = load_checkpoint(root, list_checkpoints(root)[0].name, SingleProcess())
@@ -178,20 +189,21 @@ def by_trainer(folder: Path, width: int, depth: int, saves: int, *, save_async: 
     return clock
 
 
-def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool) -> Clock:
+def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool, device: torch.device = CPU) -> Clock:
     """Run a loop by hand with torch.distributed.checkpoint."""
-    clock = Clock(saves)
+    clock = Clock(saves, device)
     torch.manual_seed(0)
-    model = Stack(width, depth)
+    model = Stack(width, depth).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    pinned = device.type == "cuda"
     options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
     )
     stager = DefaultStager(options)
     future: Future[Any] | None = None
     while not clock.finished:
         clock.begin()
-        model(torch.randn(BATCH, width))["loss"].backward()
+        model(torch.randn(BATCH[device.type], width, device=device))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
         due = clock.end()
@@ -214,19 +226,19 @@ def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool
     return clock
 
 
-def measure(width: int, depth: int, saves: int, rounds: int) -> dict[str, Any]:
+def measure(width: int, depth: int, saves: int, rounds: int, device: torch.device = CPU) -> dict[str, Any]:
     """Run all four, alternating."""
-    ways: dict[str, Callable[[Path], Clock]] = {
-        "ours_waiting": lambda folder: by_trainer(folder, width, depth, saves, save_async=False),
-        "ours_background": lambda folder: by_trainer(folder, width, depth, saves, save_async=True),
-        "dcp_waiting": lambda folder: by_dcp(folder, width, depth, saves, save_async=False),
-        "dcp_background": lambda folder: by_dcp(folder, width, depth, saves, save_async=True),
+    ways: dict[str, Callable[..., Clock]] = {
+        "ours_waiting": partial(by_trainer, save_async=False),
+        "ours_background": partial(by_trainer, save_async=True),
+        "dcp_waiting": partial(by_dcp, save_async=False),
+        "dcp_background": partial(by_dcp, save_async=True),
     }
     clocks: dict[str, list[Clock]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
             with tempfile.TemporaryDirectory(prefix="trainflow-benchmark-") as folder:
-                clocks[name].append(run(Path(folder) / "out"))
+                clocks[name].append(run(Path(folder) / "out", width, depth, saves, device=device))
     results = {name: _summary(each) for name, each in clocks.items()}
     blocked = {name: result["blocked"]["median"] for name, result in results.items()}
     return {

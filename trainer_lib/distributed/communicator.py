@@ -345,6 +345,8 @@ _LEAVE_S = 10.0
 
 _current: Communicator | None = None
 _stores: dict[tuple[str | None, ...], tuple[Any, Iterator[int]]] = {}
+_leaving = threading.Event()
+_leaver: threading.Thread | None = None
 _owned = False  # whether `init` or `form_alone` formed the process group, so that `shutdown` ends it
 
 
@@ -363,6 +365,7 @@ def init(args: TrainingArguments) -> Communicator:
         return _current
     if dist.is_available() and dist.is_initialized():
         report_failures()
+        _prepare_to_leave()
         _current = _adopt_formed_group(args)
         return _current
     ranks = ranks_from_environment()
@@ -391,6 +394,7 @@ def init(args: TrainingArguments) -> Communicator:
             remedy="Check that all were started and that MASTER_ADDR and MASTER_PORT can be reached.",
         ) from error
     _current, _owned = ProcessGroup(ranks), True
+    _prepare_to_leave()
     return _current
 
 
@@ -439,6 +443,7 @@ def form_alone(device: torch.device) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # in memory: no port is opened
         dist.init_process_group(_backend(None, device), store=store, rank=0, world_size=1)
         _owned = True
+        _prepare_to_leave()
 
 
 def shutdown() -> None:
@@ -459,11 +464,25 @@ def _end_group_at_exit() -> None:
     """
     failed = has_failed()
     in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
-    if dist.is_available() and dist.is_initialized() and not failed:
-        # In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
-        thread = threading.Thread(target=dist.destroy_process_group, name="trainflow-leave", daemon=True)
-        thread.start()
-        thread.join(_LEAVE_S)
+    if dist.is_available() and dist.is_initialized() and not failed and _leaver is not None:
+        _leaving.set()
+        _leaver.join(_LEAVE_S)
+
+
+def _prepare_to_leave() -> None:
+    """Start the thread that ends the group at exit, once: from Python 3.12 on none can be started that late.
+
+    In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
+    """
+    global _leaver
+    if _leaver is None:
+        _leaver = threading.Thread(target=_leave_at_exit, name="trainflow-leave", daemon=True)
+        _leaver.start()
+
+
+def _leave_at_exit() -> None:
+    _leaving.wait()
+    dist.destroy_process_group()
 
 
 # Functions registered first run last: a program that ends its own group at exit, as it should, does so before.

@@ -288,8 +288,8 @@ class FsdpStrategy(Strategy):
         if settings.sync_module_states:
             self._take_values(model, first)
         self._order_gathering(model, [each for each in parts if each is not model])
-        if isinstance(model, FSDPModule):
-            model.set_reduce_scatter_unused_params(self._finds_unused)
+        if isinstance(model, FSDPModule) and self._finds_unused:
+            _include_unused(model)
         self._assert_sharded(model, ignored)
 
     def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
@@ -454,6 +454,17 @@ class FsdpStrategy(Strategy):
     @override
     def describe(self) -> dict[str, Any]:
         return {"strategy": self.name, "fsdp": self.settings.mode}
+
+
+def _include_unused(model: FSDPModule) -> None:
+    if not hasattr(model, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"FSDP of torch {torch.__version__} cannot train a model of which processes use different parameters.",
+            field="ddp_find_unused_parameters",
+            value=True,
+            remedy="Install torch 2.13 or newer, or remove the argument.",
+        )
+    model.set_reduce_scatter_unused_params(True)
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:

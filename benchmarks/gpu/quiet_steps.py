@@ -1,0 +1,86 @@
+"""How often the host waits for the GPU in steps that neither log, evaluate nor save.
+
+    python -m benchmarks.gpu.quiet_steps '{"loop": "ours", "case": "bf16", "dry": true}'
+
+Ours trains 50 steps under `torch.cuda.set_sync_debug_mode("error")`, in which torch raises where it would wait. All
+three are then counted by torch's profiler, over 20 steps: waits for a stream or an event, and copies from the GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.work import Tokens, by_hand, language_model, main, settings, train
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "accumulation 4": {"bf16": True, "gradient_accumulation_steps": 4},
+    "label smoothing": {"bf16": True, "label_smoothing_factor": 0.1},
+}
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
+WARM_UP, STRICT, COUNTED = 10, 50, 20
+BATCH = 8
+
+
+def measure(*, loop: str, case: str, dry: bool) -> dict[str, Any]:
+    """Train one case strictly (ours), then counted."""
+    strict = "not tried" if loop != "ours" or dry else _train_strictly(case)
+    return {"strict": strict, **_count(loop, case, dry)}
+
+
+def _train_strictly(case: str) -> str:
+    def on_step_end(state: Any, **_: Any) -> None:
+        if state.global_step == WARM_UP:
+            torch.cuda.set_sync_debug_mode("error")
+        elif state.global_step == WARM_UP + STRICT:
+            torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        _train("ours", case, WARM_UP + STRICT + 1, dry=False, on_step_end=on_step_end)
+    except RuntimeError as error:
+        torch.cuda.set_sync_debug_mode("default")
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((frame for frame in reversed(frames) if "trainer_lib" in frame.filename), frames[-1])
+        return f"{error} ({place.filename}:{place.lineno}: {place.line})"
+    return "passed"
+
+
+def _count(loop: str, case: str, dry: bool) -> dict[str, Any]:
+    activities = [ProfilerActivity.CPU] if dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    profiler = profile(activities=activities)
+
+    def step(number: int) -> None:
+        if number == WARM_UP:
+            profiler.start()
+        elif number == WARM_UP + COUNTED:
+            profiler.stop()
+
+    if loop == "hand":
+        network = language_model("small", dry=dry)
+        rows = Tokens(BATCH * (WARM_UP + COUNTED + 1), 32 if dry else 256, 256)
+        for number, _ in enumerate(by_hand(network, rows, steps=WARM_UP + COUNTED + 1, batch=BATCH, dry=dry), 1):
+            step(number)
+    else:
+        _train(loop, case, WARM_UP + COUNTED + 1, dry, on_step_end=lambda state, **_: step(state.global_step))
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    kernels = sorted({name for name in counts if "flash" in name.lower() or "cudnn" in name.lower()})
+    waits = {wait: sum(count for name, count in counts.items() if wait in name) / COUNTED for wait in WAITS}
+    return {"waits_per_step": waits, "attention": [name[:60] for name in kernels][:2]}
+
+
+def _train(loop: str, case: str, steps: int, dry: bool, **hooks: Any) -> None:
+    network = language_model("small", dry=dry)
+    chosen = CASES[case]
+    rows = Tokens(BATCH * steps * chosen.get("gradient_accumulation_steps", 1), 32 if dry else 256, 256)
+    with tempfile.TemporaryDirectory() as folder:
+        train(loop, network, rows, settings(folder, steps=steps, batch=BATCH, dry=dry, **chosen), **hooks)
+
+
+if __name__ == "__main__":
+    main(measure)

@@ -1,0 +1,177 @@
+"""Whether a training that was killed and resumed ends with the bits of one that was not.
+
+    python -m benchmarks.gpu.resumes '{"case": "bf16", "dry": true}'
+
+Three processes: one trains to the end; one kills itself by SIGKILL after step 25; one resumes that. Compared are the
+SHA-256 of weights and optimizer state, and the losses. `full_determinism` is set, since kernels of a GPU else differ
+between two runs of the same program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from benchmarks.gpu.work import MARK, Tokens, language_model, main, settings
+from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+
+STEPS, SAVE, KILL = 40, 10, 25
+BATCH = 8
+#: Arguments of a case, and the package that it needs.
+CASES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "bf16": ({"bf16": True}, None),
+    "fp16 with scaler": ({"fp16": True}, None),
+    "compile": ({"bf16": True, "torch_compile": True}, None),
+    "gradient checkpointing": ({"bf16": True, "gradient_checkpointing": True}, None),
+    "accumulation 4": ({"bf16": True, "gradient_accumulation_steps": 4}, None),
+    "channels_last convolution": ({"bf16": True}, None),
+    "adamw_bnb_8bit": ({"bf16": True, "optim": "adamw_bnb_8bit"}, "bitsandbytes"),
+    "adamw_torch_8bit": ({"bf16": True, "optim": "adamw_torch_8bit"}, "torchao"),
+    "adamw_torch_4bit": ({"bf16": True, "optim": "adamw_torch_4bit"}, "torchao"),
+    "liger": ({"bf16": True, "use_liger_kernel": True}, "liger_kernel"),
+    "fp8": ({"bf16": True}, "torchao"),
+}
+
+
+class Convolutions(nn.Module):
+    """Images [batch, 3, 32, 32] -> loss; its memory is channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2)),
+            *(nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 10)),
+        )
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Cross entropy of the logits [batch, 10] with labels [batch]."""
+        logits = self.layers(images.to(memory_format=torch.channels_last))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Images(Dataset[dict[str, Tensor]]):
+    """Random images [3, 32, 32] and classes out of 10."""
+
+    def __init__(self, rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(rows, 3, 32, 32, generator=generator)
+        self.labels = torch.randint(10, (rows,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"images": self.images[index], "labels": self.labels[index]}
+
+
+class Kill(TrainerCallback):
+    """Kills the process after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Send SIGKILL to ourselves."""
+        if state.global_step == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def measure(*, case: str, dry: bool, phase: str = "", folder: str = "") -> dict[str, Any]:
+    """Run all three processes of a case; with `phase`, be one of them."""
+    arguments, package = CASES[case]
+    if package is not None and importlib.util.find_spec(package) is None:
+        return {"missing": package}
+    if phase:
+        return _train(case, arguments, dry, phase, folder)
+    with tempfile.TemporaryDirectory() as home:
+        whole = _start(case, dry, "whole", f"{home}/whole")
+        killed = _start(case, dry, "killed", f"{home}/killed")
+        expected, _ = _wait(whole), killed.communicate()
+        if killed.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"the process that was to be killed ended with {killed.returncode}")
+        checkpoints = sorted(path.name for path in Path(f"{home}/killed").glob("checkpoint-*"))
+        resumed = _wait(_start(case, dry, "resumed", f"{home}/killed"))
+        again = {} if resumed == expected else _wait(_start(case, dry, "whole", f"{home}/again"))
+    differing = [name for name, value in expected.items() if resumed.get(name) != value]
+    return {
+        "identical": not differing,
+        "differing": differing[:3],
+        "two whole runs are identical": again == expected if again else None,
+        "resumed from": checkpoints[-1] if checkpoints else None,
+        "final loss": expected["loss"],
+        "state_bytes": expected["state_bytes"],
+    }
+
+
+def _start(case: str, dry: bool, phase: str, folder: str) -> subprocess.Popen[str]:
+    chosen = json.dumps({"case": case, "dry": dry, "phase": phase, "folder": folder})
+    command = [sys.executable, "-m", "benchmarks.gpu.resumes", chosen]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _wait(process: subprocess.Popen[str]) -> dict[str, Any]:
+    output, _ = process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    if process.returncode or not lines:
+        raise RuntimeError(output[-1500:])
+    return dict(json.loads(lines[-1][len(MARK) :]))
+
+
+def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: str) -> dict[str, Any]:
+    samples = STEPS * BATCH * arguments.get("gradient_accumulation_steps", 1)
+    torch.manual_seed(0)
+    if case.startswith("channels_last"):
+        network, rows = Convolutions(), Images(samples)
+    else:
+        network, rows = language_model("small", dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)  # type: ignore[assignment]
+    if case == "fp8":
+        network = _fp8(network)  # type: ignore[assignment]
+    saved = {"save_strategy": "steps", "save_steps": SAVE, "save_async": True, "full_determinism": True}
+    chosen = settings(folder, steps=STEPS, batch=BATCH, dry=dry, **{**saved, **arguments})
+    callbacks = [Kill()] if phase == "killed" else None
+    trainer = Trainer(model=network, args=TrainingArguments(**chosen), train_dataset=rows, callbacks=callbacks)
+    output = trainer.train(resume_from_checkpoint=True if phase == "resumed" else None)
+    state = {f"model.{name}": value for name, value in network.state_dict().items()}
+    slots = trainer.optimizer.state_dict()["state"]
+    state |= {f"{slot}.{name}": value for slot, values in slots.items() for name, value in values.items()}
+    size = sum(_bytes(value) for name, value in state.items() if not name.startswith("model."))
+    return {
+        **{name: _digest(value) for name, value in state.items()},
+        "loss": output.training_loss,
+        "state_bytes": size,
+    }
+
+
+def _fp8(network: nn.Module) -> nn.Module:
+    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
+
+    return convert_to_float8_training(network, module_filter_fn=lambda module, name: "lm_head" not in name)  # type: ignore[no-any-return]
+
+
+def _bytes(value: Any) -> int:
+    if hasattr(value, "__tensor_flatten__"):  # the quantised state of torchao
+        return sum(_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if hasattr(value, "__tensor_flatten__"):
+        return " ".join(_digest(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    raw = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()
+
+
+if __name__ == "__main__":
+    main(measure)
