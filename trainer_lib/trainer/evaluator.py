@@ -15,7 +15,7 @@ from trainer_lib.base.outputs import EvalLoopOutput, PredictionOutput, speed_met
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.distributed import xla
 from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, OutOfMemoryError, TrainflowError, first_line, is_out_of_memory
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
 from trainer_lib.storage import Store
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
@@ -79,6 +79,15 @@ class Evaluator:
                 output = loop.run(unwrap_prepared(loader), prefix)
                 self.counted = loop.counted
                 return output
+        except Exception as error:
+            if isinstance(error, TrainflowError) or not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"Memory ran out in the evaluation: {first_line(error)}",
+                field="per_device_eval_batch_size",
+                value=trainer.args.per_device_eval_batch_size,
+                remedy="Lower it, or set eval_accumulation_steps where predictions are kept.",
+            ) from error
         finally:
             if restore is not None:
                 restore()

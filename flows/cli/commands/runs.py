@@ -179,11 +179,8 @@ def runs(
     key, reverse = sort_key(sort, [status.run for status in statuses])
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
     if not listed:
-        why = (
-            f"None of the {len(statuses)} runs match."
-            if statuses
-            else f"No run is recorded in {shown(chosen.storage)}."
-        )
+        none = f"No run is recorded in {shown(chosen.storage)}."
+        why = f"None of the {len(statuses)} runs match." if statuses else none
         return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
     is_grouped = not (sweep or state or filters)
     wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
