@@ -216,7 +216,12 @@ def by_dcp(folder: Path, width: int, depth: int, saves: int, *, save_async: bool
             clock.ask()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             if save_async:
-                saving: Any = async_save(state, checkpoint_id=folder, async_stager=stager, no_dist=True)
+                try:
+                    saving: Any = async_save(state, checkpoint_id=folder, async_stager=stager, no_dist=True)
+                except KeyError:  # before torch 2.13 a stager serves once
+                    stager.close()
+                    stager = DefaultStager(options)
+                    saving = async_save(state, checkpoint_id=folder, async_stager=stager, no_dist=True)
                 future = saving
             else:
                 save(state, checkpoint_id=folder, no_dist=True)

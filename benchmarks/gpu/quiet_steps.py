@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.quiet_steps '{"loop": "ours", "case": "bf16", "dry": true}'
 
 Ours trains 50 steps under `torch.cuda.set_sync_debug_mode("error")`, in which torch raises where it would wait. All
-three are then counted by torch's profiler, over 20 steps: waits for a stream or an event, and copies from the GPU.
+three are then counted by torch's profiler, over 20 steps: waits for a stream or an event, and copies from the GPU. The
+model is plain torch: the forward of a model of transformers itself waits once, where it looks at positions.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import traceback
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from transformers.modeling_outputs import CausalLMOutput
 
-from benchmarks.gpu.work import Tokens, by_hand, language_model, main, settings, train
+from benchmarks.gpu.work import Tokens, by_hand, device, main, settings, train
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
@@ -26,6 +29,28 @@ CASES: dict[str, dict[str, Any]] = {
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 WARM_UP, STRICT, COUNTED = 10, 50, 20
 BATCH = 8
+
+
+class Blocks(nn.Module):
+    """Four causal transformer blocks of width 384: tokens and labels [batch, length] -> loss and logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8192, 384)
+        self.norms = nn.ModuleList(nn.LayerNorm(384) for _ in range(4))
+        self.attention = nn.ModuleList(nn.Linear(384, 3 * 384) for _ in range(4))
+        self.output = nn.ModuleList(nn.Linear(384, 384) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        """Compute the mean cross entropy of the next token."""
+        hidden = self.table(input_ids)
+        for norm, project, out in zip(self.norms, self.attention, self.output, strict=True):
+            parts = project(norm(hidden)).unflatten(-1, (3, 6, 64)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+            hidden = hidden + out(mixed.transpose(1, 2).flatten(2))
+        logits = hidden @ self.table.weight.T
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
 
 
 def measure(*, loop: str, case: str, dry: bool) -> dict[str, Any]:
@@ -62,7 +87,7 @@ def _count(loop: str, case: str, dry: bool) -> dict[str, Any]:
             profiler.stop()
 
     if loop == "hand":
-        network = language_model("small", dry=dry)
+        network = Blocks().to(device(dry))
         rows = Tokens(BATCH * (WARM_UP + COUNTED + 1), 32 if dry else 256, 256)
         for number, _ in enumerate(by_hand(network, rows, steps=WARM_UP + COUNTED + 1, batch=BATCH, dry=dry), 1):
             step(number)
@@ -75,7 +100,7 @@ def _count(loop: str, case: str, dry: bool) -> dict[str, Any]:
 
 
 def _train(loop: str, case: str, steps: int, dry: bool, **hooks: Any) -> None:
-    network = language_model("small", dry=dry)
+    network = Blocks().to(device(dry))
     chosen = CASES[case]
     rows = Tokens(BATCH * steps * chosen.get("gradient_accumulation_steps", 1), 32 if dry else 256, 256)
     with tempfile.TemporaryDirectory() as folder:
