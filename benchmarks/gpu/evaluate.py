@@ -11,11 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.gpu.work import LIBRARIES, Tokens, collate, device, language_model, main, settings, synchronize
+from benchmarks.gpu.work import (
+    LIBRARIES,
+    Tokens,
+    collate,
+    device,
+    language_model,
+    main,
+    settings,
+    synchronize,
+    transformers,
+)
 
 ROUNDS = 3
 NEW_TOKENS = 32
@@ -28,8 +37,8 @@ def measure(*, loop: str, task: str, dry: bool) -> dict[str, Any]:
     batch = 4 if dry else (64 if generates else 16)
     network = _translator(dry) if generates else language_model("gpt2", dry=dry)
     network.eval()
-    vocabulary = network.config.vocab_size  # type: ignore[union-attr]
-    dataset = Tokens(rows, 16 if dry else (64 if generates else 512), min(256, vocabulary))  # type: ignore[arg-type]
+    vocabulary = network.config.vocab_size
+    dataset = Tokens(rows, 16 if dry else (64 if generates else 512), min(256, vocabulary))
     with tempfile.TemporaryDirectory() as folder:
         run = _by_hand(network, dataset, batch, generates, dry)
         if loop != "hand":
@@ -76,7 +85,7 @@ def _generation(dry: bool) -> dict[str, Any]:
     return {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
 
 
-def _translator(dry: bool) -> nn.Module:
+def _translator(dry: bool) -> Any:
     """T5 of the size `t5-small` (60 M parameters), from its configuration."""
     tiny = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 256} if dry else {}
     sizes = {"num_layers": 6, "num_heads": 8, **tiny}

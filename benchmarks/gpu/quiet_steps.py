@@ -45,8 +45,8 @@ class Blocks(nn.Module):
         """Compute the mean cross entropy of the next token."""
         hidden = self.table(input_ids)
         for norm, project, out in zip(self.norms, self.attention, self.output, strict=True):
-            parts = project(norm(hidden)).unflatten(-1, (3, 6, 64)).permute(2, 0, 3, 1, 4)
-            mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+            query, key, value = project(norm(hidden)).unflatten(-1, (3, 6, 64)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             hidden = hidden + out(mixed.transpose(1, 2).flatten(2))
         logits = hidden @ self.table.weight.T
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -10,6 +10,7 @@ between two runs of the same program.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -54,7 +55,7 @@ class Convolutions(nn.Module):
             *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2)),
             *(nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(64, 10)),
         )
-        self.to(memory_format=torch.channels_last)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Cross entropy of the logits [batch, 10] with labels [batch]."""
@@ -131,18 +132,20 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
     samples = STEPS * BATCH * arguments.get("gradient_accumulation_steps", 1)
     torch.manual_seed(0)
     if case.startswith("channels_last"):
-        network, rows = Convolutions(), Images(samples)
+        network: Any = Convolutions()
+        rows: Dataset[Any] = Images(samples)
     else:
-        network, rows = language_model("small", dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)  # type: ignore[assignment]
+        network, rows = language_model("small", dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)
     if case == "fp8":
-        network = _fp8(network)  # type: ignore[assignment]
+        network = _fp8(network)
     saved = {"save_strategy": "steps", "save_steps": SAVE, "save_async": True, "full_determinism": True}
     chosen = settings(folder, steps=STEPS, batch=BATCH, dry=dry, **{**saved, **arguments})
     callbacks = [Kill()] if phase == "killed" else None
     trainer = Trainer(model=network, args=TrainingArguments(**chosen), train_dataset=rows, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True if phase == "resumed" else None)
     state = {f"model.{name}": value for name, value in network.state_dict().items()}
-    slots = trainer.optimizer.state_dict()["state"]
+    optimizer: Any = trainer.optimizer
+    slots = optimizer.state_dict()["state"]
     state |= {f"{slot}.{name}": value for slot, values in slots.items() for name, value in values.items()}
     size = sum(_bytes(value) for name, value in state.items() if not name.startswith("model."))
     return {
@@ -152,10 +155,9 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
     }
 
 
-def _fp8(network: nn.Module) -> nn.Module:
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
-
-    return convert_to_float8_training(network, module_filter_fn=lambda module, name: "lm_head" not in name)  # type: ignore[no-any-return]
+def _fp8(network: Any) -> Any:
+    torchao = importlib.import_module("torchao.float8")
+    return torchao.convert_to_float8_training(network, module_filter_fn=lambda module, name: "lm_head" not in name)
 
 
 def _bytes(value: Any) -> int:

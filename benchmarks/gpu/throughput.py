@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.gpu.work import Tokens, Windows, by_hand, language_model, main, settings, train
 from trainer_lib.base.peak_flops import utilization
@@ -36,10 +35,10 @@ def measure(*, loop: str, model: str, batch: int, compiled: bool, dry: bool) -> 
     network = language_model(model, dry=dry)
     steps = 2 if dry else STEPS[model]
     windows = Windows(warm_up=3 if dry else 5, steps=steps, count=3, dry=dry)
-    rows = Tokens(batch * windows.total, length, network.config.vocab_size)  # type: ignore[union-attr]
+    rows = Tokens(batch * windows.total, length, network.config.vocab_size)
     if loop == "hand":
-        runnable = torch.compile(network) if compiled else network
-        for _ in by_hand(runnable, rows, steps=windows.total, batch=batch, dry=dry):  # type: ignore[arg-type]
+        runnable: Any = torch.compile(network) if compiled else network
+        for _ in by_hand(runnable, rows, steps=windows.total, batch=batch, dry=dry):
             windows.step()
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -59,11 +58,11 @@ def measure(*, loop: str, model: str, batch: int, compiled: bool, dry: bool) -> 
     }
 
 
-def flops_per_token(network: nn.Module, length: int) -> float:
+def flops_per_token(network: Any, length: int) -> float:
     """Model FLOPs of training on one token, forward and backward."""
-    config: Any = network.config
+    config = network.config
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return 6.0 * parameters + 12.0 * config.num_hidden_layers * config.hidden_size * length
+    return float(6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length)
 
 
 def largest_batch(model: str, length: int) -> int:

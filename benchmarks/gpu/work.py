@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_lib
 
+transformers: Any = importlib.import_module("transformers")  # untyped in part, and of several versions
 MARK = "RESULT "
 LOOPS = ("hand", "peer", "ours")
 LIBRARIES: dict[str, Any] = {"ours": trainer_lib, "peer": transformers}
@@ -38,7 +39,7 @@ def synchronize(dry: bool) -> None:
         torch.cuda.synchronize()
 
 
-def language_model(name: str, *, dry: bool, dropout: float = 0.0) -> nn.Module:
+def language_model(name: str, *, dry: bool, dropout: float = 0.0) -> Any:
     """Build "gpt2" (124 M parameters), "llama" (1.1 B) or "small" (11 M) from its configuration, on the device.
 
     Attention is torch's scaled dot product, which selects a flash kernel where there is one.

@@ -158,7 +158,7 @@ import multiprocessing, os, signal, subprocess, sys, time
 from pathlib import Path
 from trainer_lib.errors import Preempted
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.worker import session
+from trainer_lib.worker.process import session
 
 def work(ready):
     ready.set()

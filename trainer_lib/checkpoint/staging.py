@@ -98,7 +98,7 @@ class HostCopy:
     def _grow(self, size: int) -> None:
         self._block = None  # free the smaller block first, so that there are never two copies
         # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
-        for pinned in (True, False) if torch.cuda.is_initialized() else (False,):
+        for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
             with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
                 # zeros, not empty: writing is what gets the pages
                 self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)

@@ -448,11 +448,16 @@ def form_alone(device: torch.device) -> None:
 
 def shutdown() -> None:
     """Leave the job: end the process group if it was formed here. Harmless when there is none."""
-    global _current, _owned
+    global _current, _owned, _leaver
     if _owned and dist.is_initialized():
         # Before: from here on a `DistributedDataParallel` may be the last that holds the group (see `in_flight`).
         in_flight.wait_until_released(_LEAVE_S)
         dist.destroy_process_group()
+    if _leaver is not None and not dist.is_initialized():  # nothing is left to end
+        _leaving.set()
+        _leaver.join()
+        _leaver = None
+        _leaving.clear()
     _current, _owned = None, False
 
 
@@ -482,7 +487,8 @@ def _prepare_to_leave() -> None:
 
 def _leave_at_exit() -> None:
     _leaving.wait()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 # Functions registered first run last: a program that ends its own group at exit, as it should, does so before.
