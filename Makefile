@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_CASES ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow nightly clients benchmarks mutants check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ benchmarks: install  ## Run every benchmark at its smallest size, which shows th
 		rm -rf $$home; \
 	done; \
 	exit $$failed
+
+# No virtual environment is made: the machine's own Python has the CUDA build of torch.
+gpu:  ## Measure on one GPU what is claimed of GPUs (eight minutes; OUT=FOLDER gets a page)
+	@$(PYTHON) -m benchmarks.gpu --seconds 480
 
 # Libraries that subclass the Trainer, in a folder of their own. Without a network their tests are skipped.
 clients: install  ## Install the client libraries and run their tests (about three minutes)

@@ -109,7 +109,8 @@ class Slurm:
         self._look_s = FIRST_LOOK_S
         if self._number is None:
             return
-        if not now:  # a job that waits has no process that could save
+        if not now:  # a job that waits has no process that could save; it may have begun since the last look
+            self._look()
             self._run("scancel", *([] if self._row.state in _WAITING else ["--signal=USR2"]), self._number)
             return
         deadline = time.monotonic() + (LEAVE_S if self._has_said("result", "failure") else 0.0)
