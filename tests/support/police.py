@@ -199,8 +199,12 @@ def _group_leaks() -> list[str]:
 
 
 def _file_leaks(before: Scene, watched: tuple[Path, ...]) -> list[str]:
-    new = sorted({path for folder in watched for path in _entries(folder)} - before.files)
-    return [f"file {path}" for path in new]
+    deadline = time.monotonic() + SETTLE_S  # SQLite of a server removes a temporary file right after making it
+    while True:
+        new = sorted({path for folder in watched for path in _entries(folder)} - before.files)
+        if not new or time.monotonic() >= deadline:
+            return [f"file {path}" for path in new]
+        time.sleep(0.05)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -31,6 +31,7 @@ from trainer_lib.launch.supervise import Ending
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.MULTILINE)
 _MOST_PLACES = 3
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _OURS = Path(__file__).resolve().parents[1]
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
@@ -214,8 +215,9 @@ def _died_without_record(run_dir: RunDir, ending: Ending, recorded: set[int], *,
     guard = run_dir.read_json("guard.json")
     if agent is not None:
         silent = [rank for rank in agent["failures"] if rank["rank"] not in recorded]
-        # A rank that SIGTERM ended before it could write a record is a consequence, whatever the clocks say.
-        silent.sort(key=lambda rank: (rank["exitcode"] == -signal.SIGTERM, rank["time"], rank["rank"]))
+        # A rank that SIGTERM ended before it could write a record is a consequence, whatever the clocks say, which
+        # count whole seconds; a rank that crashed is a cause.
+        silent.sort(key=lambda rank: (_is_consequence(int(rank["exitcode"])), rank["time"], rank["rank"]))
     elif guard is not None and direct and not recorded:
         silent = [{"rank": 0, "exitcode": guard["code"]}]
     elif guard is not None and not direct:
@@ -226,6 +228,11 @@ def _died_without_record(run_dir: RunDir, ending: Ending, recorded: set[int], *,
         killed_for_memory = ending.out_of_memory or bool(rank.get("out_of_memory"))
         return _silent_rank(int(rank["rank"]), int(rank["exitcode"]), ending, rank.get("host"), killed_for_memory)
     return None
+
+
+def _is_consequence(code: int) -> int:
+    """Order of blame: 0 for a rank that crashed, 1 for one that ended by itself, 2 for one that was asked to end."""
+    return 0 if -code in _CRASHES else 2 if code == -signal.SIGTERM else 1
 
 
 def _silent_workers(run_dir: RunDir, recorded: set[int], code: int) -> list[dict[str, Any]]:
@@ -263,7 +270,7 @@ def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_
         )
     if code < 0:
         remedy = "The same command continues from the last save."
-        if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        if -code in _CRASHES:
             remedy = "A native library crashed; the last lines it printed are in the details (--debug)."
         return InfrastructureError(f"Rank {rank} was killed by {signal_name(-code)}{when}.", remedy=remedy, **where)
     return InfrastructureError(

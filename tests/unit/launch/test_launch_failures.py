@@ -78,6 +78,7 @@ def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:
         (STOP, [(1, -9)], {}, InfrastructureError, "Rank 1 was killed by SIGKILL (9) at step 120.", ""),
         # A rank that the launcher ended is not the cause: it was asked to stop, and may well have gone first.
         (None, [(0, -15), (1, -11)], {}, InfrastructureError, "Rank 1 was killed by SIGSEGV (11) at step 120.", ""),
+        (None, [(0, 1), (1, -11)], {}, InfrastructureError, "Rank 1 was killed by SIGSEGV (11) at step 120.", ""),
         (None, [(1, -9)], {"out_of_memory": True}, OutOfMemoryError, "", "per_device_train_batch_size"),
         (None, [(0, -11)], {"step": None}, InfrastructureError, "Rank 0 was killed by SIGSEGV (11).", "native library"),
         (STOP, [], {"cancelled": True}, Interrupted, "Cancelled; saved at step 130.", ""),
