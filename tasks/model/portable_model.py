@@ -16,7 +16,8 @@ from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.code.closure import Closure
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import versions
-from trainflow.tasks.keys.stage_code import code_of
+from trainflow.tasks.keys.stage_code import METRICS, code_of
+from trainflow.tasks.keys.stage_code import MODEL as MODEL_FUNCTIONS
 from trainflow.tasks.model.model_lineage import read_key
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
@@ -84,8 +85,11 @@ def describe_model(
 def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
     """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
     known = read_key(model.store()).get("recipe") or {}
-    now = code_of(config, context).reach(("build_model",)).digests
-    changed = sorted(label for label, digest in now.items() if known.get(label, digest) != digest)
+    code = code_of(config, context)
+    # A digest of the order of statements is that of all statements that train reached, with or without metrics.
+    now = [code.reach(functions).digests for functions in (MODEL_FUNCTIONS, (*MODEL_FUNCTIONS, *METRICS))]
+    built = code.reach(("build_model",)).digests.keys() & known.keys()
+    changed = sorted(label for label in built if known[label] not in [digests.get(label) for digests in now])
     if changed:
         raise CodeError(
             f"Code that builds the model changed after it was trained: {', '.join(changed)}.",

@@ -260,6 +260,21 @@ def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folde
         describe_model(config, plan.context, data, model)
 
 
+def test_statements_that_a_recipe_runs_when_it_is_imported_are_published_with_the_model(folder: Path) -> None:
+    (folder / "numbers_of_mine.py").write_text("WIDTH = 1\n")
+    checked = "import logging\n\nimport numbers_of_mine\n\nlogging.captureWarnings(numbers_of_mine.WIDTH == 2)\n\n\n"
+    broken(folder, "def compute_metrics(p):", f"{checked}def compute_metrics(p):")
+    assert "train" in ran(run(folder))
+    [newest] = (folder / "store" / "hub" / "toy" / "revisions").glob("00002-*")
+    assert (newest / "code" / "numbers_of_mine.py").is_file()
+    plan = Plan.of(spec_of(folder))
+    data, model = plan.reasons["prepare-data"].manifest, plan.reasons["train"].manifest
+    assert data is not None and model is not None
+    broken(folder, "WIDTH == 2", "WIDTH != 2")
+    with pytest.raises(CodeError, match="statement"):
+        describe_model(plan.stages["push-to-hub"].config, plan.context, data, model)
+
+
 def test_code_with_a_token_is_not_published_and_code_can_stay_at_home(folder: Path, tmp_path: Path) -> None:
     assert ran(run(folder, "publish.code=false", f"publish.to={tmp_path / 'bare'}")) == {"push-to-hub"}
     bare = _only(tmp_path / "bare" / "revisions")
