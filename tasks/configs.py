@@ -312,6 +312,12 @@ class EvaluateConfig(StageSettings):
         description="Columns of the prepared rows: each metric is also measured on the rows of each value, and named "
         "<metric>/<column>/<value>.",
     )
+    show_inputs: bool = setting(
+        affects="result",
+        default=True,
+        description="Show inputs of hardest, sample and confused rows in report and MLflow, as text or thumbnail. "
+        "false keeps private data out.",
+    )
     rows_per_range: int = setting(
         affects="result", default=10_000, ge=1, description="Rows of a range, where the recipe has metric_sums."
     )

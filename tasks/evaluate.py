@@ -50,6 +50,7 @@ def evaluate(
             confidence=config.confidence,
             metrics=read_metrics(config.metrics),
             slices=tuple(config.slices),
+            show_inputs=config.show_inputs,
             rows_per_range=config.rows_per_range,
         ),
         carry_out=partial(_measure, config),

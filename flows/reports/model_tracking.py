@@ -98,9 +98,9 @@ def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
     else:
         rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "residual"]
-    tables = [_log_table(run, split, columns, rows)]
-    columns, hardest = outcome.hardest()
-    return [*tables, _log_table(run, f"hardest-{split}", columns, hardest)] if hardest else tables
+    tables = {split: (columns, rows), f"hardest-{split}": outcome.hardest(), f"confused-{split}": outcome.confusions()}
+    shown = {name: outcome.with_inputs(table) for name, table in tables.items() if table[1]}
+    return [_log_table(run, name, *table) for name, table in shown.items()]
 
 
 def _log_table(run: TrackedRun, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

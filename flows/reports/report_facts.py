@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -13,6 +13,7 @@ import psutil
 from markupsafe import Markup
 
 from trainer_lib.arguments.configs.accelerator_config import describe_step
+from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import TrainflowError
@@ -27,6 +28,7 @@ from trainflow.tasks.stage.manifest import StageManifest, stage_store
 from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.stage.retry import Ledger
 
+_PICTURE = "data:image/"
 _HARDEST = 10  # rows of the report; MLflow has more
 _CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
 _COLUMNS = 40  # of which the report shows the statistics
@@ -52,6 +54,7 @@ class ReportFacts:
         hardest: of each evaluated split the rows that the model gets most wrong.
         samples: of each evaluated split up to twenty predictions, the first ones and some that are wrong.
         confusions: of each evaluated split with few classes.
+        confused: of each evaluated split the rows behind the largest wrong cells of its confusion.
         calibrations: of each evaluated split with classes.
         residuals: of each evaluated split with numbers.
     """
@@ -68,6 +71,7 @@ class ReportFacts:
     data: Rows = field(default_factory=list)
     warnings: Rows = field(default_factory=list)
     samples: list[Section] = field(default_factory=list)
+    confused: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -84,8 +88,9 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
-        hardest=list(_hardest(outcomes)),
-        samples=list(_samples(outcomes)),
+        hardest=list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
+        samples=list(tables_of_rows(outcomes, Outcome.samples)),
+        confused=list(tables_of_rows(outcomes, Outcome.confusions)),
         **tables_of_classes(outcomes),
         residuals=list(draw_residuals(outcomes)),
         data=describe_data(found.get("prepare-data")),
@@ -156,20 +161,24 @@ def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
     return list(read_outcomes(evaluation, getattr(data.facts, "info", {})))
 
 
-def _hardest(outcomes: Iterable[Outcome]) -> Iterator[Section]:
+def tables_of_rows(
+    outcomes: Iterable[Outcome], choose: Callable[[Outcome], tuple[list[str], list[list[Any]]]], most: int | None = None
+) -> Iterator[Section]:
+    """Some rows of each split as a table, with their inputs where these are shown."""
     for outcome in outcomes:
-        columns, hardest = outcome.hardest()
-        if hardest:
-            rows = [[number_text(value) for value in row] for row in hardest[:_HARDEST]]
-            yield {"split": outcome.split, "columns": columns, "rows": rows}
+        columns, chosen = choose(outcome)
+        if chosen:
+            shown = ["input"] if outcome.found.get("inputs") else []
+            rows = [
+                [*map(number_text, row), *(_show_input(outcome.input_of(row[0])) for _ in shown)]
+                for row in chosen[:most]
+            ]
+            yield {"split": outcome.split, "columns": [*columns, *shown], "rows": rows}
 
 
-def _samples(outcomes: Iterable[Outcome]) -> Iterator[Section]:
-    for outcome in outcomes:
-        columns, samples = outcome.samples()
-        if samples:
-            rows = [[number_text(value) for value in row] for row in samples]
-            yield {"split": outcome.split, "columns": columns, "rows": rows}
+def _show_input(shown: Mapping[str, str]) -> str:
+    text, image = to_terminal(str(shown.get("text", ""))), str(shown.get("image", ""))
+    return Markup('<img src="{}" alt=""> {}').format(image, text) if image.startswith(_PICTURE) else text
 
 
 def tables_of_classes(outcomes: Iterable[Outcome]) -> dict[str, Any]:

@@ -101,6 +101,9 @@ REFRESH = "refresh"
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
+# Settings of evaluate that older keys do not have -> the value that leaves an evaluation as it was.
+_ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
+
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")
 
@@ -273,12 +276,8 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     code = code_of(config, context)
     reached = code.reach(EVALUATE)
     fields = _inference_fields("evaluate", config, context, data, model, reached)
-    if not config.resamples:  # what was evaluated before there were any stays
-        fields.pop("resamples", None)
-    if config.confidence is None:
-        fields.pop("confidence", None)
-    for name in ("metrics", "slices"):
-        if not getattr(config, name):
+    for name, default in _ADDED.items():  # what was evaluated before there were any stays
+        if getattr(config, name) == default:
             fields.pop(name, None)
     if packages := metric_packages(read_metrics(config.metrics)):
         fields["metric_packages"] = packages

@@ -67,6 +67,27 @@ class Outcome:
             rows = [[row, self.classes[label], self.classes[guess]] for row, label, guess in rows]
         return ["row_id", "label", "prediction"], rows
 
+    def confusions(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns and the rows behind the largest wrong cells of the confusion matrix."""
+        rows = [
+            [row_id, self.classes[label], self.classes[guess], count]
+            for label, guess, count, ids in self.found.get("confusions") or ()
+            for row_id in ids
+        ]
+        return ["row_id", "label", "prediction", "rows_alike"], rows
+
+    def input_of(self, row_id: Any) -> Mapping[str, str]:
+        """The `text` of a row's input and perhaps an `image`; empty where inputs are not shown."""
+        shown = (self.found.get("inputs") or {}).get(str(row_id))
+        return shown if isinstance(shown, Mapping) else {}
+
+    def with_inputs(self, table: tuple[list[str], list[list[Any]]]) -> tuple[list[str], list[list[Any]]]:
+        """A table of rows with the texts of their inputs; as it is where inputs are not shown."""
+        columns, rows = table
+        if not self.found.get("inputs"):
+            return table
+        return [*columns, "input"], [[*row, self.input_of(row[0]).get("text", "")] for row in rows]
+
 
 def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterator[Outcome]:
     """The outcomes of each split that the evaluation has kept some of; one that cannot be read is passed over.

@@ -18,7 +18,7 @@ from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.reports.charts import MAX_POINTS, draw_charts
 from trainflow.flows.reports.report import render_report
-from trainflow.flows.reports.report_facts import ReportFacts, draw_residuals, tables_of_classes
+from trainflow.flows.reports.report_facts import ReportFacts, draw_residuals, tables_of_classes, tables_of_rows
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import PublishFacts
@@ -189,6 +189,16 @@ def test_the_hardest_rows_are_a_table() -> None:
     assert "Sample predictions test row_id label prediction 8 yes yes" in page.words
     assert "Warnings warning one class only" in page.words
     assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
+    numbers = {"kind": "numbers", "hardest": [[7, 1.5, 2.5, 1.0]], "samples": [[8, 1.0, 1.0]]}
+    picture, foreign = "data:image/png;base64,AAAA", 'https://elsewhere.example/"x.png'
+    inputs = {"7": {"text": "<b>a row\x1b[31m", "image": picture}, "8": {"text": "it", "image": foreign}}
+    outcome = Outcome("test", {**numbers, "inputs": inputs}, [])
+    tables = [*tables_of_rows([outcome], Outcome.hardest), *tables_of_rows([outcome], Outcome.samples)]
+    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], tables))
+    assert f'<img src="{picture}" alt=""> &lt;b&gt;a row' in html and "\x1b" not in html
+    assert "elsewhere" not in html and "8 1 1 it" in Page(html).words
+    hidden = list(tables_of_rows([Outcome("test", numbers, [])], Outcome.hardest))
+    assert hidden[0]["columns"] == ["row_id", "label", "prediction", "absolute_error"]
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
 
 

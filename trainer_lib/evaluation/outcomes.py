@@ -11,6 +11,7 @@ MAX_CLASSES = 100
 MAX_ROWS = 2000  # of a picture of residuals
 SAMPLES = 10  # rows that are shown, and as many of the worst
 HARDEST = 50  # rows that the model gets most wrong
+_CELLS, _EXAMPLES = 5, 3  # of wrong cells of the matrix, and of rows behind a cell
 BINS = 10  # of confidence
 _DIGITS = 6
 
@@ -37,7 +38,8 @@ def summarize_outcomes(
         each in `measured` and `predicted`, and the first and the worst rows in `samples`. `hardest` has up to 50 rows
         as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of numbers
         the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy, rows].
-        Where only the probability of the predicted class is known, `hardest` is empty.
+        Where only the probability of the predicted class is known, `hardest` is empty. `confusions` has the largest
+        wrong cells of the matrix as [label, prediction, rows, ids of the worst of them].
     """
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
         return None
@@ -72,6 +74,7 @@ def _scores(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any])
     losses = -logs[np.arange(len(labels)), labels]
     return {
         **found,
+        "confusions": _confusions(np.array(found["matrix"]), predicted, labels, losses, id_of),
         "hardest": _hardest(losses, labels, predicted, id_of),
         "reliability": _reliability(np.exp(logs.max(axis=1)), predicted == labels),
     }
@@ -88,7 +91,24 @@ def _classes(
     matrix = np.zeros((classes, classes), np.int64)
     np.add.at(matrix, (labels, predicted), 1)
     samples = _samples(np.flatnonzero(predicted != labels), labels, predicted, id_of)
-    return {"kind": "classes", "rows": len(labels), "matrix": matrix.tolist(), "samples": samples}
+    confusions = _confusions(matrix, predicted, labels, np.zeros(len(labels)), id_of)
+    counted = {"kind": "classes", "rows": len(labels), "matrix": matrix.tolist()}
+    return {**counted, "samples": samples, "confusions": confusions}
+
+
+def _confusions(
+    matrix: np.ndarray, predicted: np.ndarray, labels: np.ndarray, losses: np.ndarray, id_of: Callable[[int], Any]
+) -> list[list[Any]]:
+    """The largest wrong cells as [label, prediction, rows, ids], the rows of the largest losses first."""
+    wrong = matrix * (1 - np.eye(len(matrix), dtype=np.int64))
+    largest = np.argsort(-wrong, axis=None, kind="stable")[:_CELLS]
+    cells = [divmod(int(cell), len(matrix)) for cell in largest if wrong.flat[cell]]
+    examples = []
+    for label, guess in cells:
+        rows = np.flatnonzero((labels == label) & (predicted == guess))
+        worst = rows[np.argsort(-losses[rows], kind="stable")][:_EXAMPLES].tolist()
+        examples.append([label, guess, len(rows), [id_of(row) for row in worst]])
+    return examples
 
 
 def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[list[Any]]:

@@ -425,6 +425,7 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     resamples: int = 0
     confidence: float | None = None
     slices: tuple[str, ...] = ()
+    show_inputs: bool = True
     rows_per_range: int = 10_000
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)

@@ -37,6 +37,7 @@ from trainer_lib.evaluation.named_metrics import (
 )
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
+from trainer_lib.evaluation.shown_inputs import collect_inputs
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
@@ -446,13 +447,18 @@ def _describe(
             labels = labels[0]
         pairs = {"predictions": single_output(remembered.given.predictions), "labels": labels}
     rows, names = pairs.pop("rows", None), data.info.get("classes")
+    places: dict[int | str, int] = {}
 
     def id_of(value: int) -> int | str:
         row = value if rows is None else int(rows[value])
         row_id: int | str = split.row_ids(row, row + 1).tolist()[0]
+        places.setdefault(row_id, row)
         return row_id
 
-    return summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
+    outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
+    if outcomes is not None and work.request.show_inputs:
+        outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: split[places[row_id]])
+    return outcomes
 
 
 def _resample(

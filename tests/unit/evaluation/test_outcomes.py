@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import resource
 import sys
@@ -13,11 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
+from trainer_lib.evaluation.shown_inputs import collect_inputs, describe_input
 
 
 def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
@@ -30,6 +34,7 @@ def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
     assert found["matrix"] == [[10, 0, 0], [0, 9, 1], [0, 0, 20]]
     assert found["samples"][0] == [100, 0, 0]
     assert found["samples"][SAMPLES:] == [[137, 1, 2]]
+    assert found["confusions"] == [[1, 2, 1, [137]]]
     assert len(found["hardest"]) == 40
     assert found["hardest"][0] == [137, 1, 2, pytest.approx(1.55144, abs=1e-5)]
     assert found["hardest"][1][3] == pytest.approx(0.551445, abs=1e-5)
@@ -56,6 +61,56 @@ def test_classes_whose_probability_alone_is_known_are_counted_and_calibrated() -
     assert found["samples"][:2] == [[0, 0, 0], [1, 1, 1]]
     assert found["hardest"] == []
     assert summarize_outcomes(guessed, labels) is None
+
+
+def test_the_largest_confusions_have_their_worst_rows() -> None:
+    labels = np.array([0] * 8 + [1] * 4 + [2] * 4)
+    scores = np.eye(3)[labels]
+    scores[:5] = [0, 1, 0]
+    scores[4] = [0, 9, 0]
+    scores[12] = [2, 0, 0]
+    found = summarize_outcomes(scores, labels, lambda row: f"r{row}")
+    assert found is not None
+    assert found["confusions"] == [[0, 1, 5, ["r4", "r0", "r1"]], [2, 0, 1, ["r12"]]]
+    inputs = collect_inputs(found, lambda row_id: {"x": row_id, "labels": 0})
+    assert inputs["r12"] == {"text": "r12"}
+    assert inputs.keys() == {f"r{row}" for row in range(16)}
+
+
+def _png(mode: str, size: tuple[int, int]) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "image"),
+    [
+        ({"review": "  so\n good ", "labels": 1}, "so good", None),
+        ({"review": "é" * 400}, "é" * 299 + "…", None),
+        ({"age": 41.0, "job": "x" * 99, "labels": 0}, f"age: 41; job: {'x' * 59}…", None),
+        ({f"c{n:02}": n for n in range(15)}, "; ".join(f"c{n:02}: {n}" for n in range(12)) + "; and 3 more", None),
+        ({"words": ["a", "b"], "key": "hf_" + "a1B2" * 10}, "words: a b; key: ***", None),
+        ({"x": np.zeros((2, 2), np.float32)}, "[[0.0, 0.0], [0.0, 0.0]]", None),
+        ({"x": np.zeros((3, 24), np.float32)}, "float32 [3, 24]", None),
+        ({"image": "a/1.jpg", "pixels": np.zeros((64, 64, 3), np.uint8)}, "a/1.jpg", (64, 64)),
+        ({"pixels": np.zeros((3, 8, 8), np.uint8)}, "", (8, 8)),
+        ({"pixels": np.zeros((400, 200, 1), np.uint8)}, "", (48, 96)),
+        ({"scan": np.zeros((8, 8), np.uint8), "mask": np.zeros((8, 5), np.uint8)}, "", (8, 8)),
+        ({"bytes": _png("LA", (300, 100))}, "", (96, 32)),
+        ({"bytes": _png("L", (9, 9))[:40]}, "40 bytes", None),
+        ({"bytes": b"\x00" * 5}, "5 bytes", None),
+        ({"tokens": np.zeros((2, 9), np.uint8)}, "uint8 [2, 9]", None),
+    ],
+)
+def test_an_input_is_a_short_text_and_a_small_picture(row: Any, text: str, image: tuple[int, int] | None) -> None:
+    shown = describe_input(row)
+    assert shown["text"] == text
+    assert ("image" in shown) == (image is not None)
+    if image is not None:
+        head, _, data = shown["image"].partition(";base64,")
+        assert head in ("data:image/png", "data:image/jpeg")
+        assert Image.open(io.BytesIO(base64.b64decode(data))).size == image
 
 
 @pytest.mark.parametrize("shape", [(5000,), (5000, 1)])

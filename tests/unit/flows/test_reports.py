@@ -328,12 +328,19 @@ def test_classes_have_a_matrix_a_calibration_and_their_hardest_rows() -> None:
     scores = np.eye(2)[labels] * 3
     scores[7] = [4.0, 0.0]
     slices = {"test": {"accuracy": 0.9, "accuracy/sex/a": 1.0, "rows/sex/a": 30, "rows/sex/b": 10}}
-    run = _logged(summarize_outcomes(scores, labels), slices)
+    outcomes = summarize_outcomes(scores, labels) or {}
+    shown = _logged({**outcomes, "inputs": {"7": {"text": "the text"}}}, slices)
+    for name, width in (("test", 5), ("hardest-test", 5), ("confused-test", 5)):
+        table = json.loads(shown.files[f"samples/{name}.json"])
+        assert (table["columns"][-1], len(table["columns"])) == ("input", width)
+        assert [row[-1] for row in table["data"] if row[0] == 7] == ["the text"]
+    run = _logged(outcomes, slices)
     assert set(run.files) == {
         "plots/confusion-test.svg",
         "plots/reliability-test.svg",
         "samples/test.json",
         "samples/hardest-test.json",
+        "samples/confused-test.json",
         "samples/slices-test-sex.json",
     }
     for name in ("confusion", "reliability"):
@@ -344,7 +351,8 @@ def test_classes_have_a_matrix_a_calibration_and_their_hardest_rows() -> None:
     sliced = json.loads(run.files["samples/slices-test-sex.json"])
     assert sliced == {"columns": ["sex", "rows", "accuracy"], "data": [["a", 30, 1.0], ["b", 10, None]]}
     tables = [each["path"] for each in json.loads(run.tags["mlflow.loggedArtifacts"])]
-    assert tables == ["samples/test.json", "samples/hardest-test.json", "samples/slices-test-sex.json"]
+    names = ("test", "hardest-test", "confused-test", "slices-test-sex")
+    assert tables == [f"samples/{name}.json" for name in names]
 
 
 def test_numbers_have_residuals_and_older_outcomes_are_still_drawn() -> None:

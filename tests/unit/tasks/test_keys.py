@@ -92,7 +92,14 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "preemption": PreemptionSettings(file="notice"),
         "stop_early": StopEarlySettings(),
     },
-    EvaluateConfig: {**INFERENCE, **MEASURED, "splits": ["train"], "slices": ["sex"], "rows_per_range": 5},
+    EvaluateConfig: {
+        **INFERENCE,
+        **MEASURED,
+        "splits": ["train"],
+        "slices": ["sex"],
+        "show_inputs": False,
+        "rows_per_range": 5,
+    },
     PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
     PublishConfig: {
         **OWN,

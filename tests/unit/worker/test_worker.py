@@ -165,6 +165,11 @@ def outcome_pairs(p):
     assert (found["kind"], found["rows"]) == ("numbers", 25)
     assert found["hardest"][0][0] == 7
     assert found["hardest"][0][3] == pytest.approx(1000, rel=1e-4)
+    assert found["inputs"].keys() == {str(row) for row in range(25)}
+    assert found["inputs"]["7"]["text"]
+    asked = trained.ask(tmp_path, "evaluate", tiny.RECIPE + own, splits=("test",), show_inputs=False)
+    tiny.run(asked, kind="in_process")
+    assert "inputs" not in json.loads((tmp_path / "evaluate" / "outcomes/test.json").read_text())
 
 
 def test_predict_writes_every_row_once_and_keeps_finished_parts(tmp_path: Path, trained: Trained) -> None:
