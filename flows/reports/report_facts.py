@@ -56,6 +56,7 @@ class ReportFacts:
         confusions: of each evaluated split with few classes.
         confused: of each evaluated split the rows behind the largest wrong cells of its confusion.
         calibrations: of each evaluated split with classes.
+        curves: ROC and precision-recall of each evaluated split whose classes have scores.
         residuals: of each evaluated split with numbers.
     """
 
@@ -68,6 +69,7 @@ class ReportFacts:
     confusions: list[Section] = field(default_factory=list)
     calibrations: list[Section] = field(default_factory=list)
     residuals: list[Section] = field(default_factory=list)
+    curves: list[Section] = field(default_factory=list)
     data: Rows = field(default_factory=list)
     warnings: Rows = field(default_factory=list)
     samples: list[Section] = field(default_factory=list)
@@ -92,6 +94,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         samples=list(tables_of_rows(outcomes, Outcome.samples)),
         confused=list(tables_of_rows(outcomes, Outcome.confusions)),
         **tables_of_classes(outcomes),
+        curves=list(draw_curves(outcomes)),
         residuals=list(draw_residuals(outcomes)),
         data=describe_data(found.get("prepare-data")),
         warnings=describe_warnings(found.get("evaluate")),
@@ -202,7 +205,16 @@ def _confusion(outcome: Outcome) -> Section:
 def _calibration(outcome: Outcome) -> Section:
     """Confidence, accuracy and rows, in words."""
     bins = [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in outcome.found["reliability"]]
-    return {"split": outcome.split, "bins": bins, "drawing": _drawing(outcome, "reliability")}
+    note = outcome.describe_calibration()
+    return {"split": outcome.split, "bins": bins, "drawing": _drawing(outcome, "reliability"), "note": note}
+
+
+def draw_curves(outcomes: Iterable[Outcome]) -> Iterator[Section]:
+    """`ReportFacts.curves` of the splits whose classes have scores; the words are below the first drawing of two."""
+    for outcome in outcomes:
+        for name in ("roc", "precision-recall") if outcome.found.get("curves") else ():
+            note = outcome.describe_curves() if name == "roc" else ""
+            yield {"split": outcome.split, "drawing": _drawing(outcome, name), "note": note}
 
 
 def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Section]:

@@ -102,14 +102,17 @@ def draw_files(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
 
 def _pictures(outcome: Outcome) -> Iterator[Picture]:
     titles = {"confusion": "Confusion matrix", "reliability": "Reliability", "residuals": "Residuals"}
+    titles |= {"roc": "ROC curve", "precision-recall": "Precision-recall curve"}
     notes = {
         "confusion": "Rows are the true classes, columns the predicted ones.",
-        "reliability": "How often a prediction is right, by how sure the model is of it. Calibrated is the diagonal.",
-        "residuals": "Larger points have more rows.",
+        "reliability": "How often a prediction is right, by how sure the model is of it. Calibrated is the diagonal. "
+        + outcome.describe_calibration(),
+        "residuals": f"Larger points have more rows. {outcome.describe_residuals()}",
+        "roc": outcome.describe_curves(),
+        "precision-recall": "",
     }
     for name in outcome.drawings():
-        note = " ".join(filter(None, [notes[name], outcome.describe_residuals()]))
-        yield Picture(_picture_path(name, outcome), f"{titles[name]} of {outcome.split}", note)
+        yield Picture(_picture_path(name, outcome), f"{titles[name]} of {outcome.split}", notes[name])
 
 
 def _picture_path(name: str, outcome: Outcome) -> str:

@@ -37,7 +37,7 @@ class Outcome:
         return bool(self.found["kind"] == "classes")
 
     def drawings(self) -> dict[str, str]:
-        """The pictures as SVG, by name: confusion and reliability, or residuals; none for what cannot be drawn."""
+        """The pictures as SVG by the names of `draw_outcome`; none for what cannot be drawn."""
         try:
             return draw_outcome(self.found, self.classes, self.split)
         except (ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
@@ -52,6 +52,27 @@ class Outcome:
         off = sorted(abs(guess - value) for value, guess in pairs)
         middle, most = (off[round(share * (len(off) - 1))] for share in (0.5, 0.9))
         return f"Half of the predictions are off by at most {middle:.4g}, nine of ten by at most {most:.4g}."
+
+    def describe_calibration(self) -> str:
+        """The expected calibration error in a sentence; empty for numbers."""
+        bins = self.found.get("reliability")
+        if not bins:
+            return ""
+        error = sum(rows * abs(sure - right) for sure, right, rows in bins) / sum(rows for *_, rows in bins)
+        return f"The expected calibration error is {error:.3g}."
+
+    def describe_curves(self) -> str:
+        """The areas below the curves, and what the threshold gives, in sentences; empty without curves."""
+        curves = self.found.get("curves")
+        if not curves:
+            return ""
+        areas = f"area below ROC {curves['roc_auc']:.3g}, average precision {curves['average_precision']:.3g}"
+        mark = curves["threshold"]
+        if not mark:
+            return f"Mean over {curves['classes']} classes, one against the rest: {areas}."
+        scores = f"precision {mark['precision']:.3g}, recall {mark['recall']:.3g}, F1 {mark['f1']:.3g}"
+        best = f"The largest F1 here, {mark['best_f1']:.3g}, is at {mark['best']:.3g}."
+        return f"Of the class {self.classes[1]}: {areas}. The threshold {mark['chosen']:g} gives {scores}. {best}"
 
     def hardest(self) -> tuple[list[str], list[list[Any]]]:
         """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""

@@ -18,7 +18,13 @@ from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.reports.charts import MAX_POINTS, draw_charts
 from trainflow.flows.reports.report import render_report
-from trainflow.flows.reports.report_facts import ReportFacts, draw_residuals, tables_of_classes, tables_of_rows
+from trainflow.flows.reports.report_facts import (
+    ReportFacts,
+    draw_curves,
+    draw_residuals,
+    tables_of_classes,
+    tables_of_rows,
+)
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import PublishFacts
@@ -213,6 +219,7 @@ def test_confusion_and_calibration_are_tables_and_residuals_are_drawn() -> None:
     page = Page(html)
     assert "test <b>no yes <b>no 3 1 yes 0 2" in page.words
     assert "confidence accuracy rows 0.55 0.50 2 0.97 1.00 4" in page.words
+    assert "The expected calibration error is 0.0367." in page.words
     assert 'aria-label="Reliability diagram of test"' in html
     assert 'aria-label="Residuals of price &lt;b&gt;"' in html
     assert "predicted - measured" in page.words
@@ -224,6 +231,27 @@ def test_confusion_and_calibration_are_tables_and_residuals_are_drawn() -> None:
     many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(number) for number in range(21)])
     assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
     assert list(draw_residuals([Outcome("test", {"kind": "numbers", "measured": "x"}, [])])) == []
+
+
+MARK = {"chosen": 0.5, "false_positive_rate": 0.1, "recall": 0.5, "precision": 0.25, "f1": 1 / 3, "best": 0.21}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "classes", "words"),
+    [
+        (MARK | {"best_f1": 0.4}, 1, "Of the class yes<: area below ROC 0.9, average precision 0.8. "
+        "The threshold 0.5 gives precision 0.25, recall 0.5, F1 0.333. The largest F1 here, 0.4, is at 0.21."),
+        ({}, 3, "Mean over 3 classes, one against the rest: area below ROC 0.9, average precision 0.8."),
+    ],
+)  # fmt: skip
+def test_curves_are_drawn_above_what_the_threshold_gives(threshold: Any, classes: int, words: str) -> None:
+    points = [[0.0, 0.0], [1.0, 1.0]]
+    curves = {"roc": points, "precision_recall": points, "roc_auc": 0.9, "average_precision": 0.8}
+    found: dict[str, Any] = {**CLASSES, "curves": {**curves, "classes": classes, "threshold": threshold}}
+    drawn = list(draw_curves([Outcome("test", found, ["no", "yes<"]), Outcome("old", CLASSES, ["no", "yes"])]))
+    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], curves=drawn))
+    assert words in Page(html).words
+    assert html.count('aria-label="ROC curve of') == html.count('aria-label="Precision-recall curve of') == 1
 
 
 def _with_interval(name: str, value: float, low: float, high: float) -> dict[str, float]:

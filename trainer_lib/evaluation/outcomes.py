@@ -13,6 +13,8 @@ SAMPLES = 10  # rows that are shown, and as many of the worst
 HARDEST = 50  # rows that the model gets most wrong
 _CELLS, _EXAMPLES = 5, 3  # of wrong cells of the matrix, and of rows behind a cell
 BINS = 10  # of confidence
+_GRID, _CURVE_ROWS = 101, 50_000  # points of a curve, and rows that it is drawn from
+_CHOSEN = 0.5  # the threshold between two classes
 _DIGITS = 6
 
 
@@ -39,7 +41,7 @@ def summarize_outcomes(
         as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of numbers
         the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy, rows].
         Where only the probability of the predicted class is known, `hardest` is empty. `confusions` has the largest
-        wrong cells of the matrix as [label, prediction, rows, ids of the worst of them].
+        wrong cells of the matrix as [label, prediction, rows, ids of the worst of them]; `curves` those of `_curves`.
     """
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
         return None
@@ -77,7 +79,72 @@ def _scores(scores: np.ndarray, labels: np.ndarray, id_of: Callable[[int], Any])
         "confusions": _confusions(np.array(found["matrix"]), predicted, labels, losses, id_of),
         "hardest": _hardest(losses, labels, predicted, id_of),
         "reliability": _reliability(np.exp(logs.max(axis=1)), predicted == labels),
+        "curves": _curves(np.exp(logs), labels),
     }
+
+
+def _curves(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
+    """ROC and precision-recall: of two classes those of the second, of more the mean over one class against the rest.
+
+    Returns:
+        Points in `roc` and `precision_recall`, `roc_auc` and `average_precision`, the number of `classes` in the mean;
+        of two classes `threshold`, the scores of predictions at 0.5 and the threshold of the largest F1. Empty where no
+        class has rows of both kinds, and where a probability is not a number.
+    """
+    from sklearn import metrics
+
+    # Sorting takes long for many rows and classes: rows at equal distances stand for all.
+    rows = np.linspace(0, len(labels) - 1, min(len(labels), _CURVE_ROWS)).astype(np.int64)
+    probabilities, labels = probabilities[rows], labels[rows]
+    is_binary, grid = probabilities.shape[1] == 2, np.linspace(0, 1, _GRID)
+    roc, precise, areas, averages, threshold = [], [], [], [], {}
+    for number in [1] if is_binary else range(probabilities.shape[1]):
+        truth, sure = labels == number, probabilities[:, number]
+        if truth.all() or not truth.any() or not np.isfinite(sure).all():
+            continue
+        wrong, right, _ = metrics.roc_curve(truth, sure)
+        precision, recall, places = metrics.precision_recall_curve(truth, sure)
+        roc.append(np.interp(grid, wrong, right))
+        precise.append(precision[::-1][np.searchsorted(recall[::-1], grid)])  # at the next greater recall
+        areas.append(metrics.roc_auc_score(truth, sure))
+        averages.append(metrics.average_precision_score(truth, sure))
+        if is_binary:
+            threshold = _threshold(truth, sure, precision[:-1], recall[:-1], places)
+    if not roc:
+        return {}
+
+    def points(curves: list[np.ndarray]) -> list[list[float]]:
+        mean = np.mean(curves, axis=0)
+        return [[_short(x), _short(y)] for x, y in zip(grid, mean, strict=True)]
+
+    return {
+        "roc": [[0.0, 0.0], *points(roc)],
+        "precision_recall": points(precise),
+        "roc_auc": _short(np.mean(areas)),
+        "average_precision": _short(np.mean(averages)),
+        "classes": len(roc),
+        "threshold": threshold,
+    }
+
+
+def _threshold(
+    truth: np.ndarray, sure: np.ndarray, precision: np.ndarray, recall: np.ndarray, places: np.ndarray
+) -> dict[str, float]:
+    """The scores at the threshold of predictions, 0.5, and of the threshold with the largest F1."""
+    chosen = sure > _CHOSEN  # of equal probabilities the first class is predicted
+    hits = int((chosen & truth).sum())
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(f1.argmax())
+    numbers = {
+        "chosen": _CHOSEN,
+        "false_positive_rate": (chosen & ~truth).sum() / (~truth).sum(),
+        "recall": hits / truth.sum(),
+        "precision": hits / chosen.sum() if chosen.any() else 1.0,
+        "f1": 2 * hits / (chosen.sum() + truth.sum()),
+        "best": places[best],
+        "best_f1": f1[best],
+    }
+    return {name: _short(value) for name, value in numbers.items()}
 
 
 def _classes(
@@ -112,6 +179,8 @@ def _confusions(
 
 
 def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[list[Any]]:
+    is_known = np.isfinite(confidence)
+    confidence, right = confidence[is_known], right[is_known]
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     members = (bins == each for each in range(BINS))
     return [

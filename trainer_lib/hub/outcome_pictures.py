@@ -27,7 +27,7 @@ _STYLE = """<style>
 
 
 def draw_outcome(found: Mapping[str, Any], classes: Sequence[str], split: str) -> dict[str, str]:
-    """The drawings of a split's outcomes by name: confusion and reliability, or residuals.
+    """The drawings of a split's outcomes by name: confusion, reliability, roc and precision-recall, or residuals.
 
     Args:
         found: as `trainer_lib.evaluation.outcomes` gives them.
@@ -38,7 +38,26 @@ def draw_outcome(found: Mapping[str, Any], classes: Sequence[str], split: str) -
     drawn = {"confusion": draw_confusion(found["matrix"], classes, f"Confusion matrix of {split}")}
     if found.get("reliability"):
         drawn["reliability"] = draw_reliability(found["reliability"], f"Reliability diagram of {split}")
+    if curves := found.get("curves"):
+        mark = curves["threshold"]
+        marks = [(mark["false_positive_rate"], mark["recall"]), (mark["recall"], mark["precision"])] if mark else []
+        rates, precision = ("false positive rate", "true positive rate"), ("recall", "precision")
+        drawn["roc"] = draw_curve(curves["roc"], marks[:1], rates, f"ROC curve of {split}")
+        title = f"Precision-recall curve of {split}"
+        drawn["precision-recall"] = draw_curve(curves["precision_recall"], marks[1:], precision, title)
     return drawn
+
+
+def draw_curve(
+    points: Sequence[Sequence[float]],
+    marks: Sequence[tuple[float, float]],
+    labels: tuple[str, str],
+    title: str,
+) -> str:
+    """A curve between 0 and 1; the marks are the chosen threshold."""
+    plane = _Plane((0.0, 1.0), (0.0, 1.0), labels)
+    curve = plane.line([(x, y) for x, y in points], "stroke: var(--series-1); stroke-width: 1.6; fill: none")
+    return _svg([*plane.axes(), curve, *(plane.dot(mark, 5) for mark in marks)], _SIZE, title)
 
 
 def draw_residuals(measured: Sequence[float], predicted: Sequence[float], title: str) -> str:

@@ -16,9 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from sklearn.metrics import f1_score, precision_score, recall_score
 
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
 from trainer_lib.evaluation.shown_inputs import collect_inputs, describe_input
@@ -75,6 +79,52 @@ def test_the_largest_confusions_have_their_worst_rows() -> None:
     inputs = collect_inputs(found, lambda row_id: {"x": row_id, "labels": 0})
     assert inputs["r12"] == {"text": "r12"}
     assert inputs.keys() == {f"r{row}" for row in range(16)}
+
+
+def _scored(classes: int, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
+    """Scores that say something of their labels, and rows of all classes but the last of three and more."""
+    draw = np.random.default_rng(classes)
+    labels = draw.integers(0, max(2, classes - 1), rows)
+    return 2 * np.eye(classes)[labels] + draw.normal(size=(rows, classes)), labels
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+def test_curves_are_those_of_scikit_learn_and_the_threshold_has_its_scores(classes: int) -> None:
+    scores, labels = _scored(classes)
+    found = summarize_outcomes(scores, labels)
+    assert found is not None
+    curves = found["curves"]
+    named = NamedMetrics(None, read_metrics(["roc_auc", "average_precision"]))
+    for name, value in named(EvalPrediction(scores, labels)).items():
+        assert curves[name] == pytest.approx(value, rel=1e-5)
+    assert curves["classes"] == (1 if classes == 2 else 3)
+    x, y = np.array(curves["roc"]).T
+    assert np.trapezoid(y, x) == pytest.approx(curves["roc_auc"], abs=0.01)
+    recall, precision = np.array(curves["precision_recall"]).T
+    assert np.trapezoid(precision, recall) == pytest.approx(curves["average_precision"], abs=0.02)
+    if classes > 2:
+        assert curves["threshold"] == {}
+        return
+    guessed, mark = scores.argmax(axis=1), curves["threshold"]
+    assert mark["precision"] == pytest.approx(precision_score(labels, guessed), rel=1e-5)
+    assert mark["recall"] == pytest.approx(recall_score(labels, guessed), rel=1e-5)
+    assert mark["f1"] == pytest.approx(f1_score(labels, guessed), rel=1e-5)
+    at_best = scores[:, 1] - scores[:, 0] >= np.log(mark["best"] / (1 - mark["best"])) - 1e-4
+    assert mark["best_f1"] == pytest.approx(f1_score(labels, at_best), abs=2e-3)
+    assert mark["best_f1"] >= mark["f1"]
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("change", ["one class", "nan", "probability alone"])
+def test_there_are_no_curves_without_scores_of_rows_of_both_kinds(change: str) -> None:
+    scores, labels = _scored(2)
+    if change == "probability alone":
+        found = summarize_outcomes(scores.argmax(axis=1), labels, confidence=np.full(len(labels), 0.9))
+    else:
+        scores[3] = np.nan if change == "nan" else scores[3]
+        found = summarize_outcomes(scores, labels * (change != "one class"))
+    assert found is not None
+    assert not found.get("curves")
 
 
 def _png(mode: str, size: tuple[int, int]) -> bytes:

@@ -338,12 +338,14 @@ def test_classes_have_a_matrix_a_calibration_and_their_hardest_rows() -> None:
     assert set(run.files) == {
         "plots/confusion-test.svg",
         "plots/reliability-test.svg",
+        "plots/roc-test.svg",
+        "plots/precision-recall-test.svg",
         "samples/test.json",
         "samples/hardest-test.json",
         "samples/confused-test.json",
         "samples/slices-test-sex.json",
     }
-    for name in ("confusion", "reliability"):
+    for name in ("confusion", "reliability", "roc", "precision-recall"):
         assert run.files[f"plots/{name}-test.svg"].startswith(b"<svg")
     hardest = json.loads(run.files["samples/hardest-test.json"])
     assert hardest["columns"] == ["row_id", "label", "prediction", "nats"]

@@ -75,6 +75,16 @@ def test_each_kind_of_outcome_has_its_drawings_the_same_every_time() -> None:
     classes: dict[str, Any] = {"kind": "classes", "matrix": [[1, 0], [0, 1]], "reliability": [[0.9, 1.0, 2]]}
     assert list(draw_outcome(classes, ["a", "b"], "test")) == ["confusion", "reliability"]
     assert list(draw_outcome({**classes, "reliability": []}, ["a", "b"], "test")) == ["confusion"]
+    mark = {"false_positive_rate": 0.25, "recall": 0.5, "precision": 0.75}
+    points = [[0.0, 0.0], [1.0, 1.0]]
+    curves = {"roc": points, "precision_recall": points, "threshold": mark}
+    drawn = draw_outcome({**classes, "curves": curves}, ["a", "b"], "test")
+    assert list(drawn) == ["confusion", "reliability", "roc", "precision-recall"]
+    for name, place in {"roc": (0.25, 0.5), "precision-recall": (0.5, 0.75)}.items():
+        [(x, y, _)] = _circles(_drawn(drawn[name])[0])
+        assert [(x - 64) / 384, 1 - (y - 12) / 282] == pytest.approx(list(place), abs=1e-3)
+    several = draw_outcome({**classes, "curves": {**curves, "threshold": {}}}, ["a", "b"], "test")
+    assert _circles(_drawn(several["roc"])[0]) == []
     numbers = {"kind": "numbers", "measured": [1.0, 2.0], "predicted": [1.0, 2.5]}
     assert list(draw_outcome(numbers, [], "test")) == ["residuals"]
     assert draw_outcome(numbers, [], "test") == draw_outcome(numbers, [], "test")
