@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic_core import PydanticCustomError
 
 from trainer_lib.base.durations import describe
-from trainer_lib.base.metric_names import CLASS_METRICS, LESS_IS_BETTER, NUMBER_METRICS
+from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, is_less_better
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import StopEarly
@@ -29,7 +29,6 @@ from trainflow.tasks.settings.keyed_settings import setting as setting
 from trainflow.tasks.settings.requirements import read_metric, read_metric_list, read_requirement
 from trainflow.tasks.settings.runner_settings import RunnerSettings, read_runner
 
-_ENDINGS = ("loss", "error", "rmse", "mae", "mase", "perplexity", "nats_per_token")
 _INTERVALS = ("steps", "epoch")
 
 
@@ -52,10 +51,8 @@ class StopEarlySettings(Settings):
     @property
     def wants_greater(self) -> bool:
         """Whether a greater metric is better."""
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        name = self.metric.removeprefix("eval_")
-        return name not in LESS_IS_BETTER and not name.endswith(_ENDINGS)
+        known = self.greater_is_better
+        return not is_less_better(self.metric.removeprefix("eval_")) if known is None else known
 
 
 def fill_arguments(section: Any) -> Any:
@@ -342,7 +339,7 @@ class RegisterConfig(Settings):
         "unset: only the first version gets it.",
     )
     greater_is_better: bool | None = Field(
-        default=None, description="Whether a greater metric is better; unset: unless its name ends in loss."
+        default=None, description="Whether a greater metric is better; unset: not of losses and errors."
     )
     resamples: int = Field(
         default=1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."

@@ -181,7 +181,8 @@ def stage_sentence(event: Event, seconds: float | None) -> str:
         case "cached":
             return f"cached: {reason}"
         case "retrying" | "failed":
-            message = str(event.get("message") or "")
+            # What follows in further paragraphs stands once, below the summary.
+            message = str(event.get("message") or "").partition("\n\n")[0]
             ended = f"failed{took}" + (", is tried again" if status == "retrying" else "")
             return f"{ended}: {message} ({reason})" if reason else f"{ended}: {message}"
         case _:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.metric_names import is_less_better
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.column import LABELS
@@ -135,7 +136,7 @@ def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
                     metric=config.metric,
                     value=float(values[name]),
                     rows=found["rows"],
-                    is_greater_better=not name.endswith("loss") if better is None else better,
+                    is_greater_better=not is_less_better(name) if better is None else better,
                     resampled=tuple(resampled),
                 )
     raise ConfigError(

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer_lib.base.metric_names import LESS_IS_BETTER, MetricCall, read_metrics
+from trainer_lib.base.metric_names import MetricCall, is_less_better, read_metrics
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
 from trainflow.tasks.configs import EvaluateConfig, MaxAge, TrainConfig
@@ -79,9 +79,12 @@ def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: Stag
     wanted, calls = named.removeprefix("eval_"), read_metrics(evaluate.metrics)
     # A metric of a package may give several numbers, by the names that follow its own.
     found = [each for each in calls if wanted == each.result or (each.module and wanted.startswith(f"{each.result}_"))]
-    if found and found[0].name in LESS_IS_BETTER and train.args.get("greater_is_better") is None:
+    measured = found[0].name if found else wanted
+    # Of a loss that the Trainer knows by its name, the least one is chosen.
+    is_known = not found and wanted.endswith("loss")
+    if is_less_better(measured) and not is_known and train.args.get("greater_is_better") is None:
         raise ConfigError(
-            f"Less is better of {found[0].name}, and unless the setting says so the greatest one is chosen.",
+            f"Less is better of {measured}, and unless the setting says so the greatest one is chosen.",
             field="train.args.greater_is_better",
             remedy="Set train.args.greater_is_better=false.",
         )

@@ -422,6 +422,8 @@ def test_less_is_better_of_some(folder: Path) -> None:
     with pytest.raises(ConfigError, match="Less is better of mae") as caught:
         Plan.of(spec_of(folder, *without))
     assert caught.value.field == "train.args.greater_is_better"
+    with pytest.raises(ConfigError, match="Less is better of error"):  # as its name says of a metric of the recipe
+        Plan.of(spec_of(folder, *without, "train.args.metric_for_best_model=error"))
     assert Plan.of(spec_of(folder, *without, "train.args.metric_for_best_model=r2")).context.metrics
 
 

@@ -36,13 +36,19 @@ NUMBER_METRICS = {
 }
 """Metrics of numbers ``[rows]`` and labels of that size."""
 NAMES = (*CLASS_METRICS, *NUMBER_METRICS)
-LESS_IS_BETTER = {"log_loss", "calibration_error", "rmse", "mae", "median_absolute_error", "max_error"}
+_LESS_IS_BETTER = {"log_loss", "calibration_error", "rmse", "mae", "median_absolute_error", "max_error"}
+_ENDINGS_OF_LESS = ("loss", "error", "rmse", "mse", "mae", "mase", "perplexity", "nats_per_token")
 
 FIELD = "evaluate.metrics"
 INPUTS = ("classes", "probabilities", "scores")
 """Inputs of a package's metric made from scores: the best class, the softmax, or the scores themselves."""
 _DOTTED = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)")
 _RESULT = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+
+
+def is_less_better(name: str) -> bool:
+    """Whether less is better of a metric, as far as its name says it: of losses and errors."""
+    return name in _LESS_IS_BETTER or name.endswith(_ENDINGS_OF_LESS)
 
 
 @dataclass(frozen=True)

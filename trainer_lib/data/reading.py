@@ -10,6 +10,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import lzma
 import re
 import zipfile
@@ -48,6 +49,7 @@ class Reading:
         decimal: the mark before the fraction of a number.
         thousands: the mark between its thousands; a space is any space.
         na_values: texts that stand for no value, besides the usual ones.
+        answer: the one of `columns` that files of new rows may lack.
     """
 
     separator: str | None = None
@@ -61,6 +63,7 @@ class Reading:
     decimal: str | None = None
     thousands: str | None = None
     na_values: Sequence[str] = ()
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a mark that is not one character, or an encoding that Python does not know."""
@@ -126,12 +129,23 @@ class Reading:
             doublequote=self.escape is None,
             strict=True,
         )
-        if self.columns:
-            yield 0, list(self.columns)
-        for values in reader:
-            # A line may be empty, and a file of new rows may begin with the names.
-            if values and values != (self.columns if reader.line_num == 1 else None):
-                yield reader.line_num + skipped, values
+        # A line may be empty, and a file of new rows may begin with the names.
+        lines = ((reader.line_num, values) for values in reader if values)
+        lines = ((line, values) for line, values in lines if line > 1 or values not in self._names_of_lines)
+        yield from self._with_names((line + skipped, values) for line, values in lines)
+
+    @cached_property
+    def _names_of_lines(self) -> tuple[list[str], list[str]]:
+        """The names of columns that no line has, with and without the answer."""
+        return list(self.columns), [name for name in self.columns if name != self.answer]
+
+    def _with_names(self, lines: Iterator[tuple[int, list[Any]]]) -> Iterator[tuple[int, list[Any]]]:
+        """The lines behind the names of their columns, if no line has them."""
+        if self.columns and (first := next(lines, None)) is not None:
+            lines = itertools.chain([first], lines)
+            whole, asked = self._names_of_lines
+            yield 0, asked if len(first[1]) == len(asked) else whole
+        yield from lines
 
     def _find_form(self, head: bytes, usual: str) -> tuple[str, str, int]:
         """The encoding, the separator and the number of lines before that with the names.

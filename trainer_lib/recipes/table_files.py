@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice, repeat
 from operator import is_
 from typing import Any, Self, overload
@@ -508,18 +509,19 @@ class TableForm:
     Their files are written as those of the training (`reading`).
     """
 
-    def __init__(self, note: Mapping[str, Any]) -> None:
+    def __init__(self, note: Mapping[str, Any], label: str | None = None) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
-        self.reading = read_reading(note.get("read") or {})
         self._optional = frozenset(note["optional"])
         self._rename: dict[str, str] = dict(note["rename"])
+        answer = next((name for name, new in self._rename.items() if new == label), label)
+        self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
         self._dropped = None if note["dropped"] is None else frozenset(note["dropped"])
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self | None:
         """The form that `prepare` noted; None: its rows do not come from a table."""
-        return cls(info[NOTE]) if NOTE in info else None
+        return cls(info[NOTE], info.get("label")) if NOTE in info else None
 
     def drops(self, name: str) -> bool:
         """Whether training left a column out."""

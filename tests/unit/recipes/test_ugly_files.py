@@ -257,17 +257,31 @@ def test_a_wrong_way_of_reading_is_refused_with_its_setting(tmp_path: Path, read
     assert str(caught.value.field).startswith("prepare.options.read.")
 
 
-def test_new_rows_are_read_as_the_files_of_the_training_and_may_be_utf_8_with_commas(tmp_path: Path) -> None:
-    reading = {"encoding": "cp1252", "separator": ";", "columns": []}
-    _, out = prepared(Ugly("{n};Köln;{l}", head="x;Ort;label", encoding="cp1252").write(tmp_path), read=reading)
+NAMELESS = {"columns": ["x", "label", "Ort"]}
+
+
+@pytest.mark.parametrize(
+    ("ugly", "read", "new"),
+    [
+        (Ugly("{n};Köln;{l}", head="x;Ort;label", encoding="cp1252"), {"separator": ";"}, "x,Ort\n1,Köln\n"),
+        (Ugly("{n},{l},Köln", head="1,a,Köln"), NAMELESS, "1,b,Köln\n"),
+        (Ugly("{n},{l},Köln", head="1,a,Köln"), NAMELESS, "1,Köln\n"),
+        (Ugly("{n},{l},Köln", head="1,a,Köln"), NAMELESS, "x,label,Ort\n1,b,Köln\n"),
+        (Ugly("{n},{l},Köln", head="1,a,Köln"), NAMELESS, "x,Ort\n1,Köln\n"),
+    ],
+)
+def test_new_rows_are_read_as_the_files_of_the_training_and_may_lack_the_label(
+    tmp_path: Path, ugly: Ugly, read: dict[str, Any], new: str
+) -> None:
+    _, out = prepared(ugly.write(tmp_path), read=read)
     form = TableForm.of(out.info)
     assert form is not None
-    new = tmp_path / "new.csv"
-    new.write_text("x,Ort\n1,Köln\n")
-    reader = RowReader(find_row_files([str(new)]), {}, read=form.read, reading=form.reading)
+    path = tmp_path / "new.csv"
+    path.write_text(new)
+    reader = RowReader(find_row_files([str(path)]), {}, ignored=["label"], read=form.read, reading=form.reading)
     (row,) = reader.take_all(5)
     reader.close()
-    assert row.values == {"x": 1.0, "Ort": "Köln"}  # type: ignore[union-attr]
+    assert {name: row.values[name] for name in ("x", "Ort")} == {"x": 1.0, "Ort": "Köln"}  # type: ignore[union-attr]
 
 
 def test_packed_copies_and_workbooks_are_read_where_they_are_named_and_not_in_a_folder(tmp_path: Path) -> None:
