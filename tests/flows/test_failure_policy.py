@@ -60,7 +60,7 @@ def fresh(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("old", "new", "kind", "field"),
     [
-        ("y = self.linear(x.float())", "raise ValueError('wrong shape')", CodeError, "recipe"),
+        ("y = self.linear(x)", "raise ValueError('wrong shape')", CodeError, "recipe"),
         ('"x": [x]', '"x": [float("nan")]', DataError, None),
         ("((y - labels) ** 2).mean()", "((y - labels) ** 2).mean() * float('nan')", NonFiniteError, None),
     ],

@@ -255,7 +255,7 @@ def test_a_model_whose_code_was_edited_since_its_training_is_not_described(folde
     assert data is not None and model is not None
     config = plan.stages["push-to-hub"].config
     describe_model(config, plan.context, data, model)
-    broken(folder, "y = self.linear(x.float())", "y = 2 * self.linear(x.float())")
+    broken(folder, "y = self.linear(x)", "y = 2 * self.linear(x.float())")
     with pytest.raises(CodeError, match="build_model"):
         describe_model(config, plan.context, data, model)
 

@@ -323,7 +323,7 @@ def test_what_a_run_does_not_have_is_refused_with_what_to_do(folder: Path) -> No
     gone = refused(from_run=finished, start="evaluate")
     assert gone.message == f"The stage train cannot be taken: its result in run {finished} is gone from the storage."
     assert gone.remedy == "Begin with it: --from train."
-    broken(folder, "y = self.linear(x.float())", "raise ValueError('wrong shape')")
+    broken(folder, "y = self.linear(x)", "raise ValueError('wrong shape')")
     assert run(folder, "name=second").error is not None
     failed = newest(folder)
     assert "a run of the pipeline 'second', and the spec is that of 'toy'" in refused(from_run=failed).message

@@ -52,7 +52,7 @@ PATIENCE_S = 60.0
 
 def test_a_mistake_before_the_first_training_step_leaves_no_run_in_mlflow(folder: Path) -> None:
     known = len(runs(f"sqlite:///{folder / 'store' / 'mlflow.db'}"))
-    broken(folder, "y = self.linear(x.float())", "raise ValueError('wrong shape')")
+    broken(folder, "y = self.linear(x)", "raise ValueError('wrong shape')")
     failed = run(folder, "tracking.enabled=true", "train.args.seed=77")
     assert isinstance(failed.error, CodeError)
     assert (failed.mlflow_run_id, failed.mlflow_waiting) == (None, None)
@@ -317,7 +317,7 @@ def test_a_training_that_logs_nothing_has_a_curve_of_every_step(fresh: Path, pic
     [
         (FAILS, "the seventh step", 1, 1),
         (FAILS, "the seventh step", 1000, 1),  # known to the checkpoint of step 4 alone
-        (("y = self.linear(x.float())", "raise ValueError('wrong shape')"), "wrong shape", 1, 0),
+        (("y = self.linear(x)", "raise ValueError('wrong shape')"), "wrong shape", 1, 0),
     ],
     ids=["logged", "saved", "before the first step"],
 )

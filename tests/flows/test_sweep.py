@@ -27,7 +27,7 @@ from trainflow.flows.spec.spec import load_spec
 from trainflow.flows.sweeps.sweeping import run_sweep
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
-SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x.float())", "y = self.linear(x.float()) + self.shift").replace(
+SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x)", "y = self.linear(x) + self.shift").replace(
     "self.linear = torch.nn.Linear(1, 1)",
     'self.linear, self.shift = torch.nn.Linear(1, 1), options["shift"]\n'
     "            torch.nn.init.zeros_(self.linear.weight)",

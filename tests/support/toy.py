@@ -33,7 +33,7 @@ def build_model(options, data):
             self.linear = torch.nn.Linear(1, 1)
 
         def forward(self, x, labels=None):
-            y = self.linear(x.float())
+            y = self.linear(x)
             if labels is None:
                 return {"logits": y}
             return {"loss": ((y - labels) ** 2).mean(), "logits": y}

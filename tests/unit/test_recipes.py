@@ -160,7 +160,17 @@ def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
     text = "import json\nfrom helper_of_mine import VALUE\n" + MINIMAL.replace("7", "VALUE")
     recipe = load(written(tmp_path / "project" / "deep", text), tmp_path / "project")
     assert recipe.build_model({}, data()) == 5
-    assert sys.path[-1] == str(tmp_path / "project")
+    assert sys.path[-2:] == [str(tmp_path / "project"), str(tmp_path / "project" / "deep")]
+
+
+@pytest.mark.parametrize("folder", ["src", "recipes"])
+def test_modules_of_src_and_of_the_recipes_folder_are_found(tmp_path: Path, folder: str) -> None:
+    written(tmp_path / folder, "VALUE = 5\n", "helper_of_mine.py")
+    text = "from helper_of_mine import VALUE\n" + MINIMAL.replace("7", "VALUE")
+    home = tmp_path if folder == "src" else tmp_path / folder
+    assert load(written(home, text), tmp_path).build_model({}, data()) == 5
+    with pytest.raises(CodeError, match=f"'absent_of_mine'.*Modules are found in {tmp_path}, its src"):
+        load(written(tmp_path / "other", "import absent_of_mine\n"), tmp_path)
 
 
 def test_a_package_in_front_of_ours_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,16 @@ class DefaultDataCollator(DataCollatorMixin):
         return default_data_collator(features)
 
 
+@dataclass
+class StoredRowsCollator(DefaultDataCollator):
+    """`default_data_collator` for rows that were stored: lists of Python floats come back as arrays of float64."""
+
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
+        batch = default_data_collator(features)
+        return {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.items()}
+
+
 def _read_columns(row: Any) -> Mapping[str, Any]:
     if not hasattr(row, "__dict__"):
         raise DataError(
@@ -259,7 +269,7 @@ class DataCollatorForMultipleChoice(DataCollatorMixin):
         return batch
 
 
-PURE: tuple[type, ...] = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
+PURE: tuple[type, ...] = (DefaultDataCollator, StoredRowsCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
 PURE += (DataCollatorForTokenClassification, DataCollatorForMultipleChoice)
 """Collators that draw no random numbers for certain; a subclass may."""
 

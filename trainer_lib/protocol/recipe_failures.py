@@ -35,7 +35,7 @@ def user_error(error: BaseException, root: Path) -> TrainflowError:
         typed.field, typed.value = "recipe", f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
         lines = [*traceback.format_list(frames), f"{typed.message}\n"]
         typed.details = "Traceback (most recent call last):\n" + "".join(lines)
-        typed.remedy = "Fix the recipe; --debug shows the traceback." + _hint_at_hidden_package(error, root)
+        typed.remedy = "Fix the recipe; --debug shows the traceback." + _hint_at_import(error, root)
     else:
         typed.remedy = "The error was not raised in the recipe's own code; --debug shows where."
     return typed
@@ -80,11 +80,13 @@ def _is_users(filename: str, root: Path) -> bool:
     )
 
 
-def _hint_at_hidden_package(error: BaseException, root: Path) -> str:
-    """A hint for a failed import: the project's module has the name of one of our packages."""
+def _hint_at_import(error: BaseException, root: Path) -> str:
+    """A hint for a failed import: a module of the project that has the name of our package, or a missing one."""
     name = (getattr(error, "name", None) or "").split(".")[0]
     if isinstance(error, ImportError) and name in OURS and ((root / name).exists() or (root / f"{name}.py").exists()):
         return f" (`import {name}` means trainflow's package, not {root / name}: rename yours.)"
+    if isinstance(error, ModuleNotFoundError) and name:
+        return f" (Modules are found in {root}, its src, the recipe's folder, and where packages are installed.)"
     return ""
 
 

@@ -50,6 +50,7 @@ from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.protocol import recipe_functions
 from trainer_lib.protocol.recipe_failures import OURS, user_error
 from trainer_lib.protocol.recipe_functions import kind_of
+from trainer_lib.protocol.recipe_names import FOLDER
 from trainer_lib.storage import FileEntry, Store
 
 __all__ = [
@@ -413,7 +414,7 @@ def load(
 
     Args:
         path: the recipe's file.
-        root: the project's root, which is appended to the module path.
+        root: the project's root; it, its `src` and the recipe's folder are appended to the module path.
         needs: functions that the file, or the one it falls back to, must define.
         fallback: the file that has the functions which the first does not define.
 
@@ -426,9 +427,10 @@ def load(
         remedy = "Give the path of recipe.py."
         raise ConfigError("There is no such file.", field="recipe", value=str(path), remedy=remedy)
     refuse_hidden_packages()
-    if str(root) not in sys.path:
-        # Appended, not inserted: the project must not hide our packages.
-        sys.path.append(str(root))
+    for place in (root, root / "src", path.parent):
+        if str(place) not in sys.path and place.is_dir() and place != FOLDER:
+            # Appended, not inserted: the project must not hide our packages.
+            sys.path.append(str(place))
     # A recipe may import keras, whose default backend is TensorFlow.
     os.environ.setdefault("KERAS_BACKEND", "torch")
     # By its path: two recipes called recipe.py must not share a module.

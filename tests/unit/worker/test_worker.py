@@ -255,6 +255,19 @@ def test_a_training_stops_early_and_gives_the_best_weights(tmp_path: Path, prepa
     assert run(asked, kind="in_process").global_step == 12  # a run that continues has stopped
 
 
+@pytest.mark.parametrize("kind", ["float", "double"])
+def test_lists_of_floats_fit_the_model_that_gets_them(tmp_path: Path, kind: str) -> None:
+    collate = RECIPE[RECIPE.index("def collate(rows):") : RECIPE.index("def compute_metrics")]
+    recipe = RECIPE.replace(collate, "").replace('{"x": x,', '{"x": x.tolist(),')
+    recipe = recipe.replace('return Net(data.info["width"])', f'return Net(data.info["width"]).{kind}()')
+    output = str(tmp_path / "data")
+    made = run(request(tmp_path, recipe, "prepare", output=output, options={}), kind="in_process")
+    data = PreparedData(output, made.splits, made.info, made.files)
+    assert data.splits["train"].columns["x"] == "float64[*]"
+    asked = request(tmp_path, recipe, "train", output=str(tmp_path / "out"), data=data, model={}, args={"max_steps": 2})
+    assert run(asked, kind="in_process").global_step == 2
+
+
 @pytest.mark.parametrize(
     "args", [{}, {"bf16": True, "per_device_eval_batch_size": 7}], ids=["float32", "bfloat16, a ragged last batch"]
 )

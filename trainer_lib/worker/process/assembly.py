@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
@@ -15,6 +16,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.foreign.foreign_model import load_adapter
 from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.data.collators import StoredRowsCollator, default_data_collator
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.evaluation.named_metrics import NamedMetrics
@@ -127,6 +129,9 @@ def build_trainer(
         callbacks=[*own, *callbacks],
         **datasets,
     )
+    in_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    if trainer.data_collator is default_data_collator and not in_double:
+        trainer.data_collator = StoredRowsCollator()
     # The Trainer adds one of them by itself; one that the recipe asks for stays.
     for printer in (PrinterCallback, ProgressCallback):
         if printer not in [each if isinstance(each, type) else type(each) for each in own]:
