@@ -55,7 +55,7 @@ _FOREIGN = (
     *("AWS_", "GOOGLE_", "HF_", "HUGGING", "MLFLOW_", "PREFECT_", "FSSPEC_", "WANDB_", "TORCHELASTIC_"),
     "ACCELERATE_",
 )
-_FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CI"}
+_FOREIGN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CI", "COLUMNS"}
 
 settings.register_profile(
     "trainflow", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

@@ -16,11 +16,12 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from trainer_lib.base.foreign_text import to_cell, to_terminal
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.base.user_folders import state_folder
 from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
-from trainflow.flows.cli.terminal import STYLES, readable
+from trainflow.flows.cli.terminal import STYLES, readable, terminal_width
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, evaluation_warnings
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _KEPT_FAILURES = 50
 _WIDEST = 120
 """Characters of a cell, but for those of the last column."""
+_NARROWEST = 16
+"""Characters below which no cell is cut on a narrow terminal."""
 
 
 def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Sequence[str] = ()) -> list[Text]:
@@ -37,8 +40,8 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
     if not result.stages:  # refused before the first stage
         return []
     lines = [Text(), *_stage_table(result.stages)]
-    if measured := [*_metrics(result), *_gates(result)]:
-        lines += [Text(), *measured]
+    for part in (_metrics(result), _gates(result)):
+        lines += [Text(), *part] if part else []
     lines += [Text(f"  warning      {mask(to_cell(text))}", "yellow") for text in evaluation_warnings(result)]
     places = where(result)
     if places:
@@ -84,18 +87,21 @@ def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
 
 
 def _metrics(result: PipelineResult) -> list[Text]:
-    """A line per measured split, whichever stage measured it."""
-    lines = []
+    """A table of two measured splits side by side, whichever stage measured them; then one of the next two."""
+    splits = {}
     for split, values in result.measured():
         numbers = {
             name.removeprefix(f"{split}_"): value
             for name, value in values.items()
             if isinstance(value, int | float) and is_measurement(name)
         }
-        counts = {name: number_words(value) for name, value in numbers.items() if isinstance(value, int)}
-        texts = {**with_intervals(numbers), **counts}
-        words = "  ".join(f"{to_cell(name)} {text}" for name, text in texts.items())
-        lines.append(Text.assemble((f"  {to_cell(split):<12} ", "dim"), words))
+        splits[split] = with_intervals(numbers)
+    lines: list[Text] = []
+    for first in range(0, len(splits), 2):
+        shown_splits = list(splits)[first : first + 2]
+        names = dict.fromkeys(name for split in shown_splits for name in splits[split])
+        rows = [(name, *(splits[split].get(name, "") for split in shown_splits)) for name in names]
+        lines += table([("metric", *shown_splits), *rows], indent="  ")
     return lines
 
 
@@ -110,13 +116,6 @@ def _gates(result: PipelineResult) -> list[Text]:
         )
         for gate in result.gates
     ]
-
-
-def number_words(value: float | None) -> str:
-    """A metric as people write it."""
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def where(result: PipelineResult) -> dict[str, str]:
@@ -148,6 +147,8 @@ def table(
 ) -> list[Text]:
     """Lines of a table whose first row is its head; the last column is not padded.
 
+    On a terminal that is too narrow the widest cells are cut in their middle; `show` folds the last one.
+
     Args:
         rows: the cells; every row has the same number of them.
         styles: of the cells of the rows after the head; missing ones are plain.
@@ -157,18 +158,32 @@ def table(
     """
     # A name of a stranger neither breaks a line nor widens a column without end.
     rows = [[*(to_cell(cell, _WIDEST) for cell in row[:-1]), to_cell(row[-1])] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(rows[0]) - 1
+    widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
+    room = (terminal_width() or sum(widths) + 1000) - len(indent) - 2 * last
+    kept = widths[last] if last in right else min(widths[last], _NARROWEST)
+    while sum(widths[:last]) + kept > room and max(widths[:last], default=0) > _NARROWEST:
+        widths[widths.index(max(widths[:last]))] -= 1
     lines = []
     for place, row in enumerate(rows):
         of_row = styles[place - 1] if 0 < place <= len(styles) else ()
         cells: list[tuple[str, str]] = [(indent, "")]
         for column, cell in enumerate(row):
-            is_last = column == len(row) - 1
-            padded = cell.rjust(widths[column]) if column in right else cell if is_last else cell.ljust(widths[column])
+            is_last = column == last
+            text = cell if is_last else _cut_middle(cell, widths[column])
+            padded = text.rjust(widths[column]) if column in right else text if is_last else text.ljust(widths[column])
             style = "dim" if place == 0 else of_row[column] if column < len(of_row) else ""
             cells.append((padded if is_last else f"{padded}  ", style))
         lines.append(Text.assemble(*cells))
+        lines[-1].rstrip()
     return lines[1:] if bare else lines
+
+
+def _cut_middle(text: str, width: int) -> str:
+    """A text of at most `width` characters: names of runs differ at both ends."""
+    if len(text) <= width:
+        return text
+    return f"{text[: (width - 1) // 2]}…{text[len(text) - width // 2 :]}"
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

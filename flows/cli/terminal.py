@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import sys
 import time
@@ -26,15 +27,18 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.secrets import mask
 from trainflow.tasks.prefect.prefect_internals import set_up_logging
-from trainflow.tasks.stage.progress import Event, describe, duration, measured, subscribe
+from trainflow.tasks.stage.progress import Event, describe, measured, subscribe
 
 # Seconds between two lines about one stage's progress in plain output.
 _PLAIN_EVERY_S = 5.0
 # The first steps are slow, so an estimate made from them is far too long.
 _WARM_UP_STEPS = 3
+# Characters below which a cell is not folded: the whole line is.
+_LEAST_CELL = 24
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d):[\d:.]+(?:\+00:00|Z)")
 STYLES = {"ran": "green", "cached": "cyan", "failed": "bold red", "skipped": "dim"}
 _MARKS = {"ran": "✓", "cached": "=", "failed": "✗", "skipped": "-", "interrupted": "✗", "waiting": "…", "retrying": "↻"}
@@ -124,7 +128,7 @@ class PlainDisplay:
         """Take one event."""
         name, kind = str(event.get("stage", "")), event.get("event")
         if kind == "line":
-            self._print(name, f"| {event.get('message', '')}")
+            self._out.print(f"{name:<13} | {event.get('message', '')}")
         elif kind in ("warning", "begin", "resume", "wait"):
             self._print(name, f"{'warning: ' if kind == 'warning' else ''}{event.get('message', '')}")
         elif kind == "stage":
@@ -138,11 +142,11 @@ class PlainDisplay:
 
     def say(self, text: str) -> None:
         """Show one line that is not an event."""
-        self._out.print(text)
+        self._write(self._out, text)
 
     def warn(self, text: str) -> None:
         """Print one warning on standard error: the output may be read by another program."""
-        console(stderr=True).print(text)
+        self._write(console(stderr=True), text)
 
     def _change(self, name: str, event: Event) -> None:
         stage = self._stages[name]
@@ -161,7 +165,11 @@ class PlainDisplay:
             self._print(name, text)
 
     def _print(self, name: str, text: str) -> None:
-        self._out.print(f"{name:<13} {text}")
+        self._write(self._out, f"{name:<13} {text}")
+
+    def _write(self, out: Console, text: str) -> None:
+        for part in fold(Text(text), terminal_width()):
+            out.print(part)
 
 
 def readable(reason: str) -> str:
@@ -172,7 +180,7 @@ def readable(reason: str) -> str:
 def stage_sentence(event: Event, seconds: float | None) -> str:
     """A stage event as a sentence."""
     status, reason = str(event.get("status")), readable(str(event.get("reason") or ""))
-    took = f" in {duration(seconds)}" if seconds is not None else ""
+    took = f" in {describe_seconds(seconds)}" if seconds is not None else ""
     match status:
         case "started":
             return f"starts: {reason}"
@@ -237,7 +245,7 @@ class LiveDisplay:
 
 
 def _running_row(name: str, stage: _Stage) -> list[RenderableType]:
-    elapsed = Text(duration(time.monotonic() - stage.since) if stage.since is not None else "", "dim")
+    elapsed = Text(describe_seconds(time.monotonic() - stage.since) if stage.since is not None else "", "dim")
     text = Text(stage.text, no_wrap=True)
     if stage.max_steps is None:
         return [_SPINNER, Text(name, "bold"), elapsed, text]
@@ -249,7 +257,7 @@ def _running_row(name: str, stage: _Stage) -> list[RenderableType]:
 def _other_row(name: str, stage: _Stage) -> list[RenderableType]:
     status = {"committed": "ran"}.get(stage.status, stage.status)
     style = STYLES.get(status, "")
-    took = duration(stage.seconds) if stage.seconds is not None else ""
+    took = describe_seconds(stage.seconds) if stage.seconds is not None else ""
     return [Text(_MARKS.get(status, " "), style), Text(name), Text(status, style), Text(took, "dim")]
 
 
@@ -327,11 +335,39 @@ def followed(out: Console, *, debug: bool) -> Iterator[None]:
         yield
 
 
+def terminal_width() -> int | None:
+    """The columns of the terminal, or those that COLUMNS states; None: a program reads the output."""
+    out = console()
+    return out.width if out.is_terminal or os.environ.get("COLUMNS", "").isdigit() else None
+
+
+def fold(line: Text, width: int | None) -> list[Text]:
+    """A line broken at words, the rest below its last cell; whole if that cell is a command, which is there to copy."""
+    plain = line.plain
+    cells = [match.end() for match in re.finditer(r"(?:^|(?<=\S)) {2,}(?=\S)", plain)]
+    first = indent = cells[-1] if cells else 0
+    if width is None or len(plain) <= width or "\n" in plain or plain.startswith("trainflow ", first):
+        return [line]
+    if indent + max(_LEAST_CELL, *map(len, plain[indent:].split())) > width:
+        first = len(plain) - len(plain.lstrip())
+        indent = first + 4
+    breaks, start, room = [], 0, width
+    for word in re.finditer(r"\S+", plain):
+        if word.end() - start > room and word.start() > max(first, start):
+            start, room = word.start(), width - indent
+            breaks.append(start)
+    parts = line.divide(breaks)
+    for part in parts:
+        part.rstrip()
+    return [parts[0], *(Text(" " * indent) + part for part in parts[1:])]
+
+
 def show(lines: Sequence[Text], *, stderr: bool = False, bare: bool = False) -> None:
-    """Print lines, unbroken; bare: without the empty ones."""
-    out = console(stderr=stderr)
+    """Print lines, folded where they are longer than the terminal is wide; bare: without the empty ones."""
+    out, width = console(stderr=stderr), terminal_width()
     # Both streams may be one terminal: what was written first has to appear first.
     sys.stdout.flush()
     for line in lines:
         if line.plain or not bare:
-            out.print(line)
+            for part in fold(line, width):
+                out.print(part)

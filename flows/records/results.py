@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement
-from trainflow.tasks.stage.progress import duration
 
 RUN_ID_CHARS = 16
 """A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
@@ -40,7 +40,7 @@ class StageOutcome:
     @property
     def took(self) -> str:
         """Its time in words; empty below half a second."""
-        return duration(self.seconds) if self.seconds >= 0.5 else ""
+        return describe_seconds(self.seconds) if self.seconds >= 0.5 else ""
 
 
 @dataclass

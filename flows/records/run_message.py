@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError, Interrupted, Preempted, Pruned, TrainflowError
 from trainflow.flows.records.past_runs import PastRun, run_folder
 from trainflow.flows.records.recorded_spec import read_spec_record
@@ -67,7 +68,7 @@ def describe_run(result: PipelineResult) -> Message:
         if outcome.status != "skipped"
     ]
     found = {key: value for key, value in collect_metrics(result.stages).items() if not key.startswith("train_")}
-    lines += [f"{key} {value:.4g}" for key, value in list(found.items())[:_MOST_METRICS]]
+    lines += [f"{key} {number_words(value)}" for key, value in list(found.items())[:_MOST_METRICS]]
     lines += describe_error(result.error)
     if result.report_url:
         lines.append(f"Report: {result.report_url}")

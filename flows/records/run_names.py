@@ -92,8 +92,13 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:g}"
     if isinstance(value, list):
-        return f"-{_slug('+'.join(map(str, value)))}"
-    return f"-{_slug(mask(str(value)))}"
+        return f"-{_slug('+'.join(_last_part(str(each)) for each in value))}"
+    return f"-{_slug(_last_part(mask(str(value))))}"
+
+
+def _last_part(text: str) -> str:
+    """The end of a path or an address, which says more than its beginning; another text as it is."""
+    return text.rstrip("/").rpartition("/")[2]
 
 
 def _slug(text: str) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from trainer_lib.base.suggestions import number_words
+
 LOSS = "loss"  # the name of its picture
 MAX_POINTS = 1500  # of one curve: more than a screen has pixels
 COLORS = 5  # series colours in the report's style sheet; further series repeat them
@@ -57,11 +59,7 @@ def number_text(value: Any) -> str:
     """A number in few digits; other values as text, None as nothing."""
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or not math.isfinite(value):
-        return str(value)
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3e}"
+    return str(value) if isinstance(value, bool) or not isinstance(value, int | float) else number_words(value)
 
 
 # -------------------------------------------------------------------------------------------------------------- series

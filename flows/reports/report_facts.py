@@ -13,6 +13,7 @@ import psutil
 from markupsafe import Markup
 
 from trainer_lib.arguments.configs.accelerator_config import describe_step
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
@@ -25,7 +26,6 @@ from trainflow.flows.reports.charts import number_text
 from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest, stage_store
-from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.stage.retry import Ledger
 
 _PICTURE = "data:image/"
@@ -258,7 +258,7 @@ def _attempts(stage: str, ledger: Ledger) -> list[Section]:
 def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> Section:
     error = end.get("error") or {}
     began, ended = str(start.get("started") or ""), end.get("ended")
-    took = duration((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
+    took = describe_seconds((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
     why = str(error.get("message") or start.get("reason") or "")
     outcome = str(end.get("outcome") or "no end was recorded")
     host = f"{start.get('host', '')} ({start.get('pid', '')})"

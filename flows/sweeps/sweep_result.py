@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.search.ledger import TrialState
 from trainflow.flows.reports.charts import number_text
@@ -103,7 +104,7 @@ class SweepResult:
 
 def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
     """``test_error 0.1013``."""
-    return "  ".join(f"{name} {value:.4g}" for name, value in zip(names, values, strict=False))
+    return "  ".join(f"{name} {number_words(value)}" for name, value in zip(names, values, strict=False))
 
 
 SWEEP_REPORT = "report.html"
@@ -141,7 +142,7 @@ def count_words(result: SweepResult) -> str:
 
 def value_text(value: Any) -> str:
     """A value of a trial, for people."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return number_words(value) if isinstance(value, float) else str(value)
 
 
 def _row(result: SweepResult, axes: Sequence[str], number: int) -> dict[str, Any]:

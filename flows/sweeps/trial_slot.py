@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import (
     CodeError,
     ConfigError,
@@ -209,7 +210,8 @@ class _Watch:
             return
         try:
             if self._claim.report(self.step, float(value)):
-                self.stop.ask(f"Others were better than {self._metric} {value:.4g} after as many evaluations.")
+                reached = f"{self._metric} {number_words(value)}"
+                self.stop.ask(f"Others were better than {reached} after as many evaluations.")
         except Exception as error:  # the training is worth more than its early end
             _log.warning("Trial %d: an evaluation is missing from the ledger: %s", self._claim.number, error)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
@@ -22,7 +23,6 @@ from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.stage.retry import Ledger
 
 _CONFIG_BYTES = 16 << 20
@@ -146,7 +146,7 @@ def _training_time(model: StageManifest) -> str | None:
         seconds = Goodput.of(Ledger(model.store())).all_s
     except TrainflowError:
         return None
-    return duration(seconds) if seconds > 0 else None
+    return describe_seconds(seconds) if seconds > 0 else None
 
 
 def _history(model: StageManifest) -> list[dict[str, Any]]:

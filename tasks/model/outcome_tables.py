@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.outcome_pictures import draw_outcome
 from trainer_lib.protocol.requests import OUTCOMES
@@ -50,8 +51,8 @@ class Outcome:
             return ""
         pairs = zip(self.found["measured"], self.found["predicted"], strict=True)
         off = sorted(abs(guess - value) for value, guess in pairs)
-        middle, most = (off[round(share * (len(off) - 1))] for share in (0.5, 0.9))
-        return f"Half of the predictions are off by at most {middle:.4g}, nine of ten by at most {most:.4g}."
+        middle, most = (number_words(off[round(share * (len(off) - 1))]) for share in (0.5, 0.9))
+        return f"Half of the predictions are off by at most {middle}, nine of ten by at most {most}."
 
     def describe_calibration(self) -> str:
         """The expected calibration error in a sentence; empty for numbers."""

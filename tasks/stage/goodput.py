@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from trainflow.tasks.stage.progress import duration
+from trainer_lib.base.durations import describe_seconds
 from trainflow.tasks.stage.retry import Ledger
 
 KINDS = ("trained", "evaluated", "saved", "restored")
@@ -68,7 +68,7 @@ class Goodput:
         """The figures in words; none before an attempt has ended."""
         if self.share is None:
             return []
-        rows = [("goodput", f"{self.share:.1%} of {duration(self.all_s)}")]
+        rows = [("goodput", f"{self.share:.1%} of {describe_seconds(self.all_s)}")]
         rows += [(name, _seconds(getattr(self, f"{name}_s"))) for name in (*KINDS, "lost", "other")]
         if self.unknown:
             rows.append(("not recorded", f"{self.unknown} attempt{'s' if self.unknown > 1 else ''} without an end"))
@@ -110,4 +110,4 @@ def _time(text: Any) -> datetime:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 60 else duration(value)
+    return f"{value:.1f} s" if value < 60 else describe_seconds(value)

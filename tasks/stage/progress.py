@@ -12,6 +12,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trainer_lib.base.durations import describe_seconds
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainflow.tasks.prefect.prefect_internals import api_log_handlers, set_up_logging
@@ -117,11 +119,11 @@ def describe(event: Mapping[str, Any]) -> str:
     if event.get("step") is not None:
         parts.append(f"step {event['step']}" + (f"/{event['max_steps']}" if event.get("max_steps") else ""))
     if isinstance(event.get("loss"), int | float):
-        parts.append(f"loss {event['loss']:.4g}")
+        parts.append(f"loss {number_words(event['loss'])}")
     if isinstance(event.get("samples_per_second"), int | float):
         parts.append(f"{event['samples_per_second']:,.0f} samples/s")
     if isinstance(event.get("eta_s"), int | float):
-        parts.append(f"{duration(event['eta_s'])} left")
+        parts.append(f"{describe_seconds(event['eta_s'])} left")
     return ", ".join(parts)
 
 
@@ -130,22 +132,12 @@ def measured(event: Mapping[str, Any]) -> str:
     timings = ("_runtime", "_per_second")
     logs = event.get("logs") or {}
     values = [
-        f"{name} {value:.4g}"
+        f"{name} {number_words(value)}"
         for name, value in logs.items()
         if name.startswith("eval_") and isinstance(value, int | float) and not name.endswith(timings)
     ]
     where = f"step {event['step']}: " if event.get("step") else ""
     return where + ", ".join(values) if values else ""
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 class TypedFailuresInOneLine(logging.Filter):

@@ -140,7 +140,7 @@ def test_a_run_is_followed_and_summed_up(followed: Finished) -> None:
     for name in ("model", "predictions", "published", "report"):
         [place] = re.findall(rf"^  {name} +(\S+)$", out, re.MULTILINE)
         assert (followed.folder / place).exists(), out
-    assert re.search(r"^  test +error 0\.", out, re.MULTILINE), out
+    assert re.search(r"^  error +0\.", out, re.MULTILINE), out
     assert f"  browse it    trainflow ui {followed.spec} tracking.enabled=true" in out
 
 
@@ -377,6 +377,19 @@ def test_quiet_is_the_result_or_the_failure_alone(project: Path, name: str, cli:
         assert "" not in done.out.splitlines()
     else:
         assert done.out == ""
+
+
+WIDE = ("run", "plan", "runs", "show", "compare", "why", "status", "checkpoints list", "predict", "lineage", "gc")
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_lines_fit_a_terminal_of_eighty_columns(project: Path, name: str, cli: Cli) -> None:
+    code, words = CASES[name]
+    done = cli(*name.split(), *words.format(free="new-wide").split(), cwd=project, env={"COLUMNS": "80"})
+    assert done.code == code, done.err
+    # A path that is longer than that stands on a line alone.
+    assert [line for line in (done.out + done.err).splitlines() if len(line) > 80 and " " in line.strip()] == []
+    assert done.out
 
 
 # -- trainflow checkpoints --------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ def test_the_page_tells_what_ran_why_how_long_with_what_result_and_loads_nothing
     html = render_report(_result(run_url="http://tracking:5000/#/experiments/1/runs/f"), HISTORY)
     page = Page(html)
     for part in (
-        *("digits", "Done in 68.0 s", "prepare-data cached 0.2 s committed 2026-01-01", "predict skipped"),
-        *("train ran 61.0 s args.learning_rate: 0.001 -> 0.002", "metric test val accuracy 0.984 loss 0.05"),
+        *("digits", "Done in 1 min 8 s", "prepare-data cached 0.2 s committed 2026-01-01", "predict skipped"),
+        *("train ran 1 min 1 s args.learning_rate: 0.001 -> 0.002", "metric test val accuracy 0.984 loss 0.05"),
         *("train_loss 0.31", "f" * 32, "sqlite:////data/storage/mlflow.db", "cdcdcdcdcdcd", "ef" * 32),
         *("4.1 kB", "trainflow", "torch"),
     ):
@@ -349,7 +349,7 @@ def test_a_long_history_is_thinned() -> None:
 def test_a_failure_is_told_with_its_remedy_and_a_run_without_anything_is_a_page_too() -> None:
     error = {"class": "DataError", "message": "Empty.", "field": "test", "value": "0 rows", "remedy": "Add rows."}
     words = Page(render_report(_result(error=error), [])).words
-    assert "Failed in 68.0 s" in words
+    assert "Failed in 1 min 8 s" in words
     assert "DataError test = 0 rows : Empty." in words
     assert "What to do: Add rows." in words
     assert "svg" not in Page(render_report({"name": "x", "stages": [], "error": None}, [])).tags
@@ -402,4 +402,4 @@ def test_a_metric_is_shown_with_its_interval_and_a_count_in_full() -> None:
     manifest = {"metrics": {"test": {**measured, "test_runtime": 3.0}}}
     result = PipelineResult("p", "k", "s", [StageOutcome("evaluate", "ran", "why", manifest=manifest)])
     shown = "\n".join(line.plain for line in summary(result, ["trainflow", "ui"]))
-    assert "  test         accuracy 0.95 (0.9312 to 0.97)  words 12,345\n" in shown
+    assert "\n  metric    test\n  accuracy  0.95 (0.9312 to 0.97)\n  words     12,345\n" in shown

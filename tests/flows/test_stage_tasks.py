@@ -206,7 +206,7 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
         for step in (1, 5):
             attempt.progress.event({"event": "progress", "step": step, "max_steps": 10, "loss": 0.25, "eta_s": 61})
         deadline = time.monotonic() + 20
-        while drawn() != (50.0, "step 5/10, loss 0.25, 1 min 01 s left"):  # drawn every few seconds
+        while drawn() != (50.0, "step 5/10, loss 0.25, 1 min 1 s left"):  # drawn every few seconds
             assert time.monotonic() < deadline, drawn()
             time.sleep(0.1)
         return StageOutput([attempt.store.write_bytes("a", b"x")])

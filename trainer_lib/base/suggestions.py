@@ -15,9 +15,21 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, as in 1 row and 2,000 rows."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, several: str = "") -> str:
+    """A number with its noun, as in 1 row and 2,000 rows; `several`: a plural that is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else several or f'{noun}s'}"
+
+
+def number_words(value: float | None, digits: int = 4, sign: str = "") -> str:
+    """A number as people read it, whole where more than `digits` stand before the point: 0.0213, 21,230; - for None.
+
+    Args:
+        sign: "+" to write it before a number above zero, too.
+    """
+    if value is None:
+        return "-"
+    is_whole = isinstance(value, int) or value == 0 or 10**digits - 0.5 <= abs(value) < 1e15
+    return f"{value:{sign if value else ''},.0f}" if is_whole else f"{value:{sign},.{digits}g}"
 
 
 def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:

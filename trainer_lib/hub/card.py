@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trainer_lib.base.foreign_text import to_markdown
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
@@ -369,7 +370,7 @@ def _format_value(value: Any) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return to_markdown(str(value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return number_words(value, 6)
 
 
 def _title(card: Card) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.secrets import MASK, is_secret, mask
 
 MAX_VALUE = 500  # characters; servers differ (MLflow: 6,000), a table cell shows less
@@ -66,7 +67,7 @@ def group_results(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def with_intervals(metrics: Mapping[str, float]) -> dict[str, str]:
     """Metrics as texts, each with its interval, `0.95 (0.93 to 0.97)`, in place of `<name>_low` and `<name>_high`."""
-    texts = {name: f"{value:.4g}" for name, value in metrics.items()}
+    texts = {name: number_words(value) for name, value in metrics.items()}
     for name in metrics:
         ends = f"{name}_low", f"{name}_high"
         if name in texts and all(end in texts for end in ends):

@@ -18,6 +18,7 @@ from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.peak_flops import utilization
 from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
@@ -183,7 +184,7 @@ def tell_of_stop(work: Work[TrainRequest], trainer: Trainer, stops: Sequence[Ear
     if not ran_out or state.best_metric is None:
         return
     ended = f"stopped early at step {state.global_step:,} of {state.max_steps:,}"
-    best = f"step {state.best_global_step:,} with {metric} {state.best_metric:.4g}"
+    best = f"step {state.best_global_step:,} with {metric} {number_words(state.best_metric)}"
     work.events.emit("line", message=f"{ended}; the model is that of {best}")
 
 

@@ -351,7 +351,7 @@ def _listing(entries: Sequence[Entry]) -> list[Text]:
 
 
 def _row(entry: Entry) -> tuple[str, str, str, str, str]:
-    when = entry.info.commit.created if entry.info is not None else "-"
+    when = terminal.readable(entry.info.commit.created) if entry.info is not None else "-"
     notes = {"best": entry.best, "kept": entry.kept, "in use": bool(entry.readers)}
     state = ", ".join([entry.state, *(note for note, holds in notes.items() if holds)])
     return str(entry.step), when, describe_bytes(entry.bytes), state, shown(entry.url)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from trainer_lib.base.suggestions import counted
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement
@@ -151,8 +151,8 @@ def describe(record: Mapping[str, Any], names: Sequence[str], confidence: float)
             rows.append((name, _with_interval(name, metrics), _with_interval(name, other)))
             continue
         found = differences.get(name)
-        apart = "" if found is None else f"{found[0]:+.4g} ({found[1]:+.4g} to {found[2]:+.4g})"
-        both = [f"{each[name]:.4g}" if name in each else "" for each in (metrics, other)]
+        apart = "" if found is None else "{} ({} to {})".format(*(number_words(each, sign="+") for each in found))
+        both = [number_words(each[name]) if name in each else "" for each in (metrics, other)]
         rows.append((name, *both, apart))
     lines += presentation.table(rows, indent="  ")
     if against:
@@ -166,4 +166,6 @@ def _with_interval(name: str, values: Mapping[str, float]) -> str:
     if name not in values:
         return ""
     low, high = values.get(f"{name}{_LOW}"), values.get(f"{name}{_HIGH}")
-    return f"{values[name]:.4g}" + ("" if low is None or high is None else f" ({low:.4g} to {high:.4g})")
+    return number_words(values[name]) + (
+        "" if low is None or high is None else f" ({number_words(low)} to {number_words(high)})"
+    )

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from trainer_lib.base.durations import describe_bytes
-from trainer_lib.base.suggestions import counted
+from trainer_lib.base.durations import describe_bytes, describe_seconds
+from trainer_lib.base.suggestions import counted, number_words
 from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Spec, command
 from trainflow.flows.cli.run_choice import choose_spec_file
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
     from trainer_lib.protocol.footprint import Footprint
@@ -27,11 +26,11 @@ _NAMES = {
     "single": "one process",
     "ddp": "DDP",
     "fsdp": "FSDP",
-    "zero-1": "ZeRO stage 1",
-    "zero-2": "ZeRO stage 2",
-    "zero-3": "ZeRO stage 3",
+    "zero-1": "ZeRO 1",
+    "zero-2": "ZeRO 2",
+    "zero-3": "ZeRO 3",
 }
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
 _WRITES = "writes"
 _UNKNOWN = "?"
 
@@ -63,12 +62,12 @@ def _length(found: Forecast) -> Iterator[Text]:
     tokens = "" if found.tokens is None else f", {found.tokens:,} tokens"
     yield _row("training", f"{counted(length.steps, 'step')}, {length.samples:,} samples{tokens}")
     yield _row("", length.step)
-    yield _row("", f"{length.epochs:g} passes over the data, {_often(length)}")
+    yield _row("", f"{number_words(length.epochs)} passes over the data, {_often(length)}")
 
 
 def _often(length: Length) -> str:
     evaluated = f"{counted(length.evaluations, 'evaluation')} of {counted(length.evaluated_rows, 'row')}"
-    return f"{evaluated if length.evaluations else 'no evaluation'}, {length.saves:,} saves"
+    return f"{evaluated if length.evaluations else 'no evaluation'}, {counted(length.saves, 'save')}"
 
 
 def _memory(found: Forecast) -> list[Text]:
@@ -79,15 +78,11 @@ def _memory(found: Forecast) -> list[Text]:
     lines = [_row("model", f"{size.parameters:,} parameters{frozen}")]
     ranks = found.footprints()
     processes = max(each.processes for each in ranks)
-    heading = f"memory of a rank on {processes} processes ({found.estimate.device}), by strategy; * is the spec's"
-    lines.append(_row("memory", heading))
-    table = [("", *_COLUMNS, _WRITES), *(_cells(each, own=each.strategy == found.strategy) for each in ranks)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for number, row in enumerate(table):
-        cells = "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        lines.append(Text(f"    {cells}", "dim" if number == 0 else "bold" if row[0].startswith("*") else ""))
+    heading = f"of a rank on {counted(processes, 'process', 'processes')} ({found.estimate.device}); * is the spec's"
+    lines.append(_row("memory", f"{heading} strategy"))
+    columns = [_cells(rank, marked=rank.strategy == found.strategy) for rank in ranks]
+    rows = list(zip(("", *_PARTS, _WRITES), *columns, strict=True))
+    lines += presentation.table(rows, right=frozenset(range(1, len(rows[0]))), indent="    ")
     lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
     if found.peak_bytes is not None:
         lines.append(_row("", _peak(found)))
@@ -104,11 +99,10 @@ def _peak(found: Forecast) -> str:
     return f"peak of a process: {peak}"
 
 
-def _cells(rank: Footprint, *, own: bool) -> tuple[str, ...]:
-    values = [_bytes(getattr(rank, name)) for name in _COLUMNS]
-    mark = "* " if own else "  "
-    each = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
-    return (mark + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + each)
+def _cells(rank: Footprint, *, marked: bool) -> tuple[str, ...]:
+    writers = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
+    values = [_bytes(getattr(rank, name)) for name in _PARTS]
+    return (("* " if marked else "") + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + writers)
 
 
 def _bytes(value: int | None) -> str:
@@ -139,7 +133,7 @@ def _time(found: Forecast) -> Iterator[Text]:
     if found.seconds is None:
         yield _row("time", "not known: no earlier run shows it; --probe measures a few steps")
     else:
-        yield _row("time", f"about {duration(found.seconds)} for train, from {found.time_source}")
+        yield _row("time", f"about {describe_seconds(found.seconds)} for train, from {found.time_source}")
 
 
 def _obstacle(obstacle: Obstacle) -> Iterator[Text]:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError, GateError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow import mlflow_registry
@@ -164,7 +165,7 @@ def _registry(spec: Path | None, overrides: list[str] | None, storage: str | Non
 def _lines(version: dict[str, Any]) -> Iterator[Text]:
     aliases = f"  [{', '.join(version['aliases'])}]" if version["aliases"] else ""
     score = version["score"]
-    measured = f"  {score['metric']} {score['value']:.6g}" if score else ""
+    measured = f"  {score['metric']} {number_words(score['value'], 6)}" if score else ""
     style = "green" if mlflow_registry.CHAMPION in version["aliases"] else ""
     yield Text(f"{version['name']} {version['version']}{aliases}{measured}", style)
     if version["verdict"]:

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from trainer_lib.base.durations import UNITS
+from trainer_lib.base.durations import UNITS, describe_seconds
 from trainer_lib.base.foreign_text import to_cell
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import number_words, suggestion
 from trainer_lib.errors import ConfigError
+from trainer_lib.trackers.names import with_intervals
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, command
-from trainflow.flows.cli.presentation import number_words, shown, table
+from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.cli.run_choice import Place, Run, StorageUrl, choose_place
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
-from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
     from trainflow.flows.runs.run_details import RunComparison, RunDetails, StageDetails
@@ -128,6 +128,8 @@ def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], 
 
 _STATES = ("running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died")
 _MOST_METRICS = 3
+# Characters to which a run's name may be cut where the terminal is narrow.
+_SHORT_NAME = 20
 _DIGEST = 12
 
 
@@ -180,7 +182,7 @@ def runs(
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
     if not listed:
         none = f"No run is recorded in {shown(chosen.storage)}."
-        why = f"None of the {len(statuses)} runs match." if statuses else none
+        why = f"No run matches; there are {len(statuses):,}." if statuses else none
         return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
     is_grouped = not (sweep or state or filters)
     wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
@@ -308,24 +310,30 @@ def _grouped(listed: Sequence[RunStatus]) -> tuple[list[RunStatus], dict[str, in
 def _run_lines(
     listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], wanted: Sequence[str], trials: Mapping[str, int]
 ) -> list[Text]:
-    columns = _metric_columns([status.run for status in listed], wanted)
-    rows = [("run", "name", "state", "started", "took", *columns, "")]
-    for status in listed:
-        run = status.run
-        notes = (*(f"#{tag}" for tag in tags[run.id]), *_of_sweep(run, trials), status.where)
-        rows.append(
-            (
-                run.id[:SHORT_ID],
-                run.run_name or run.name,
-                status.state,
-                run.started[:16].replace("T", " "),
-                "" if run.seconds is None else duration(run.seconds),
-                *(number_words(run.metrics.get(name)) for name in columns),
-                ", ".join(filter(None, notes)),
-            )
-        )
+    columns: dict[str, list[str]] = {
+        "run": [status.run.id[:SHORT_ID] for status in listed],
+        "name": [status.run.run_name or status.run.name for status in listed],
+        "state": [status.state for status in listed],
+        "started": [status.run.started[:16].replace("T", " ") for status in listed],
+        "took": ["" if status.run.seconds is None else describe_seconds(status.run.seconds) for status in listed],
+    }
+    metrics = _metric_columns([status.run for status in listed], wanted)
+    columns |= {name: [number_words(status.run.metrics.get(name)) for status in listed] for name in metrics}
+    columns[""] = [
+        ", ".join(filter(None, (*(f"#{tag}" for tag in tags[run.id]), *_of_sweep(run, trials), status.where)))
+        for status in listed
+        for run in (status.run,)
+    ]
+    # On a narrow terminal the metric that is asked for first is worth more than the times and the other metrics.
+    room = (terminal.terminal_width() or 1000) - 2 * len(columns)
+    for name in [*reversed(metrics[1:]), "took", "started"]:
+        widths = {title: max(len(title), *map(len, cells)) for title, cells in columns.items() if title}
+        if sum(widths.values()) - max(0, widths["name"] - _SHORT_NAME) > room:
+            del columns[name]
+            room += 2
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     styles = [("", "", COLOURS.get(status.state, "")) for status in listed]
-    return table(rows, styles, right=frozenset(range(5, 5 + len(columns))))
+    return table(rows, styles, right=frozenset(index for index, name in enumerate(columns) if name in metrics))
 
 
 def _of_sweep(run: PastRun, trials: Mapping[str, int]) -> list[str]:
@@ -349,13 +357,16 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     run = details.run
     tags = "".join(f" #{tag}" for tag in details.tags)
     head = f"{run.id}  {run.title}{tags}  {status.state}"
-    lines = [Text(head, "bold"), Text(f"started {run.started}, ended {run.record.get('ended') or '-'}", "dim")]
+    lines = [
+        Text(head, "bold"),
+        Text(terminal.readable(f"started {run.started}, ended {run.record.get('ended') or '-'}"), "dim"),
+    ]
     if status.where:
         lines.append(Text(status.where, "dim"))
     lines += [Text(), *_stage_lines(details.stages)]
     if details.metrics:
-        lines += [Text(), *(_fact(name, number_words(value)) for name, value in details.metrics.items())]
-    lines += [Text(), *(_fact(name, shown(place)) for name, place in details.places.items())]
+        lines += [Text(), *_facts(with_intervals(details.metrics))]
+    lines += [Text(), *_facts({name: shown(place) for name, place in details.places.items()})]
     lines += _compared_lines(details)
     lines += _section("settings", _shown_settings(details, everything))
     lines += _section("arguments", _shown_arguments(details, everything))
@@ -372,7 +383,7 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
 def _stage_lines(stages: Sequence[StageDetails]) -> list[Text]:
     rows = [("stage", "state", "took", "key", "why")]
     for stage in stages:
-        took = duration(stage.seconds) if stage.seconds and stage.seconds >= 0.5 else ""
+        took = describe_seconds(stage.seconds) if stage.seconds and stage.seconds >= 0.5 else ""
         rows.append((stage.stage, stage.state, took, (stage.key or "-")[:16], terminal.readable(stage.reason)))
     return table(rows, [("bold", COLOURS.get(stage.state, ""), "", "dim", "dim") for stage in stages])
 
@@ -422,16 +433,16 @@ def _without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 
 
 def _section(title: str, facts: Mapping[str, Any]) -> list[Text]:
-    return [Text(), Text(title, "bold"), *(_fact(name, str(value)) for name, value in facts.items())] if facts else []
+    return [Text(), Text(title, "bold"), *_facts({name: str(value) for name, value in facts.items()})] if facts else []
 
 
-def _fact(name: str, value: str) -> Text:
-    return Text.assemble((f"  {to_cell(name):<34} ", "dim"), value)
+def _facts(facts: Mapping[str, str]) -> list[Text]:
+    return table([("", ""), *facts.items()], [("dim",)] * len(facts), bare=True, indent="  ")
 
 
 def _comparison_lines(comparison: RunComparison) -> list[Text]:
-    names = [to_cell(side.run.run_name) or side.run.id[:SHORT_ID] for side in (comparison.old, comparison.new)]
-    lines = [Text(f"{names[0]} -> {names[1]}", "bold")]
+    sides = [(to_cell(side.run.run_name), side.run.id[:SHORT_ID]) for side in (comparison.old, comparison.new)]
+    lines = [Text(" -> ".join(f"{name} ({short})" if name else short for name, short in sides), "bold")]
     parts: dict[str, Sequence[object]] = {
         "settings": comparison.spec,
         "code": comparison.code,
@@ -445,9 +456,12 @@ def _comparison_lines(comparison: RunComparison) -> list[Text]:
     if comparison.is_equal:
         lines += [Text(), Text("Settings, code, data, versions and arguments are the same.")]
     if comparison.metrics:
-        rows = [("metric", *names, "difference")]
+        rows = [("metric", *(short for _, short in sides), "difference")]
+        of_intervals = {f"{pair.name}_{end}" for pair in comparison.metrics for end in ("low", "high")}
         for pair in comparison.metrics:
-            delta = "" if pair.delta is None else f"{pair.delta:+.4g}" if pair.delta else "0"
+            if pair.name in of_intervals:
+                continue
+            delta = "" if pair.delta is None else number_words(pair.delta, sign="+")
             rows.append((pair.name, number_words(pair.old), number_words(pair.new), delta))
         lines += [Text(), *table(rows, right=frozenset({1, 2, 3}))]
     return lines

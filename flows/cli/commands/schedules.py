@@ -224,8 +224,9 @@ def follow(
 
 def _listener(out: Console) -> Listener:
     """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
+    from trainer_lib.base.durations import describe_seconds
     from trainflow.tasks.follow.follower import Listener
-    from trainflow.tasks.stage.progress import duration, measured
+    from trainflow.tasks.stage.progress import measured
 
     lines: set[str] = set()
 
@@ -236,7 +237,7 @@ def _listener(out: Console) -> Listener:
 
     def show_evaluated(evaluation: Evaluation, is_best: bool) -> None:
         text = measured({"step": evaluation.step, "logs": evaluation.metrics})
-        out.print(f"{text} ({duration(evaluation.seconds)}){', the best so far' if is_best else ''}")
+        out.print(f"{text} ({describe_seconds(evaluation.seconds)}){', the best so far' if is_best else ''}")
 
     return Listener(out.print, show_new, show_evaluated)
 

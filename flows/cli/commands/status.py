@@ -10,6 +10,7 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import terminal
@@ -19,7 +20,6 @@ from trainflow.flows.cli.run_choice import Chosen, Run, StorageUrl, choose, find
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.stages import find_stage, stage_names
-from trainflow.tasks.stage.progress import duration
 from trainflow.tasks.tracking.mlflow_run import deliver_waiting
 
 if TYPE_CHECKING:
@@ -150,11 +150,11 @@ def _stages(statuses: Sequence[RunStatus]) -> list[Text]:
             continue
         stages = describe_progress(status, [other.run for other in statuses])
         rest = estimate_rest(stages)
-        remaining = "" if rest is None else f", about {duration(rest)} left"
+        remaining = "" if rest is None else f", about {describe_seconds(rest)} left"
         lines += [Text(), Text(f"{status.run.id[:SHORT_ID]} {status.run.title}{remaining}", "bold")]
         rows = [("stage", "state", "", "time", "left", "")]
         for stage in stages:
-            took, eta = ("" if number is None else duration(number) for number in (stage.seconds, stage.eta_s))
+            took, eta = ("" if number is None else describe_seconds(number) for number in (stage.seconds, stage.eta_s))
             rows.append((stage.stage, stage.state, _bar(stage.share), took, eta, stage.text))
         lines += table(rows, [("", COLOURS.get(stage.state, "dim")) for stage in stages], right=frozenset({3, 4}))
     return lines

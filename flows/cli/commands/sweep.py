@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from trainer_lib.base.durations import describe_seconds
+from trainer_lib.base.suggestions import number_words
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Answer, Debug, Json, Overrides, Quiet, Spec, command
 from trainflow.flows.cli.presentation import shown
@@ -20,7 +22,6 @@ from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
 from trainflow.flows.sweeps.sweep_result import reached_text
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.stage.progress import duration
 
 if TYPE_CHECKING:
     from trainflow.flows.sweeps.sweep_result import SweepResult
@@ -130,19 +131,20 @@ class SweepDisplay:
     def work(self) -> str:
         """Ended trials, the time left, and running trials."""
         work = ", ".join(f"trial {number} {what}" for number, what in sorted(self._at_work.items()))
-        return f"{self._ended} ended in {duration(time.monotonic() - self._began)}{self._left()}; {work or 'starting'}"
+        took = describe_seconds(time.monotonic() - self._began)
+        return f"{self._ended} ended in {took}{self._left()}; {work or 'starting'}"
 
     def _left(self) -> str:
         """Estimate the time left from the trials that have ended."""
         if not self._ended or self._missing is None or self._missing <= self._ended:
             return ""
         each = (time.monotonic() - self._began) / self._ended
-        return f", {duration(each * (self._missing - self._ended))} left"
+        return f", {describe_seconds(each * (self._missing - self._ended))} left"
 
 
 def values_text(values: Mapping[str, Any]) -> str:
     """``learning_rate=0.01 width=64``."""
-    numbers = {key: f"{value:.4g}" for key, value in values.items() if isinstance(value, float)}
+    numbers = {key: number_words(value) for key, value in values.items() if isinstance(value, float)}
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in {**values, **numbers}.items())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,9 +99,10 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     assert (found.seconds, found.time_source) == (None, "")
     # The plan shows what each rank writes.
     lines = [line.plain for line in describe(prepared(load_spec(path)), found, [])]
-    rows = {words[0]: words for line in lines if (words := line.replace("*", "").split())}
-    assert rows["parameters"][-1] == "writes"
-    assert (" ".join(rows["DDP"][-2:]), " ".join(rows["FSDP"][-3:])) == ("120 B", "60 B ×2")
+    [names] = [re.split(" {2,}", line.strip()) for line in lines if "DDP" in line]
+    [written] = [re.split(" {2,}", line.strip()) for line in lines if line.startswith("    writes ")]
+    sizes = dict(zip(names, written[1:], strict=True))
+    assert (sizes["DDP"], sizes["FSDP"]) == ("120 B", "60 B ×2")
     assert any("with ×N each of N ranks" in line for line in lines)
 
 

@@ -133,7 +133,7 @@ def test_how_long_the_other_trials_will_take_is_told_once_one_has_ended(monkeypa
     now[0] += 90
     display({"event": "ended", "trial": 17, "state": "complete", "objective": [0.5]})
     display({"event": "began", "trial": 18, "values": {"train.args.seed": 1}})
-    assert display.work() == "1 ended in 1 min 30 s, 3 min 00 s left; trial 18 begins"
+    assert display.work() == "1 ended in 1 min 30 s, 3 min 0 s left; trial 18 begins"
     for trial in (18, 19):
         display({"event": "ended", "trial": trial, "state": "pruned", "reason": "worse than others"})
     assert "left" not in display.work()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record, to_record
+from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.mlflow.mlflow_client import GONE, GoneError, RefusedError
 from trainer_lib.trackers.mlflow.model_record import DIGEST_TAG, Flavor
@@ -112,7 +113,8 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
     high = differences[min(count - 1, int(HIGH * count))] if count else None
     is_better = difference > 0 and low is not None and low > 0
     words = "better than" if is_better else "not clearly better than"
-    how = f"by {difference:.4g} ({low:.4g} to {high:.4g})" if low is not None else "its resamples are not known"
+    interval = f"({number_words(low)} to {number_words(high)})"
+    how = "its resamples are not known" if low is None else f"by {number_words(difference)} {interval}"
     reason = f"{score.metric} is {words} that of version {champion}: {how}."
     return Verdict(
         promoted=is_better,
