@@ -51,6 +51,7 @@ def evaluate(
             metrics=read_metrics(config.metrics),
             slices=tuple(config.slices),
             show_inputs=config.show_inputs,
+            importance_seconds=config.importance_seconds,
             rows_per_range=config.rows_per_range,
         ),
         carry_out=partial(_measure, config),

@@ -99,8 +99,9 @@ def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
         rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
         columns = ["row_id", "label", "prediction", "residual"]
     tables = {split: (columns, rows), f"hardest-{split}": outcome.hardest(), f"confused-{split}": outcome.confusions()}
-    shown = {name: outcome.with_inputs(table) for name, table in tables.items() if table[1]}
-    return [_log_table(run, name, *table) for name, table in shown.items()]
+    shown = {name: outcome.with_inputs(table) for name, table in tables.items()}
+    shown[f"importance-{split}"] = outcome.importance()
+    return [_log_table(run, name, *table) for name, table in shown.items() if table[1]]
 
 
 def _log_table(run: TrackedRun, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -51,6 +51,7 @@ class ReportFacts:
         spec: the resolved spec as YAML.
         attempts: those of the stages that this command ran or found.
         goodput: where the time of training went.
+        importances: of each evaluated split of a table its columns.
         hardest: of each evaluated split the rows that the model gets most wrong.
         samples: of each evaluated split up to twenty predictions, the first ones and some that are wrong.
         confusions: of each evaluated split with few classes.
@@ -74,6 +75,7 @@ class ReportFacts:
     warnings: Rows = field(default_factory=list)
     samples: list[Section] = field(default_factory=list)
     confused: list[Section] = field(default_factory=list)
+    importances: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -90,6 +92,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
+        importances=list(tables_of_columns(outcomes)),
         hardest=list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
         samples=list(tables_of_rows(outcomes, Outcome.samples)),
         confused=list(tables_of_rows(outcomes, Outcome.confusions)),
@@ -177,6 +180,16 @@ def tables_of_rows(
                 for row in chosen[:most]
             ]
             yield {"split": outcome.split, "columns": [*columns, *shown], "rows": rows}
+
+
+def tables_of_columns(outcomes: Iterable[Outcome]) -> Iterator[Section]:
+    """`ReportFacts.importances` of the splits of tables."""
+    for outcome in outcomes:
+        columns, rows = outcome.importance()
+        if rows:
+            note = outcome.describe_importance()
+            shown = [list(map(number_text, row)) for row in rows[:_COLUMNS]]
+            yield {"split": outcome.split, "columns": columns, "rows": shown, "note": note}
 
 
 def _show_input(shown: Mapping[str, str]) -> str:

@@ -103,6 +103,7 @@ NUMERICS = 1
 
 # Settings of evaluate that older keys do not have -> the value that leaves an evaluation as it was.
 _ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
+_ADDED["importance_seconds"] = 10.0
 
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import number_words
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.outcome_pictures import draw_outcome
 from trainer_lib.protocol.requests import OUTCOMES
@@ -97,6 +97,19 @@ class Outcome:
             for row_id in ids
         ]
         return ["row_id", "label", "prediction", "rows_alike"], rows
+
+    def importance(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns of a table with what a metric loses without them, the greatest loss first."""
+        found = self.found.get("importance") or {"columns": []}
+        return ["column", f"{found.get('metric')} lost", "low", "high"], [list(row) for row in found["columns"]]
+
+    def describe_importance(self) -> str:
+        """The way in which importance was measured, in sentences; empty where it was not."""
+        found = self.found.get("importance")
+        if not found:
+            return ""
+        more = f" There was no time for {counted(found['left_out'], 'more column')}." if found["left_out"] else ""
+        return f"By permutation in {counted(found['rows'], 'row')}, with 95 % intervals.{more}"
 
     def input_of(self, row_id: Any) -> Mapping[str, str]:
         """The `text` of a row's input and perhaps an `image`; empty where inputs are not shown."""

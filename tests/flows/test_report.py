@@ -23,6 +23,7 @@ from trainflow.flows.reports.report_facts import (
     draw_curves,
     draw_residuals,
     tables_of_classes,
+    tables_of_columns,
     tables_of_rows,
 )
 from trainflow.flows.stages import find_stage
@@ -203,6 +204,13 @@ def test_the_hardest_rows_are_a_table() -> None:
     html = render_report(_result(), facts=ReportFacts([], [], "", [], [], tables))
     assert f'<img src="{picture}" alt=""> &lt;b&gt;a row' in html and "\x1b" not in html
     assert "elsewhere" not in html and "8 1 1 it" in Page(html).words
+    lost: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]
+    for left_out, words in ((0, ""), (2, " There was no time for 2 more columns.")):
+        importance = {"metric": "accuracy", "rows": 500, "columns": lost, "left_out": left_out}
+        tables = list(tables_of_columns([Outcome("test", {**numbers, "importance": importance}, []), outcome]))
+        text = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], importances=tables))).words
+        head = f"test By permutation in 500 rows, with 95 % intervals.{words} column accuracy lost low high"
+        assert f"{head} <i>age 0.2 0.15 0.25 job" in text
     hidden = list(tables_of_rows([Outcome("test", numbers, [])], Outcome.hardest))
     assert hidden[0]["columns"] == ["row_id", "label", "prediction", "absolute_error"]
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words

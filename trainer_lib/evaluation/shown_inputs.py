@@ -65,7 +65,7 @@ def _shorten(text: str, chars: int) -> str:
 
 
 def _draw_small(value: Any) -> str | None:
-    """A thumbnail as a data URI; None for what is no picture."""
+    """A thumbnail as a data URI; None for anything else."""
     from PIL import Image
 
     try:

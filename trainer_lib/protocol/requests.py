@@ -426,6 +426,7 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     confidence: float | None = None
     slices: tuple[str, ...] = ()
     show_inputs: bool = True
+    importance_seconds: float = 10.0
     rows_per_range: int = 10_000
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,9 @@ from trainer_lib.data.parts import SUMS, NumberedParts, row_range, sum_parts
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
+from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
 from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
@@ -391,6 +394,7 @@ def _of_all_rows(
         if remembered is not None and work.rank == 0:
             outcomes = _describe(split, remembered, work, data)
             if outcomes is not None:
+                outcomes |= _explain(work, trainer, name, split, remembered)
                 measured.append(store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode()))
                 warnings += warn_of_collapse(name, outcomes, data.info.get("classes"))
             if request.resamples:
@@ -459,6 +463,34 @@ def _describe(
     if outcomes is not None and work.request.show_inputs:
         outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: split[places[row_id]])
     return outcomes
+
+
+def _explain(
+    work: Work[EvaluateRequest], trainer: Any, name: str, split: ArrowSplit, remembered: Remembered
+) -> dict[str, Any]:
+    """The importance of a table's columns; empty for other data, and where the model cannot predict by itself."""
+    given, seconds = remembered.given, work.request.importance_seconds
+    if given is None or not seconds or len(nested.list_leaves(given.label_ids)[0]) != len(split):
+        return {}
+    if not list_plain_columns(split[0]):
+        return {}
+    work.events.emit("progress", message=f"importance of the columns of {name}")
+
+    def predict(dataset: Dealt) -> Iterator[Any]:
+        return (outputs for _, outputs in stream_predictions(trainer, dataset, start=0, stop=len(dataset)))
+
+    usual = trainer.args.per_device_eval_batch_size
+    trainer.args.per_device_eval_batch_size = max(usual, BATCH)
+    try:
+        found = measure_importance(
+            remembered.compute, given, split.__getitem__, predict, seed=remembered.seed, seconds=seconds
+        )
+    except Exception as error:  # never worth an evaluation
+        work.events.emit("warning", message=f"The importance of columns was not measured: {first_line(error)}")
+        return {}
+    finally:
+        trainer.args.per_device_eval_batch_size = usual
+    return {} if found is None else {"importance": found}
 
 
 def _resample(

@@ -7,6 +7,7 @@ import io
 import json
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.importance import Dealt, measure_importance
 from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
@@ -125,6 +127,44 @@ def test_there_are_no_curves_without_scores_of_rows_of_both_kinds(change: str) -
         found = summarize_outcomes(scores, labels * (change != "one class"))
     assert found is not None
     assert not found.get("curves")
+
+
+def _measure_importance(seconds: float = 60.0, **columns: Any) -> Any:
+    """Importance for a model that adds 3 a and b and is asked about numbers."""
+    draw = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = [
+        {"a": float(a), "b": float(b), "c": float(c), "labels": 0.0, **columns}
+        for a, b, c in draw.normal(size=(800, 3))
+    ]
+
+    def predict(dealt: Dealt) -> Iterator[Any]:
+        for start in range(0, len(dealt), 100):
+            yield np.array(
+                [3 * dealt[row]["a"] + dealt[row]["b"] for row in range(start, min(start + 100, len(dealt)))]
+            )
+
+    truth = np.array([3 * row["a"] + row["b"] for row in rows])
+    given = EvalPrediction(truth + draw.normal(size=800), truth)
+    compute = NamedMetrics(None, read_metrics(["rmse", "r2"]))
+    return measure_importance(compute, given, rows.__getitem__, predict, seed="ab" * 32, seconds=seconds)
+
+
+def test_importance_is_what_the_metric_loses_and_the_same_every_time() -> None:
+    found = _measure_importance()
+    assert (found["metric"], found["rows"], found["left_out"]) == ("rmse", 500, 0)
+    (first, a, low, high), (second, b, *_), (third, c, *ends) = found["columns"]
+    assert (first, second, third) == ("a", "b", "c")
+    # Without the noise of the predictions of all rows, which is 1: sqrt(2) times 3 and 1.
+    assert (a + 1, b + 1) == (pytest.approx(3 * 2**0.5, rel=0.1), pytest.approx(2**0.5, rel=0.1))
+    assert low < a < high < a + 1
+    assert c == pytest.approx(-1, rel=0.1) and ends[0] <= c <= ends[1]
+    assert _measure_importance() == found
+
+
+@pytest.mark.parametrize(("columns", "seconds"), [({}, 0.0), ({"d": np.zeros(3)}, 60.0)])
+def test_importance_ends_in_time_and_is_of_tables(columns: dict[str, Any], seconds: float) -> None:
+    found = _measure_importance(seconds, **columns)
+    assert found is None if columns else (found["columns"], found["left_out"]) == ([], 3)
 
 
 def _png(mode: str, size: tuple[int, int]) -> bytes:

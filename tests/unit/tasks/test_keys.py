@@ -98,6 +98,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "splits": ["train"],
         "slices": ["sex"],
         "show_inputs": False,
+        "importance_seconds": 0,
         "rows_per_range": 5,
     },
     PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
