@@ -261,6 +261,13 @@ def own_optimizer(folder: Path, rows: Any, *, model: Any, **settings: Any) -> Tr
     return trainer(folder, rows, model=model, optimizers=(optimizer, schedule), **settings)
 
 
+def tensor_rate(folder: Path, rows: Any, *, model: Any, **settings: Any) -> Trainer:
+    """With an optimizer whose learning rate is a tensor, as that of torchao is."""
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, foreach=False)
+    return trainer(folder, rows, model=model, optimizers=(optimizer, None), **settings)
+
+
 def half_rows() -> list[dict[str, Any]]:
     return [{**row, "x": row["x"].to(torch.bfloat16)} for row in ROWS]
 
@@ -296,6 +303,8 @@ STATES: dict[str, tuple[Case, int]] = {
     "an optimizer with two sets of weights": ({**FREE, "eval_steps": 2}, 2),
     "an optimizer with two sets of weights, after an evaluation": ({**FREE, "eval_steps": 2}, 3),
     "an own optimizer and schedule": ({"trainer": own_optimizer}, 2),
+    "a learning rate that is a tensor": ({"trainer": tensor_rate}, 2),
+    "a learning rate that is a tensor, saved in the background": ({"trainer": tensor_rate, "save_async": True}, 4),
     **{
         name: ({"lr_scheduler_type": name, "learning_rate": 0.3, "metric_for_best_model": "loss", "eval_steps": 1,
                 **EVALUATED, **more}, 3)

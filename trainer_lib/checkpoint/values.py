@@ -2,8 +2,8 @@
 
 Plain values, lists and dicts with text keys stand for themselves. What JSON lacks is written as an object with one
 marked key: ``{"__tuple__": [...]}`` is a tuple, ``{"__dict__": [[key, value], ...]}`` a dict with numbers or tuples as
-keys, ``{"__deque__": [items, maxlen]}`` a deque, ``{"__dtype__": "float32"}`` torch's, and ``{"__tensor__": ...}``
-refers to a tensor that is kept in another file.
+keys, ``{"__deque__": [items, maxlen]}`` a deque, ``{"__dtype__": "float32"}`` torch's, a 0-dim tensor is
+``{"__scalar__": [value, dtype]}``, and ``{"__tensor__": ...}`` refers to a tensor that is kept in another file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from trainer_lib.base.json_text import require_shallow
 from trainer_lib.errors import ConfigError, DamagedError
 
-_MARKS = ("__tensor__", "__tuple__", "__dict__", "__deque__", "__dtype__")
+_MARKS = ("__tensor__", "__tuple__", "__dict__", "__deque__", "__dtype__", "__scalar__")
 
 
 def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] | None = None) -> Any:
@@ -29,8 +29,8 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
     Args:
         value: what to encode.
         key: where the value stands, for error messages and for `keep`.
-        keep: stores a tensor `[...]` of any dtype and returns the reference that stands for it; without it tensors
-            are refused.
+        keep: stores a tensor `[...]` of any dtype and returns the reference that stands for it; without it only 0-dim
+            tensors of real numbers are taken.
 
     Raises:
         ConfigError: the value holds something other than JSON, tuples, deques, dtypes, NumPy scalars and tensors.
@@ -42,6 +42,8 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
         return value.item()
     if isinstance(value, Tensor) and keep is not None:
         return keep(key, value)
+    if type(value) is Tensor and value.ndim == 0 and not value.is_complex():
+        return {"__scalar__": [value.item(), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, list | tuple):
         items = [to_json(item, f"{key}.{index}", keep) for index, item in enumerate(value)]
         # JSON has no tuple, and a setting such as betas must come back as one.
@@ -121,11 +123,23 @@ def _decode(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
         items, maxlen = _require_list(value["__deque__"])
         return deque(_decode(_require_list(items), find), maxlen)
     if "__dtype__" in value:
-        dtype = getattr(torch, str(value["__dtype__"]), None)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{value['__dtype__']!r} is not a dtype of torch")
-        return dtype
+        return _require_dtype(value["__dtype__"])
+    if "__scalar__" in value:
+        return _decode_scalar(*_require_list(value["__scalar__"]))
     return {inner: _decode(item, find) for inner, item in value.items()}
+
+
+def _decode_scalar(number: object, dtype: object) -> Tensor:
+    if not isinstance(number, int | float):
+        raise TypeError(f"a number is needed, not {type(number).__name__}")
+    return torch.tensor(number, dtype=_require_dtype(dtype))
+
+
+def _require_dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is not a dtype of torch")
+    return dtype
 
 
 def _require_list(value: Any) -> list[Any]:

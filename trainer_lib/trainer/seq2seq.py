@@ -219,8 +219,12 @@ class Generation:
         for mine, other in (("max_length", "max_new_tokens"), ("max_new_tokens", "max_length")):
             if mine in settings and other not in settings and self._configured(other, {}):
                 settings = {**settings, other: None}  # one limit: the call's, not the configuration's
-        with torch.no_grad(), self._trainer.autocast_smart_context_manager():
-            output = generate(**given, **settings)
+
+        def compute() -> Any:
+            with self._trainer.autocast_smart_context_manager():
+                return generate(**given, **settings)
+
+        output = self._trainer._trainflow.forward.without_gradients(compute)
         # With return_dict_in_generate the tokens are an attribute.
         tokens = getattr(output, "sequences", output)
         samples = batch_size_of(dict(inputs))

@@ -328,8 +328,9 @@ def test_a_snapshot_that_lacks_something_or_has_another_form_is_refused() -> Non
     snapshot.scalars["state"]["w"]["momentum_buffer"]["order"] = [1, 1 << 60]
     with pytest.raises(DamagedError, match="malformed"):
         restore_optimizer(optimizer, {"w": param}, snapshot)
-    with pytest.raises(DamagedError):
-        from_json({"__tensor__": "x"})
+    for damaged in ({"__tensor__": "x"}, {"__scalar__": ["1", "float32"]}, {"__scalar__": [1, "save"]}):
+        with pytest.raises(DamagedError):
+            from_json(damaged)
 
 
 class Opaque:
@@ -348,6 +349,8 @@ def test_what_would_need_pickle_is_refused_by_name(value: Any) -> None:
         None, True, 3, -1.5e-300, float("inf"), "é", [], (), {}, (1, (2, [3])), {"a": {"b": (1,)}}, {1: {"x": 1}},
         {"__tuple__": 1}, {"__tensor__": "x"}, {"__dict__": {}}, {(1, 2): 3}, {0.9: [1]}, {("a", (1,)): {}},
         deque([1, (2,)], maxlen=3), deque(), {"__deque__": 1}, torch.bfloat16, {"dtype": torch.int8},
+        [torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64)], torch.tensor(7), torch.tensor(0.3).bfloat16(),
+        torch.tensor(True), {"__scalar__": [1, "int64"]},
     ],
 )  # fmt: skip
 def test_values_come_back_exactly(value: Any) -> None:

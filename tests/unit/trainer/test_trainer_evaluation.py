@@ -114,6 +114,41 @@ def test_logits_may_be_reduced_before_they_are_kept(tmp_path: Path) -> None:
     assert one.predict(ROWS).predictions.shape == (11,)
 
 
+class Looking(Classifier):
+    """Keeps a table for later; notes whether autograd looks at its operations; may differentiate in its forward."""
+
+    def __init__(self, differentiates: bool) -> None:
+        super().__init__()
+        self.differentiates, self.looked = differentiates, list[bool]()
+        self.table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> Any:
+        with torch.enable_grad():
+            self.looked.append(next(self.parameters()).sum().requires_grad)
+        self.table = torch.linspace(1, 2, 6) if self.table is None else self.table
+        if self.differentiates:
+            with torch.enable_grad():
+                inputs = x.clone().requires_grad_()
+                x = torch.autograd.grad((inputs**2).sum(), inputs)[0].detach()
+        return super().forward(x * self.table, labels)
+
+
+@pytest.mark.parametrize(("differentiates", "looked"), [(False, [False, False, True]), (True, [False, *[True] * 3])])
+def test_evaluation_passes_autograd_unless_the_model_needs_it(
+    differentiates: bool, looked: list[bool], tmp_path: Path
+) -> None:
+    one = trainer(tmp_path, ROWS, model=Looking(differentiates), eval_dataset=ROWS[:2], max_steps=1)
+    model: Any = one.model
+    with torch.no_grad():
+        expected = model.eval()(torch.stack([row["x"] for row in ROWS[:2]]), torch.tensor(LABELS[:2]))["loss"]
+    model.looked.clear()
+    model.table = None
+    assert [one.evaluate()["eval_loss"] for _ in range(2)] == [float(expected)] * 2
+    assert not model.table.is_inference()
+    one.train()
+    assert model.looked == looked
+
+
 def test_several_sets_are_evaluated_by_name(tmp_path: Path) -> None:
     one = trainer(tmp_path, None, eval_dataset={"easy": ROWS[:5], "hard": ROWS[5:]}, compute_metrics=accuracy)
     assert {"eval_easy_loss", "eval_hard_accuracy"} <= one.evaluate().keys()

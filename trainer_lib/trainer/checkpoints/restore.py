@@ -74,11 +74,22 @@ class PresentSettings:
         if self._bases:
             self._schedule.base_lrs = list(self._bases)
         if hasattr(self._schedule, "_last_lr"):
-            self._schedule._last_lr = [group["lr"] for group in groups]
+            self._schedule._last_lr = [_copied(group["lr"]) for group in groups]
 
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _placed_like(present: Any, saved: Any) -> Any:
+    """The saved state of a schedule, its 0-dim tensors copied to the devices of those that it has at present."""
+    if isinstance(saved, torch.Tensor):
+        return saved.to(present.device if isinstance(present, torch.Tensor) else "cpu", copy=True)
+    if isinstance(saved, dict) and isinstance(present, dict):
+        return {key: _placed_like(present.get(key), value) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
+        return [_placed_like(*pair) for pair in zip(present, saved, strict=True)]
+    return saved
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -323,7 +334,8 @@ class Restore:
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
             with loaded.treat_errors_as_damage(SCHEDULER):
-                trainer.lr_scheduler.load_state_dict(loaded.scheduler)
+                state = trainer.lr_scheduler.state_dict()
+                trainer.lr_scheduler.load_state_dict(_placed_like(state, loaded.scheduler))
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
 
