@@ -52,6 +52,7 @@ class ReportFacts:
         attempts: those of the stages that this command ran or found.
         goodput: where the time of training went.
         importances: of each evaluated split of a table its columns.
+        weak: of each evaluated split the subgroups with the worst errors.
         hardest: of each evaluated split the rows that the model gets most wrong.
         samples: of each evaluated split up to twenty predictions, the first ones and some that are wrong.
         confusions: of each evaluated split with few classes.
@@ -76,6 +77,7 @@ class ReportFacts:
     samples: list[Section] = field(default_factory=list)
     confused: list[Section] = field(default_factory=list)
     importances: list[Section] = field(default_factory=list)
+    weak: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -92,7 +94,8 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
-        importances=list(tables_of_columns(outcomes)),
+        importances=list(tables_with_notes(outcomes, Outcome.importance, Outcome.describe_importance)),
+        weak=list(tables_with_notes(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
         hardest=list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
         samples=list(tables_of_rows(outcomes, Outcome.samples)),
         confused=list(tables_of_rows(outcomes, Outcome.confusions)),
@@ -182,12 +185,15 @@ def tables_of_rows(
             yield {"split": outcome.split, "columns": [*columns, *shown], "rows": rows}
 
 
-def tables_of_columns(outcomes: Iterable[Outcome]) -> Iterator[Section]:
-    """`ReportFacts.importances` of the splits of tables."""
+def tables_with_notes(
+    outcomes: Iterable[Outcome],
+    choose: Callable[[Outcome], tuple[list[str], list[list[Any]]]],
+    describe: Callable[[Outcome], str],
+) -> Iterator[Section]:
+    """A table of each split below the sentences about it; none where there are no sentences."""
     for outcome in outcomes:
-        columns, rows = outcome.importance()
-        if rows:
-            note = outcome.describe_importance()
+        if note := describe(outcome):
+            columns, rows = choose(outcome)
             shown = [list(map(number_text, row)) for row in rows[:_COLUMNS]]
             yield {"split": outcome.split, "columns": columns, "rows": shown, "note": note}
 

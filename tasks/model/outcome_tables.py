@@ -15,6 +15,7 @@ from trainer_lib.protocol.requests import OUTCOMES
 from trainflow.tasks.stage.manifest import StageManifest
 
 _OUTCOME_BYTES = 16 << 20
+_CLEAR = 0.05  # probability of chance, below which a subgroup is worse beyond it
 _log = logging.getLogger(__name__)
 
 
@@ -110,6 +111,21 @@ class Outcome:
             return ""
         more = f" There was no time for {counted(found['left_out'], 'more column')}." if found["left_out"] else ""
         return f"By permutation in {counted(found['rows'], 'row')}, with 95 % intervals.{more}"
+
+    def weak_groups(self) -> tuple[list[str], list[list[Any]]]:
+        """The subgroups of rows on which the model errs more than on the others."""
+        weak = self.found.get("weak") or {"groups": []}
+        return ["subgroup", "rows", str(weak.get("error")), "of_the_rest", "adjusted_p"], [*map(list, weak["groups"])]
+
+    def describe_weak_groups(self) -> str:
+        """The way in which subgroups were found, in sentences; empty where none were looked for."""
+        weak = self.found.get("weak")
+        if not weak:
+            return ""
+        test = "Fisher's exact test" if self.is_classes else "Welch's t-test"
+        how = f"The worst of {counted(weak['tested'], 'subgroup')}, against all other rows by {test}, adjusted by Holm."
+        is_clear = any(group[-1] < _CLEAR for group in weak["groups"])
+        return how if is_clear else f"{how} None is worse beyond chance."
 
     def input_of(self, row_id: Any) -> Mapping[str, str]:
         """The `text` of a row's input and perhaps an `image`; empty where inputs are not shown."""

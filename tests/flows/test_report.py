@@ -23,8 +23,8 @@ from trainflow.flows.reports.report_facts import (
     draw_curves,
     draw_residuals,
     tables_of_classes,
-    tables_of_columns,
     tables_of_rows,
+    tables_with_notes,
 )
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
@@ -207,10 +207,20 @@ def test_the_hardest_rows_are_a_table() -> None:
     lost: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]
     for left_out, words in ((0, ""), (2, " There was no time for 2 more columns.")):
         importance = {"metric": "accuracy", "rows": 500, "columns": lost, "left_out": left_out}
-        tables = list(tables_of_columns([Outcome("test", {**numbers, "importance": importance}, []), outcome]))
+        of_table = [Outcome("test", {**numbers, "importance": importance}, []), outcome]
+        tables = list(tables_with_notes(of_table, Outcome.importance, Outcome.describe_importance))
         text = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], importances=tables))).words
         head = f"test By permutation in 500 rows, with 95 % intervals.{words} column accuracy lost low high"
         assert f"{head} <i>age 0.2 0.15 0.25 job" in text
+    for chance, words in ((0.01, ""), (0.4, " None is worse beyond chance.")):
+        weak = {"error": "absolute_error", "rows": 900, "tested": 24, "groups": [["<i>age: 1 to 2", 40, 3, 1, chance]]}
+        of_table = [Outcome("test", {**numbers, "weak": weak}, []), outcome]
+        tables = list(tables_with_notes(of_table, Outcome.weak_groups, Outcome.describe_weak_groups))
+        text = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], weak=tables))).words
+        assert (
+            f"against all other rows by Welch's t-test, adjusted by Holm.{words} subgroup rows absolute_error" in text
+        )
+        assert f"of_the_rest adjusted_p <i>age: 1 to 2 40 3 1 {chance}" in text
     hidden = list(tables_of_rows([Outcome("test", numbers, [])], Outcome.hardest))
     assert hidden[0]["columns"] == ["row_id", "label", "prediction", "absolute_error"]
     assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words

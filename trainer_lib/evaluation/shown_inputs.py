@@ -78,7 +78,7 @@ def _draw_small(value: Any) -> str | None:
             picture = Image.fromarray(pixels)
         else:
             return None
-    except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError):  # of damaged pictures
+    except Exception:  # a damaged picture: Pillow's formats raise many kinds
         return None
     picture.thumbnail((_SIDE, _SIDE))
     form = "JPEG" if picture.mode in ("L", "RGB") and max(picture.size) > _SMALL else "PNG"

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from trainer_lib.evaluation.named_metrics import (
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.evaluation.shown_inputs import collect_inputs
+from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
@@ -462,6 +464,9 @@ def _describe(
     outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
     if outcomes is not None and work.request.show_inputs:
         outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: split[places[row_id]])
+        if rows is None and len(pairs["labels"]) == len(split):
+            columns = {each: partial(split.column_values, each) for each in split.column_names if each != "labels"}
+            outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
     return outcomes
 
 
