@@ -195,7 +195,7 @@ class RowsJob:
         """
         gpus = [] if self.is_on_cpu else list_visible(os.environ)
         if gpus and count > len(gpus):
-            what = f"This machine offers {len(gpus)} CUDA device(s), and each worker needs its own."
+            what = f"This machine offers {counted(len(gpus), 'CUDA device')}, and each worker needs its own."
             remedy = f"Use at most {len(gpus)}, or run the same command on other machines too."
             raise ConfigError(what, field="--workers", value=count, remedy=remedy)
         config = LaunchConfig(kind="process", processes=1, threads=threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.parts import split_parts
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
@@ -57,7 +58,7 @@ def _predict_parts(
             f"The predictions would be more than {MOST_FILES:,} files.",
             field="predict.rows_per_file",
             value=request.rows_per_file,
-            remedy=f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {split.rows:,} rows.",
+            remedy=f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}.",
         )
     parts.forget_damaged()
     launch_shared(request, settings, context, attempt)

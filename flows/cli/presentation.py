@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 from rich.text import Text
 
 from trainer_lib.base.foreign_text import to_cell, to_terminal
-from trainer_lib.base.suggestions import number_words
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.base.user_folders import state_folder
 from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.secrets import mask
@@ -74,7 +74,7 @@ def check_note(result: PipelineResult, limit: int | None) -> list[Text]:
 
 
 def _rows(limit: int) -> str:
-    return f"{limit:,} row{'' if limit == 1 else 's'} of each split"
+    return f"{counted(limit, 'row')} of each split"
 
 
 def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
@@ -262,7 +263,7 @@ def follow_training(
 
 def describe_number(count: int) -> str:
     """``1 checkpoint is evaluated``, ``2 checkpoints are evaluated``."""
-    return f"{count} checkpoint is evaluated" if count == 1 else f"{count} checkpoints are evaluated"
+    return f"{counted(count, 'checkpoint')} {'is' if count == 1 else 'are'} evaluated"
 
 
 def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: float) -> Training | str:

@@ -27,6 +27,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.path_options import is_path
 from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
 from trainer_lib.protocol.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
@@ -298,7 +299,7 @@ def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
 
 def _beyond(at: int, steps: int) -> ConfigError:
     return ConfigError(
-        f"The training has {steps} steps, so nothing is left to resume after that one.",
+        f"The training has {counted(steps, 'step')}, so nothing is left to resume after that one.",
         field="--at",
         value=at,
         remedy=f"Name a step from 1 to {steps - 1}." if steps > 1 else "Train more than one step.",

@@ -67,6 +67,20 @@ class DeadRun:
     seen: tuple[Any, ...]
 
 
+def find_flow_run(name: str, started: datetime) -> UUID | None:
+    """The Prefect run of this name that began nearest to a time: other storages may have runs of the same name.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+    """
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+
+    with quick_client() as client:
+        runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
+    began = {run.id: abs(run.start_time - started) for run in runs if run.start_time is not None}
+    return min(began, key=lambda run_id: began[run_id], default=None)
+
+
 @contextlib.contextmanager
 def created_by_this_process() -> Iterator[None]:
     """Mark the flow run that is created inside the block as this process's, from its first moment on.

@@ -311,8 +311,8 @@ def server_folder(url: str) -> Path | None:
     return next((folder for folder, about in _described() if f"{about.get('url')}/api" == url), None)
 
 
-def sign_in_link(api: str | None = None) -> str | None:
-    """The link that opens the UI of an embedded server without its password prompt; None: there is none.
+def sign_in_link(api: str | None = None, page: str = "/runs") -> str | None:
+    """The link that opens a page of the UI of an embedded server without its password prompt; None: there is none.
 
     The UI keeps the password in the browser's storage. The server's page `SIGN_IN` gets it behind "#", a part that no
     browser sends anywhere, stores it and opens the UI. The page alone holds no secret: other users stay outside.
@@ -324,15 +324,15 @@ def sign_in_link(api: str | None = None) -> str | None:
         url = str(about.get("url"))
         if f"{url}/api" == api or (api is None and is_healthy(url)):
             password = base64.b64encode(str(about.get("auth")).encode()).decode()
-            return f"{url}{embedded.SIGN_IN}#{password}&/runs"
+            return f"{url}{embedded.SIGN_IN}#{password}&{page}"
     return None
 
 
-def find_page() -> str | None:
+def find_page(page: str = "") -> str | None:
     """The page of a Prefect server that runs already: the configured one, else a living embedded one; None: neither."""
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
     if settings.api.url:
-        return str(settings.ui_url or settings.api.url.removesuffix("/api"))
+        return str(settings.ui_url or settings.api.url.removesuffix("/api")) + page
     return sign_in_link()

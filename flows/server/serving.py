@@ -191,10 +191,19 @@ def serve(
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
+        elif watching is None:
+            say(_how_to_start(name, is_embedded=server_folder(url) is not None))
         say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
         with contextlib.chdir(folder), _watched(watching, watch_every_s):
             asyncio.run(_until_signalled(runner, say))
+
+
+def _how_to_start(name: str, *, is_embedded: bool) -> str:
+    """The command that starts a run of what is served; the embedded server asks for a password, which the page has."""
+    if is_embedded:
+        return f"Start a run: trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
+    return f"Start a run: prefect deployment run {FLOW}/{name}"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.suggestions import number_words
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.search.ledger import TrialState
 from trainflow.flows.reports.charts import number_text
@@ -136,8 +136,8 @@ def count_words(result: SweepResult) -> str:
     states = ("complete", "pruned", "failed", "running", "waiting")
     parts = [f"{count} {state}" for state in states if (count := result.count(state))]
     there = len(result.trials)
-    of = "" if there == result.wanted else f" of {result.wanted}"
-    return f"{there}{of} trial{'' if there == 1 and not of else 's'}" + (f": {', '.join(parts)}" if parts else "")
+    of = "" if there == result.wanted else f"{there} of "
+    return of + counted(result.wanted if of else there, "trial") + (f": {', '.join(parts)}" if parts else "")
 
 
 def value_text(value: Any) -> str:

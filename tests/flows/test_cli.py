@@ -209,6 +209,7 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_pa
         assert urllib.request.urlopen(client, timeout=10).status == 200
         prefect = command.wait_for("Prefect: http://127.0.0.1:").split()[1]
         origin, _, secret = prefect.partition("/trainflow-sign-in#")
+        assert re.fullmatch(r"[^&]+&/runs/flow-run/[0-9a-f-]{36}", secret), "the page of this run"
         with urllib.request.urlopen(prefect.partition("#")[0], timeout=10) as page:
             text = page.read().decode()
         assert "prefect-password" in text

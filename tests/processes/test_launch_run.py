@@ -220,7 +220,7 @@ def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     run_dir.remove()
     assert done.returncode != 0
     assert (record["class"], record["field"], record["value"]) == ("ConfigError", "train.launch.processes", "2")
-    assert record["message"] == "The launcher started 1 process(es)."
+    assert record["message"] == "The launcher started 1 process."
 
 
 @pytest.mark.needs("deepspeed")

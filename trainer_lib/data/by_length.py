@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.base.suggestions import nearest
+from trainer_lib.base.suggestions import counted, nearest
 from trainer_lib.errors import DataError
 
 
@@ -66,8 +66,9 @@ def in_order(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
         DataError: there is not one for each row.
     """
     if len(array) != len(order):
+        values, rows = counted(len(array), "value"), counted(len(order), "row")
         raise DataError(
-            f"The model returned {len(array):,} values for {len(order):,} rows: whose they are is not known.",
+            f"The model returned {values} for {rows}: whose they are is not known.",
             field="sort_by",
             remedy="Return a value for each row, or leave sort_by out.",
         )

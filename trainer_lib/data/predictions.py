@@ -15,6 +15,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.parts import ERROR, numbered_parts, row_range, split_parts
 from trainer_lib.errors import DataError
@@ -191,7 +192,7 @@ def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, 
         arrays[name] = _build_array(name, values, of)
     for name, array in arrays.items():
         if len(array) != rows:
-            raise _refuse(name, f"{len(array)} values for {rows} rows", of)
+            raise _refuse(name, f"{counted(len(array), 'value')} for {counted(rows, 'row')}", of)
     return pa.table(arrays)
 
 

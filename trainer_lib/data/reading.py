@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.data.row_sources import RowFile, packing_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 
@@ -205,7 +205,7 @@ def unpack(path: str, stream: Any) -> Any:
     archive = zipfile.ZipFile(stream)
     names = [name for name in archive.namelist() if not name.endswith("/") and not name.startswith("__MACOSX")]
     if len(names) != 1:
-        raise zipfile.BadZipFile(f"the archive has {len(names)} files, and one is read; unpack it")
+        raise zipfile.BadZipFile(f"the archive has {counted(len(names), 'file')}, and one is read; unpack it")
     return archive.open(names[0])
 
 

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import nearest
+from trainer_lib.base.suggestions import counted, nearest
 from trainer_lib.data.column import Column
 from trainer_lib.data.columns import ROW_ID
 from trainer_lib.data.given_rows import parse_text, refuse_row
@@ -172,7 +172,7 @@ def _add_columns(parse: Callable[[], Any], columns: Mapping[str, str | None]) ->
 
 def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
     if len(values) != len(header):
-        raise ValueError(f"it has {len(values)} values, and the header has {len(header)} columns")
+        raise ValueError(f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), 'column')}")
     return dict(zip(header, values, strict=True))
 
 

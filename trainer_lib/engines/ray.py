@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.suggestions import counted
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
@@ -357,7 +358,7 @@ class Ray:
         total = {name: sum(node["Resources"].get(name, 0) for node in alive) for name in self._bundle}
         offered = ", ".join(f"{name} {amount:g}" for name, amount in total.items())
         return (
-            f"the cluster offers {offered} on {len(alive)} machine(s), of which {fitting} have {names}; "
+            f"the cluster offers {offered} on {counted(len(alive), 'machine')}, of which {fitting} have {names}; "
             f"{self._job.config.node_range[0]} with that were asked for"
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 from pandas.tseries.api import guess_datetime_format
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 
@@ -106,7 +107,7 @@ def cut_rows(
     for name, chosen in found.items():
         if not len(chosen):
             remedy = "Give more rows, or other shares (a share of 0 leaves a split out)."
-            raise DataError(f"The split '{name}' gets none of the {rows} rows.", field=FIELD, remedy=remedy)
+            raise DataError(f"The split '{name}' gets none of the {counted(rows, 'row')}.", field=FIELD, remedy=remedy)
     order = [name for name in ("train", "validation", "test") if name in found]
     return {name: np.sort(found[name]) for name in (*order, *(each for each in found if each not in order))}
 

@@ -25,7 +25,7 @@ import numpy as np
 from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import nearest, suggestion
+from trainer_lib.base.suggestions import counted, nearest, suggestion
 from trainer_lib.data.column import Column
 from trainer_lib.data.given_rows import parse_text, refuse_row
 from trainer_lib.data.reading import FIELD as READ
@@ -338,8 +338,8 @@ class Table:
         values = enumerate(self.columns[name])
         gaps = (row for row, value in values if (value is None or value != value) and row not in but)
         if (first := next(gaps, None)) is not None:
-            count = 1 + sum(1 for _ in gaps)
-            what = f"{self.places[first]}, column '{name}': there is no value, as in {count} of {len(self)} rows."
+            lacking = f"{1 + sum(1 for _ in gaps):,} of {counted(len(self), 'row')}"
+            what = f"{self.places[first]}, column '{name}': there is no value, as in {lacking}."
             raise DataError(what, field=SOURCES, remedy=remedy)
 
     def refuse_free_text(self, name: str) -> None:

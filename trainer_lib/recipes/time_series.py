@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import are_dates_of_digits, read_times, require_shares
@@ -250,7 +251,9 @@ class WindowSplits:
         for each in series:
             if len(each.times) < self._context + self._horizon:
                 of = f"The series '{each.name}'" if each.name else "The series"
-                what = f"{of} has {len(each.times)} steps, and a window needs {self._context + self._horizon}."
+                what = (
+                    f"{of} has {counted(len(each.times), 'step')}, and a window needs {self._context + self._horizon}."
+                )
                 remedy = "Give a shorter context or horizon, or leave the series out."
                 raise DataError(what, field=f"{FIELD}.context", value=self._context, remedy=remedy)
         times = np.unique(np.concatenate([each.times for each in series]))
@@ -282,7 +285,8 @@ class WindowSplits:
 
     def _require_windows(self, name: str, steps: int) -> None:
         if not self.windows[name]:
-            what = f"The split '{name}' has {steps} steps, and no window of {self._horizon} targets fits into it"
+            there = counted(steps, "step")
+            what = f"The split '{name}' has {there}, and no window of {self._horizon} targets fits into it"
             known = f" behind {self._context} known ones" if name == "train" else ""
             remedy = "Give it a larger share, a share of 0, or a shorter horizon."
             raise DataError(f"{what}{known}.", field=f"{FIELD}.split", remedy=remedy)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.option_names import choose
@@ -186,7 +187,7 @@ def _scales(series: Sequence[Series], training: Sequence[np.ndarray], season: in
     for each, values in zip(series, training, strict=True):
         if len(values) <= season:
             of = f"The series '{each.name}'" if each.name else "The series"
-            what = f"{of} has {len(values)} steps to train on, and one season alone has {season}."
+            what = f"{of} has {counted(len(values), 'step')} to train on, and one season alone has {season}."
             raise DataError(what, field=f"{FIELD}.split", remedy="Leave the series out, or give smaller shares.")
         found[each.name] = naive_error(values, season).astype(np.float32)
     return found

@@ -229,7 +229,7 @@ def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], pa
         raise DataError(
             f"Prepared data has up to {MOST_FILES:,} files, and its sources made {len(files):,}.",
             field="prepare_shard",
-            value=f"{len(sources):,} sources with {len(found)} split(s)",
+            value=f"{counted(len(sources), 'source')} with {counted(len(found), 'split')}",
             remedy="Let one source stand for several files or, where a source makes several files, raise "
             "prepare.shard_rows.",
         )
@@ -283,7 +283,7 @@ def _check_ids(store: Store, found: dict[str, SplitOfParts]) -> list[str]:
     files = {name: [entry.path for entry in split.files] for name, split in found.items()}
     counts = count_repeated_ids(store, files, sum(split.rows for split in found.values()))
     return [
-        f"{count:,} rows of split '{name}' have a row_id that another row of it has."
+        f"{counted(count, 'row')} of split '{name}' have a row_id that another row of it has."
         for name, count in counts.items()
         if count
     ]

@@ -61,10 +61,15 @@ def models(
     return Answer({"versions": versions}, lambda: lines)
 
 
-@command("trainflow promote digits 4")
+@command("""
+    trainflow promote digits 4
+    trainflow promote digits/4
+""")
 def promote(
-    name: Name,
-    version: Annotated[str, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The registered model, or NAME/VERSION.")],
+    version: Annotated[
+        str | None, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)
+    ] = None,
     alias: Alias = mlflow_registry.CHAMPION,
     ignore_gates: Annotated[
         bool, typer.Option("--ignore-gates", help="Promote a version that misses evaluate.require, too.")
@@ -79,6 +84,12 @@ def promote(
 
     Exit code 21 if it misses a requirement, 2 if it is not better.
     """
+    # The registry takes no name with a slash.
+    name, _, number = name.partition("/")
+    version = version or number
+    if not version:
+        remedy = f"Write trainflow promote {name}/VERSION; trainflow models lists the versions."
+        raise ConfigError("Which version is promoted is not said.", field="VERSION", remedy=remedy)
     with _registry(spec, None, storage, "promote") as client:
         if not ignore_gates:
             _require_gates(client, name, version, spec, storage)
@@ -87,7 +98,7 @@ def promote(
         raise ConfigError(
             f"Version {version} does not become {alias}: {verdict.reason}",
             field="promote",
-            value=name,
+            value=f"{name}/{version}",
             remedy="Train a better model, or set the alias in MLflow by hand.",
         )
     line = Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.foreign_text import to_cell
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, Spec, command
@@ -111,7 +112,7 @@ def verify(
     if isinstance(failure, ConfigError):  # nothing was checked: there is no answer
         raise failure
     rest = f", {unchecked} not checked" if unchecked else ""
-    line = Text(f"{held} link{'' if held == 1 else 's'} held{rest}", "green")
+    line = Text(f"{counted(held, 'link')} held{rest}", "green")
     record = {"links": [check.to_dict() for check in checks], "notes": list(chain.notes)}
     return Answer(record, lambda: [] if failure else [line], failure)
 
@@ -201,7 +202,7 @@ def _tracked_lines(tracked: TrackedLinks | None, why: str) -> Iterator[Text]:
 
 def _check_lines(check: LinkCheck) -> Iterator[Text]:
     style = {"held": "green", "broken": "bold red"}.get(check.state, "yellow")
-    count = f"{check.files} file{'' if check.files == 1 else 's'}"
+    count = counted(check.files, "file")
     if check.bytes:  # of sources their digests are compared, which count no bytes
         count += f", {describe_bytes(check.bytes)}"
     what = count if check.files else shown(check.where)

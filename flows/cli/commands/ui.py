@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -31,6 +32,7 @@ from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Debug, Overrides, SpecHere, StorageRoot, command
 from trainflow.flows.cli.run_choice import choose_spec_or_storage
 from trainflow.flows.cli.signals import until_stopped
+from trainflow.flows.records.past_runs import NEWEST, PastRun, find_run
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.tracking.mlflow_run import default_tracking_uri
 
@@ -43,22 +45,25 @@ _GRACE_S = 5.0
 
 @command("""
     trainflow ui pipeline.yaml
-    trainflow ui --storage .trainflow --port 5000
+    trainflow ui --storage .trainflow --run last --port 5000
 """)
 def ui(
     spec: SpecHere = None,
     overrides: Overrides = None,
     storage: StorageRoot = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="RUN", help="The run to open; unset: the newest of the spec.")
+    ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port on 127.0.0.1; unset: a free one.")] = None,
     debug: Debug = False,
 ) -> None:
     """Browse the runs in the UIs of MLflow and Prefect, on this machine only, until Ctrl-C."""
     out = terminal.console()
     with until_stopped(), contextlib.ExitStack() as stack:
-        place = _find_place(spec, overrides or [], storage)
+        place = _find_place(spec, overrides or [], storage, run)
         with out.status("starting MLflow"):
             address = stack.enter_context(_served(place, port))
-        out.print(f"MLflow:  {_page(address, place.experiment)}")
+        out.print(f"MLflow:  {_page(address, place)}")
         if place.server is not None:
             # Nothing was started here and nothing waits: what runs is named.
             from trainflow.flows.server.membership import find_page
@@ -68,7 +73,7 @@ def ui(
             return
         try:
             with out.status("starting Prefect"):
-                link = stack.enter_context(_prefect_served())
+                link = stack.enter_context(_prefect_served(place.run))
             out.print(f"Prefect: {link}")
         except TrainflowError as error:  # MLflow's pages are there all the same
             out.print(f"Prefect: {error}")
@@ -79,10 +84,11 @@ def ui(
 
 @dataclass(frozen=True)
 class TrackingPlace:
-    """The tracking address, and the requested experiment (None: any)."""
+    """The tracking address, the requested experiment (None: any), and the run to open (None: its newest)."""
 
     uri: str
     experiment: str | None = None
+    run: PastRun | None = None
 
     @property
     def server(self) -> str | None:
@@ -96,7 +102,7 @@ class TrackingPlace:
         return Path(path).absolute() if path != self.uri else None
 
 
-def _find_place(spec: Path | None, overrides: list[str], storage: str | None) -> TrackingPlace:
+def _find_place(spec: Path | None, overrides: list[str], storage: str | None, run: str | None) -> TrackingPlace:
     """The tracking store of a spec or a storage, found exactly as a run finds it.
 
     With neither: the spec in this folder, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
@@ -107,10 +113,12 @@ def _find_place(spec: Path | None, overrides: list[str], storage: str | None) ->
     spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
         parsed = load_spec(spec, overrides, needs_sweep=False)
-        uri = parsed.tracking.uri or default_tracking_uri(Store.open(parsed.storage))
-        place = TrackingPlace(uri, parsed.tracking.experiment or parsed.name)
+        store = Store.open(parsed.storage)
+        uri = parsed.tracking.uri or default_tracking_uri(store)
+        place = TrackingPlace(uri, parsed.tracking.experiment or parsed.name, _find_run(store, run, parsed.name))
     elif storage is not None:
-        place = TrackingPlace(default_tracking_uri(Store.open(storage, field="--storage")))
+        store = Store.open(storage, field="--storage")
+        place = TrackingPlace(default_tracking_uri(store), run=_find_run(store, run))
     elif uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
         place = TrackingPlace(uri)
     else:
@@ -128,6 +136,19 @@ def _find_place(spec: Path | None, overrides: list[str], storage: str | None) ->
             remedy="Run a pipeline first (trainflow run SPEC), or name the storage that it used.",
         )
     return place
+
+
+def _find_run(store: Store, text: str | None, pipeline: str | None = None) -> PastRun | None:
+    """The run that is named, else the newest; None: none is recorded.
+
+    Raises:
+        ConfigError: no run is what was named.
+    """
+    if text is not None:
+        return find_run(store.url, text, field="--run")
+    with contextlib.suppress(ConfigError):
+        return find_run(store.url, NEWEST, field="--run", pipeline=pipeline)
+    return None
 
 
 @contextlib.contextmanager
@@ -152,8 +173,8 @@ def _served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _prefect_served() -> Iterator[str]:
-    """A Prefect server inside the block, the embedded one unless another is configured; yields the link to its UI.
+def _prefect_served(run: PastRun | None) -> Iterator[str]:
+    """A Prefect server inside the block, the embedded one unless another is configured; yields the link to the run.
 
     Raises:
         TrainflowError: the configured server does not answer, or the embedded one did not start.
@@ -162,7 +183,22 @@ def _prefect_served() -> Iterator[str]:
     from trainflow.flows.server.membership import find_page, sign_in_link
 
     with prefect_api() as url:
-        yield sign_in_link(url) or find_page() or url
+        page = _prefect_page(run)
+        yield sign_in_link(url, page) or find_page(page) or url
+
+
+def _prefect_page(run: PastRun | None) -> str:
+    """The path of the run's page in Prefect's UI, else of the list of runs."""
+    import httpx
+
+    from trainflow.flows.records.prefect_runs import find_flow_run
+
+    if run is not None and run.run_name:
+        # The list is always there; the page of a run is a convenience.
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            if flow_run_id := find_flow_run(run.run_name, datetime.fromisoformat(run.started)):
+                return f"/runs/flow-run/{flow_run_id}"
+    return "/runs"
 
 
 @contextlib.contextmanager
@@ -231,12 +267,17 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> Non
     )
 
 
-def _page(address: str, experiment: str | None) -> str:
-    """The page to open: the newest run of the experiment (of any, when None), else the experiment, else the start."""
+def _page(address: str, place: TrackingPlace) -> str:
+    """The page to open: the run, else the newest of the experiment (of any, when None), else the start."""
+    run_id = None if place.run is None else place.run.mlflow_run_id
+    known: list[str] = []
     try:
-        known = _experiments(address, experiment)
-        body = {"experiment_ids": known, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
-        newest = _request(address, "/api/2.0/mlflow/runs/search", body).get("runs", []) if known else []
+        if run_id is not None:
+            newest = [_request(address, f"/api/2.0/mlflow/runs/get?run_id={quote(run_id)}")["run"]]
+        else:
+            known = _experiments(address, place.experiment)
+            body = {"experiment_ids": known, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
+            newest = _request(address, "/api/2.0/mlflow/runs/search", body).get("runs", []) if known else []
     # The start page is always there; a deep link is a convenience.
     except (OSError, ValueError, KeyError, HTTPException):
         return address
@@ -244,7 +285,7 @@ def _page(address: str, experiment: str | None) -> str:
     if newest:
         info = newest[0]["info"]
         return f"{address}#/experiments/{info['experiment_id']}/runs/{info['run_id']}?{TRAINING_VIEW}"
-    return f"{address}#/experiments/{known[0]}/runs?{TRAINING_VIEW}" if experiment and known else address
+    return f"{address}#/experiments/{known[0]}/runs?{TRAINING_VIEW}" if place.experiment and known else address
 
 
 def _experiments(address: str, name: str | None) -> list[str]:

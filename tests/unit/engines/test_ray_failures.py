@@ -269,14 +269,14 @@ def test_what_listens_but_is_no_ray_cluster_is_refused_soon(
 def test_more_than_the_cluster_has_and_machines_that_others_use(tmp_path: Path, two: FakeRay) -> None:
     failure = failure_of(placed(tmp_path, nodes=3, processes=2, engine_options={"memory": 1e9}))
     assert isinstance(failure, ConfigError)
-    offer = "the cluster offers CPU 4, memory 0 on 2 machine(s), of which 0 have CPU 2, memory 1e+09; 3 with that"
+    offer = "the cluster offers CPU 4, memory 0 on 2 machines, of which 0 have CPU 2, memory 1e+09; 3 with that"
     assert failure.message == f"The machines could not be placed within 0 s: {offer} were asked for."
     assert (failure.field, failure.value) == ("train.launch.nodes", "3")
     assert failure.remedy == "Ask for less (nodes, processes, engine_options), or add machines to the cluster."
     two.group_answer = NEVER
     failure = failure_of(placed(tmp_path))
     assert isinstance(failure, ConfigError)
-    assert "the cluster offers CPU 4 on 2 machine(s), of which 2 have CPU 1; 2 with that" in failure.message
+    assert "the cluster offers CPU 4 on 2 machines, of which 2 have CPU 1; 2 with that" in failure.message
     assert (two.bundles, two.strategy) == ([{"CPU": 1.0}] * 2, "STRICT_SPREAD")
 
 

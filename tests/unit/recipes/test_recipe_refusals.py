@@ -121,7 +121,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (GAP_IN_TIME, {}, "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all"),
         (counted().replace("\n0,0,", "\n0,,"), {"missing": "previous"}, "the first value is missing"),
         (counted(), {"context": 40}, "has 30 steps, and a window needs 42"),
-        (TWELVE, {"split": {"validation": 0.1, "test": 0.2}}, "'validation' has 1 steps, and no window of 2 targets"),
+        (TWELVE, {"split": {"validation": 0.1, "test": 0.2}}, "'validation' has 1 step, and no window of 2 targets"),
         (TWELVE, {"split": {"validation": 0.3, "test": 0.3}}, "behind 4 known ones"),
         (counted(), {"split": {"by": "random"}}, "= random"),
         (counted(), {"split": {"validation": 0.5, "test": 0.5}}, "Nothing is left"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
+from trainer_lib.base.suggestions import counted
 from trainer_lib.launch.settings.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 from trainer_lib.launch.settings.refusal import check_installed, refused
 
@@ -337,14 +338,14 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
         raise refused(
             "processes",
             config.processes,
-            f"This machine offers {on_devices} CUDA device(s), and each process needs its own.",
+            f"This machine offers {counted(on_devices, 'CUDA device')}, and each process needs its own.",
             f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
         )
     if not on_devices and config.processes > num_cores():
         raise refused(
             "processes",
             config.processes,
-            f"This process may use {num_cores()} CPU core(s), and further workers would only wait for them.",
+            f"This process may use {counted(num_cores(), 'CPU core')}, and further workers would only wait for them.",
             f"Use at most {num_cores()}.",
         )
     return config.processes

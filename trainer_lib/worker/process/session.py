@@ -24,6 +24,7 @@ from typing_extensions import override
 from trainer_lib import recipes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import counted
 from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import GUARD, OWNER, Process, descendants, is_alive, send_signal
@@ -253,7 +254,7 @@ def _check_world(world_size: int) -> None:
     asked = int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))
     if asked != world_size:
         raise ConfigError(
-            f"The launcher started {world_size} process(es).",
+            f"The launcher started {counted(world_size, 'process', 'processes')}.",
             field="train.launch.processes",
             value=asked,
             remedy="Set train.launch.kind=torchrun, or correct the launcher's configuration file.",
