@@ -23,6 +23,7 @@ import jinja2
 
 from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
+from trainer_lib.base.suggestions import counted
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
@@ -210,7 +211,7 @@ def _files(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"path": file["path"], "size": describe_bytes(file["size"]), "sha256": file["sha256"]} for file in files
         ]
         if rows:
-            found.append({"stage": stage["stage"], "rows": rows})
+            found.append({"stage": stage["stage"], "count": counted(len(rows), "file"), "rows": rows})
     return found
 
 

@@ -69,7 +69,7 @@ class Goodput:
         if self.share is None:
             return []
         rows = [("goodput", f"{self.share:.1%} of {describe_seconds(self.all_s)}")]
-        rows += [(name, _seconds(getattr(self, f"{name}_s"))) for name in (*KINDS, "lost", "other")]
+        rows += [(name, describe_seconds(getattr(self, f"{name}_s"))) for name in (*KINDS, "lost", "other")]
         if self.unknown:
             rows.append(("not recorded", f"{self.unknown} attempt{'s' if self.unknown > 1 else ''} without an end"))
         return rows
@@ -107,7 +107,3 @@ def _numbers(record: Any) -> dict[str, float]:
 
 def _time(text: Any) -> datetime:
     return datetime.fromisoformat(str(text))
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 60 else describe_seconds(value)

@@ -90,7 +90,7 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     lines = [line.plain for line in _compared_lines(found)]
     assert lines[-3:] == [
         "stage  of what  planned   came  difference",
-        "train  time       3.0 s  4.5 s      +50.0%",
+        "train  time         3 s  4.5 s      +50.0%",
         "train  steps          8      8       +0.0%",
     ]
 

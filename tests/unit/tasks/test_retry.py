@@ -235,7 +235,7 @@ def test_what_was_trained_after_the_last_save_of_a_failed_attempt_is_lost() -> N
     assert (found.saved_s, found.restored_s, found.evaluated_s, found.other_s) == (5.0, 4.0, 6.0, 25.0)
     assert found.share == pytest.approx(100 / 160)
     assert found.metrics()["goodput"] == found.share
-    assert dict(found.rows())["lost"] == "20.0 s"
+    assert dict(found.rows())["lost"] == "20 s"
 
 
 def test_nothing_saved_is_all_lost_and_an_attempt_without_an_end_is_named() -> None:
