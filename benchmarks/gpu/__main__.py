@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import processes
 from benchmarks.gpu.page import describe_machine, render
 
 
@@ -41,13 +43,25 @@ class Failed(Exception):
     """A job ended without a result; the message says why."""
 
 
+Together = tuple[str, float, list[dict[str, Any]]]
+
+
 class Lab:
-    """Starts jobs, while there is time."""
+    """Starts jobs, while there is time; those that are not timed at the same time, half as many as there are cores."""
 
     def __init__(self, seconds: float, *, dry: bool) -> None:
         self.dry = dry
-        self._ends = time.monotonic() + seconds
         self.answers: dict[str, Any] = {}
+        self._ends = time.monotonic() + seconds
+        self._outputs = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count()
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
+        self._begun: dict[str, concurrent.futures.Future[dict[str, Any] | Failed]] = {}
+        processes.prepare()
+        try:
+            self.run("imported", 120)
+        except Failed:  # CUDA was begun before the fork
+            os.environ[processes.FORKS] = "0"
 
     def run(self, module: str, limit_s: float, **settings: Any) -> dict[str, Any]:
         """Run `benchmarks.gpu.<module>` in a process and return its result.
@@ -59,23 +73,31 @@ class Lab:
         if left < 5:
             raise Failed("not measured: no time was left")
         limit_s = min(left, limit_s * (3 if self.dry else 1))
-        command = [sys.executable, "-m", f"benchmarks.gpu.{module}", json.dumps({**settings, "dry": self.dry})]
-        name = f"{module} {json.dumps(settings)}"
+        name = _name(module, settings)
         begun = time.monotonic()
-        output = _output(command, limit_s)
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            self.answers[name] = {"failed": output[-3000:]}
-            raise Failed(_last_line(output))
-        self.answers[name] = result = json.loads(lines[-1][len("RESULT ") :])
+        output = Path(self._outputs.name, f"{next(self._numbers)}.txt")
+        job = processes.Job(module, {**settings, "dry": self.dry}, output)
+        stopped = job.wait(limit_s) is None
+        result = job.result()
+        if result is None:
+            text = job.text() + (f"\nstopped after {limit_s:.0f} s" if stopped else "")
+            self.answers[name] = {"failed": text[-3000:]}
+            raise Failed(_last_line(text))
+        self.answers[name] = result
         result["job_s"] = round(time.monotonic() - begun, 1)
         return dict(result)
 
+    def begin(self, together: Iterable[Together]) -> None:
+        """Begin jobs whose results `run_together` returns later."""
+        for module, limit_s, cases in together:
+            for case in cases:
+                if (name := _name(module, case)) not in self._begun:
+                    self._begun[name] = self._pool.submit(self._attempt, module, limit_s, case)
+
     def run_together(self, module: str, limit_s: float, cases: list[dict[str, Any]]) -> list[dict[str, Any] | Failed]:
-        """Run jobs that are not timed at the same time, half as many as there are cores."""
-        workers = max(1, (os.cpu_count() or 2) // 2)
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda case: self._attempt(module, limit_s, case), cases))
+        """Wait for jobs, of which those that have not begun begin now."""
+        self.begin([(module, limit_s, cases)])
+        return [self._begun[_name(module, case)].result() for case in cases]
 
     def _attempt(self, module: str, limit_s: float, case: dict[str, Any]) -> dict[str, Any] | Failed:
         try:
@@ -84,20 +106,8 @@ class Lab:
             return failure
 
 
-def _output(command: list[str], limit_s: float) -> str:
-    """Output of a process, whose group is killed at the limit."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
-    )
-    try:
-        return process.communicate(timeout=limit_s)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        return f"{process.communicate()[0]}\nstopped after {limit_s:.0f} s"
-    except BaseException:
-        os.killpg(process.pid, 9)
-        raise
+def _name(module: str, settings: dict[str, Any]) -> str:
+    return f"{module} {json.dumps(settings)}"
 
 
 def _last_line(output: str) -> str:
@@ -127,9 +137,8 @@ def throughput(lab: Lab, model: str, *, compiled: bool = False, limit_s: float =
 
 def quiet_steps(lab: Lab) -> Iterator[Finding]:
     """Waits of the host for the device."""
-    cases = [{"loop": loop, "case": "bf16"} for loop in ("hand", "peer", "ours")]
-    cases += [{"loop": "ours", "case": case} for case in ("fp16", "accumulation 4", "label smoothing")]
-    for case, result in zip(cases, lab.run_together("quiet_steps", 90, cases), strict=True):
+    cases = QUIET[2]
+    for case, result in zip(cases, lab.run_together(*QUIET), strict=True):
         name = f"{case['loop']}, {case['case']}"
         if isinstance(result, Failed):
             yield Finding("2. waits per quiet step", name, str(result), held=False)
@@ -142,10 +151,9 @@ def quiet_steps(lab: Lab) -> Iterator[Finding]:
         yield Finding("2. waits per quiet step", name, words + strict, "none" if ours else "", held)
 
 
-def resumes(lab: Lab, row: str, cases: list[str]) -> Iterator[Finding]:
+def resumes(lab: Lab, row: str, together: Together) -> Iterator[Finding]:
     """Killed and resumed: the same bits?"""
-    results = lab.run_together("resumes", 120, [{"case": case} for case in cases])
-    for case, result in zip(cases, results, strict=True):
+    for case, result in _by_case(lab, together).items():
         if isinstance(result, Failed):
             yield Finding(row, case, str(result), "identical", False)
         elif "missing" in result:
@@ -177,8 +185,7 @@ def saves(lab: Lab) -> Iterator[Finding]:
 def strategies(lab: Lab) -> Iterator[Finding]:
     """Losses with a process group of one."""
     row = "5. NCCL, one process"
-    plain = ("alone", "DDP", "FSDP2", "FSDP2 offload", "DeepSpeed ZeRO 2", "alone bf16", "DDP bf16", "FSDP2 bf16")
-    results = dict(zip(plain, lab.run_together("strategies", 120, [{"case": case} for case in plain]), strict=True))
+    results = _by_case(lab, GROUPS)
     for case, result in results.items():
         if isinstance(result, Failed):
             yield Finding(row, case, str(result), held=False)
@@ -192,15 +199,14 @@ def strategies(lab: Lab) -> Iterator[Finding]:
             most = 0.02 if case.endswith("bf16") else 1e-4
             words = f"losses differ by at most {apart:.2g}, {result['wrapper']}, {result['backend']}"
             words += f", {result['peak_bytes'] / 2**20:,.0f} MiB"
+            words += "; a process that is alone has nothing to average: not wrapped" if case == "DDP" else ""
             yield Finding(row, case, words, f"at most {most}", apart <= most)
 
 
 def memory(lab: Lab) -> Iterator[Finding]:
     """The report, and memory that runs out."""
     row = "6. memory"
-    cases = ("report", "retry", "search", "evaluation")
-    results = dict(zip(cases, lab.run_together("memory", 90, [{"case": case} for case in cases]), strict=True))
-    for case, result in results.items():
+    for case, result in _by_case(lab, SHORT).items():
         if isinstance(result, Failed):
             yield Finding(row, case, str(result), held=False)
         elif case == "report":
@@ -215,33 +221,57 @@ def memory(lab: Lab) -> Iterator[Finding]:
             yield Finding(row, case, words, "the same weights", result["same_weights"])
 
 
-def evaluations(lab: Lab, task: str) -> Iterator[Finding]:
+def evaluations(lab: Lab) -> Iterator[Finding]:
     """Evaluation and generation."""
-    row = f"8. {task}"
-    results = {loop: lab.run("evaluate", 60, loop=loop, task=task) for loop in ("hand", "peer", "ours")}
-    for loop, result in results.items():
-        yield Finding(row, loop, f"{result['samples_per_s']:,.1f} samples/s, loss {result['loss']:.4f}")
-    ratio = results["ours"]["samples_per_s"] / results["hand"]["samples_per_s"]
-    yield Finding(row, "ours / hand", f"{ratio:.3f}", "at least 0.99", ratio >= 0.99)
+    results = {loop: lab.run("evaluate", 90, loop=loop, tasks=list(EVALUATED)) for loop in ("hand", "peer", "ours")}
+    for task, goal in EVALUATED.items():
+        row = f"8. {task}"
+        for loop, result in results.items():
+            yield Finding(row, loop, f"{result[task]['samples_per_s']:,.1f} samples/s, loss {result[task]['loss']:.4f}")
+        ratio = results["ours"][task]["samples_per_s"] / results["hand"][task]["samples_per_s"]
+        yield Finding(row, "ours / hand", f"{ratio:.3f}", f"at least {goal}", ratio >= goal)
 
 
-RESUMED = ["bf16", "fp16 with scaler", "compile", "gradient checkpointing", "accumulation 4"]
-RESUMED += ["channels_last convolution"]
-PACKAGED = ["adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "liger", "fp8"]
+def _by_case(lab: Lab, together: Together) -> dict[str, dict[str, Any] | Failed]:
+    return dict(zip([case["case"] for case in together[2]], lab.run_together(*together), strict=True))
+
+
+def _cases(module: str, limit_s: float, *names: str) -> Together:
+    return module, limit_s, [{"case": name} for name in names]
+
+
+QUIET: Together = (
+    *("quiet_steps", 90),
+    [
+        *({"loop": loop, "case": "bf16"} for loop in ("hand", "peer", "ours")),
+        *({"loop": "ours", "case": case} for case in ("fp16", "accumulation 4", "label smoothing")),
+    ],
+)
+RESUMED = _cases(
+    *("resumes", 120, "compile", "bf16", "fp16 with scaler", "gradient checkpointing", "accumulation 4"),
+    "channels_last convolution",
+)
+PACKAGED = _cases("resumes", 120, "adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit", "liger", "fp8")
+GROUPS = _cases(
+    *("strategies", 120, "alone", "DDP", "FSDP2", "FSDP2 offload", "DeepSpeed ZeRO 2", "alone bf16", "FSDP2 bf16"),
+)
+SHORT = _cases("memory", 90, "report", "retry", "search", "evaluation")
+EVALUATED = {"perplexity": 0.97, "generation": 0.97}
 ROWS: dict[str, Callable[[Lab], Iterator[Finding]]] = {
     "1 gpt2": lambda lab: throughput(lab, "gpt2"),
     "1 llama": lambda lab: throughput(lab, "llama"),
     "2": quiet_steps,
     "3": lambda lab: resumes(lab, "3. killed and resumed", RESUMED),
-    "4": saves,
     "5": strategies,
     "6": memory,
     "7": lambda lab: resumes(lab, "7. packages, killed and resumed", PACKAGED),
-    "8 perplexity": lambda lab: evaluations(lab, "perplexity"),
-    "8 generation": lambda lab: evaluations(lab, "generation"),
+    "4": saves,
+    "8": evaluations,
     "1 gpt2 compiled": lambda lab: throughput(lab, "gpt2", compiled=True, limit_s=120),
     "1 llama compiled": lambda lab: throughput(lab, "llama", compiled=True, limit_s=120),
 }
+#: Rows whose jobs are not timed: they run together, the longest first.
+UNTIMED = {"3": RESUMED, "7": PACKAGED, "2": QUIET, "5": GROUPS, "6": SHORT}
 
 
 def main() -> int:
@@ -254,8 +284,11 @@ def main() -> int:
     out = Path(os.environ.get("OUT", "."))
     lab = Lab(chosen.seconds, dry=chosen.dry)
     begun, findings = time.monotonic(), []
-    machine = describe_machine(chosen.dry)
-    for name in chosen.only or ROWS:
+    machine = {**describe_machine(chosen.dry), "forked": os.environ[processes.FORKS] == "1"}
+    rows = chosen.only or list(ROWS)
+    for name in rows:
+        if name in UNTIMED:
+            lab.begin(together for row, together in UNTIMED.items() if row in rows)
         try:
             for finding in ROWS[name](lab):
                 findings.append(finding)

@@ -1,6 +1,6 @@
 """Samples per second of evaluating a language model, and of generation, against the loop by hand.
 
-python -m benchmarks.gpu.evaluate '{"loop": "ours", "task": "perplexity", "dry": true}'
+python -m benchmarks.gpu.evaluate '{"loop": "ours", "tasks": ["perplexity"], "dry": true}'
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ ROUNDS = 3
 NEW_TOKENS = 32
 
 
-def measure(*, loop: str, task: str, dry: bool) -> dict[str, Any]:
-    """Evaluate three times after a warm-up; the rate is of the quickest."""
+def measure(*, loop: str, tasks: list[str], dry: bool) -> dict[str, Any]:
+    """Evaluate each task three times after a warm-up; the rate is of the quickest."""
+    return {task: _measure(loop, task, dry) for task in tasks}
+
+
+def _measure(loop: str, task: str, dry: bool) -> dict[str, Any]:
     generates = task == "generation"
     rows = 8 if dry else (256 if generates else 512)
     batch = 4 if dry else (64 if generates else 16)

@@ -12,11 +12,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from benchmarks.gpu.work import MARK, Tokens, language_model, main, settings
+from benchmarks.gpu.processes import Job
+from benchmarks.gpu.work import Tokens, language_model, main, settings
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 
 STEPS, SAVE, KILL = 40, 10, 25
@@ -97,9 +95,9 @@ def measure(*, case: str, dry: bool, phase: str = "", folder: str = "") -> dict[
     with tempfile.TemporaryDirectory() as home:
         whole = _start(case, dry, "whole", f"{home}/whole")
         killed = _start(case, dry, "killed", f"{home}/killed")
-        expected, _ = _wait(whole), killed.communicate()
-        if killed.returncode != -signal.SIGKILL:
-            raise RuntimeError(f"the process that was to be killed ended with {killed.returncode}")
+        expected, code = _wait(whole), killed.wait()
+        if code != -signal.SIGKILL:
+            raise RuntimeError(f"the process that was to be killed ended with {code}: {killed.text()[-1500:]}")
         checkpoints = sorted(path.name for path in Path(f"{home}/killed").glob("checkpoint-*"))
         resumed = _wait(_start(case, dry, "resumed", f"{home}/killed"))
         again = {} if resumed == expected else _wait(_start(case, dry, "whole", f"{home}/again"))
@@ -114,18 +112,16 @@ def measure(*, case: str, dry: bool, phase: str = "", folder: str = "") -> dict[
     }
 
 
-def _start(case: str, dry: bool, phase: str, folder: str) -> subprocess.Popen[str]:
-    chosen = json.dumps({"case": case, "dry": dry, "phase": phase, "folder": folder})
-    command = [sys.executable, "-m", "benchmarks.gpu.resumes", chosen]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def _start(case: str, dry: bool, phase: str, folder: str) -> Job:
+    chosen = {"case": case, "dry": dry, "phase": phase, "folder": folder}
+    return Job("resumes", chosen, Path(f"{folder}-{phase}.txt"), inside=True)
 
 
-def _wait(process: subprocess.Popen[str]) -> dict[str, Any]:
-    output, _ = process.communicate()
-    lines = [line for line in output.splitlines() if line.startswith(MARK)]
-    if process.returncode or not lines:
-        raise RuntimeError(output[-1500:])
-    return dict(json.loads(lines[-1][len(MARK) :]))
+def _wait(job: Job) -> dict[str, Any]:
+    code, result = job.wait(), job.result()
+    if code or result is None:
+        raise RuntimeError(job.text()[-1500:])
+    return result
 
 
 def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: str) -> dict[str, Any]:
@@ -135,7 +131,8 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
         network: Any = Convolutions()
         rows: Dataset[Any] = Images(samples)
     else:
-        network, rows = language_model("small", dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)
+        name = "small llama" if case == "liger" else "small"
+        network, rows = language_model(name, dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)
     if case == "fp8":
         network = _fp8(network)
     saved = {"save_strategy": "steps", "save_steps": SAVE, "save_async": True, "full_determinism": True}

@@ -12,8 +12,8 @@ from benchmarks.gpu.work import device, main
 
 
 def measure(*, dry: bool) -> dict[str, Any]:
-    """A state of 1.26 GB (weights and two moments of 105 M parameters), three saves each."""
-    width, depth, saves = (64, 2, 1) if dry else (1024, 100, 3)
+    """A state of 1.26 GB (weights and two moments of 105 M parameters), two saves each."""
+    width, depth, saves = (64, 2, 1) if dry else (1024, 100, 2)
     return async_save.measure(width, depth, saves, 1, device(dry))
 
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.work import Tokens, Windows, by_hand, language_model, main, 
 from trainer_lib.base.peak_flops import utilization
 
 LENGTHS = {"gpt2": 1024, "llama": 4096}
-STEPS = {"gpt2": 25, "llama": 6}  # of a window
+STEPS = {"gpt2": 15, "llama": 6}  # of a window
 LARGEST = {"gpt2": 64, "llama": 16}
 ROOM = 0.6
 

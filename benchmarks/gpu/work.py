@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_lib
+from benchmarks.gpu.processes import MARK
 
 transformers: Any = importlib.import_module("transformers")  # untyped in part, and of several versions
-MARK = "RESULT "
 LOOPS = ("hand", "peer", "ours")
 LIBRARIES: dict[str, Any] = {"ours": trainer_lib, "peer": transformers}
 
@@ -40,16 +40,19 @@ def synchronize(dry: bool) -> None:
 
 
 def language_model(name: str, *, dry: bool, dropout: float = 0.0) -> Any:
-    """Build "gpt2" (124 M parameters), "llama" (1.1 B) or "small" (11 M) from its configuration, on the device.
+    """Build "gpt2" (124 M parameters), "llama" (1.1 B), "small" (GPT-2, 11 M) or "small llama" (14 M), on the device.
 
     Attention is torch's scaled dot product, which selects a flash kernel where there is one.
     """
     tiny = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 256} if dry else {}
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     config: Any
-    if name == "llama":
+    if name.endswith("llama"):
         sizes = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
         heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
+        if name == "small llama":
+            sizes = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4}
+            heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
         if dry:
             sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
             heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
