@@ -91,13 +91,10 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
 
 def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
     """Log the tables of a split, and return their paths."""
-    found, split, names = outcome.found, outcome.split, outcome.classes
-    if outcome.is_classes:
-        rows = [[row, names[label], names[guess], label == guess] for row, label, guess in found["samples"]]
-        columns = ["row_id", "label", "prediction", "right"]
-    else:
-        rows = [[row, label, guess, guess - label] for row, label, guess in found["samples"]]
-        columns = ["row_id", "label", "prediction", "residual"]
+    split, (columns, samples) = outcome.split, outcome.samples()
+    residual = outcome.is_numbers
+    rows = [[row, label, guess, guess - label if residual else label == guess] for row, label, guess in samples]
+    columns = [*columns, "residual" if residual else "right"]
     tables = {split: (columns, rows), f"hardest-{split}": outcome.hardest(), f"confused-{split}": outcome.confusions()}
     shown = {name: outcome.with_inputs(table) for name, table in tables.items()}
     shown |= {f"importance-{split}": outcome.importance(), f"weak-{split}": outcome.weak_groups()}

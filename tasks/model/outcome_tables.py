@@ -38,6 +38,17 @@ class Outcome:
         """Whether the labels are classes."""
         return bool(self.found["kind"] == "classes")
 
+    @property
+    def is_numbers(self) -> bool:
+        """Whether the labels are numbers."""
+        return bool(self.found["kind"] == "numbers")
+
+    def _named(self, value: Any) -> Any:
+        """The name of a class, or of several; a number as it is."""
+        if isinstance(value, list):
+            return ", ".join(self.classes[number] for number in value) or "none"
+        return value if self.is_numbers else self.classes[value]
+
     def drawings(self) -> dict[str, str]:
         """The pictures as SVG by the names of `draw_outcome`; none for what cannot be drawn."""
         try:
@@ -48,7 +59,7 @@ class Outcome:
 
     def describe_residuals(self) -> str:
         """A sentence about the errors of predicted numbers; empty for classes."""
-        if self.is_classes:
+        if not self.is_numbers:
             return ""
         pairs = zip(self.found["measured"], self.found["predicted"], strict=True)
         off = sorted(abs(guess - value) for value, guess in pairs)
@@ -78,16 +89,14 @@ class Outcome:
 
     def hardest(self) -> tuple[list[str], list[list[Any]]]:
         """The columns and the rows that the model gets most wrong; no rows for an evaluation that has not kept them."""
-        rows = [list(each) for each in self.found.get("hardest") or ()]
-        if self.is_classes:
-            rows = [[row, self.classes[label], self.classes[guess], loss] for row, label, guess, loss in rows]
-        return ["row_id", "label", "prediction", "nats" if self.is_classes else "absolute_error"], rows
+        hardest = self.found.get("hardest") or ()
+        rows = [[row, self._named(label), self._named(guess), loss] for row, label, guess, loss in hardest]
+        return ["row_id", "label", "prediction", "absolute_error" if self.is_numbers else "nats"], rows
 
     def samples(self) -> tuple[list[str], list[list[Any]]]:
         """The columns and the rows of sample predictions: the first ones of the split, then some that are wrong."""
-        rows = [list(each) for each in self.found.get("samples") or ()]
-        if self.is_classes:
-            rows = [[row, self.classes[label], self.classes[guess]] for row, label, guess in rows]
+        samples = self.found.get("samples") or ()
+        rows = [[row, self._named(label), self._named(guess)] for row, label, guess in samples]
         return ["row_id", "label", "prediction"], rows
 
     def confusions(self) -> tuple[list[str], list[list[Any]]]:
@@ -152,7 +161,7 @@ def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterato
         split = entry.path.removeprefix(f"{OUTCOMES}/").removesuffix(".json")
         try:
             found = parse_json(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
-            classes = len(found.get("matrix") or ())
+            classes = found.get("classes") or len(found.get("matrix") or ())
             yield Outcome(split, found, _class_names(info, classes) if classes else [])
         except (TrainflowError, ValueError, AttributeError) as error:
             _log.warning("The outcomes of %s cannot be read: %s", split, error)

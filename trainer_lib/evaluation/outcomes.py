@@ -25,23 +25,27 @@ def summarize_outcomes(
     *,
     confidence: Any = None,
     classes: int | None = None,
+    threshold: float = _CHOSEN,
 ) -> dict[str, Any] | None:
     """The outcomes of one split as plain JSON; None for a model whose outputs are neither classes nor single numbers.
 
     Args:
         predictions: scores ``[rows, classes]`` with whole labels ``[rows]``, or numbers ``[rows]`` or ``[rows, 1]``
-            with labels of that size.
+            with labels of that size; or scores ``[rows, classes]`` with labels of 0 and 1, where `classes` is given.
         id_of: the id of a row, by its number from 0.
         confidence: of predictions that are whole numbers of classes ``[rows]``, their probabilities ``[rows]``.
         classes: how many there are; used where the predictions do not say it.
+        threshold: the probability from which on one of several classes is predicted.
 
     Returns:
-        `kind` ("classes" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to 2,000 values
-        each in `measured` and `predicted`, and the first and the worst rows in `samples`. `hardest` has up to 50 rows
-        as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of numbers
-        the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy, rows].
-        Where only the probability of the predicted class is known, `hardest` is empty. `confusions` has the largest
-        wrong cells of the matrix as [label, prediction, rows, ids of the worst of them]; `curves` those of `_curves`.
+        `kind` ("classes", "several" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to
+        2,000 values each in `measured` and `predicted`, and the first and the worst rows in `samples`. `hardest` has up
+        to 50 rows as [id, label, prediction, loss], the worst first: of classes the negative log-likelihood in nats, of
+        numbers the absolute error. `reliability` has the bins of confidence that have rows as [confidence, accuracy,
+        rows]. Where only the probability of the predicted class is known, `hardest` is empty. `confusions` has the
+        largest wrong cells of the matrix as [label, prediction, rows, ids of the worst of them]; `curves` those of
+        `_curves`.
+        Where rows have several classes, labels and predictions are lists, and there are only `samples` and `hardest`.
     """
     if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray) or not len(labels):
         return None
@@ -51,6 +55,8 @@ def summarize_outcomes(
     if confidence is not None and labels.dtype.kind in "iu" and predictions.dtype.kind in "iu":
         found = _classes(predictions, labels, classes or int(max(predictions.max(), labels.max())) + 1, id_of)
         return found and {**found, "hardest": [], "reliability": _reliability(confidence, predictions == labels)}
+    if classes is not None and labels.shape == predictions.shape == (rows, classes) and np.isin(labels, (0, 1)).all():
+        return _several(predictions.astype(np.float64), labels > 0, id_of, threshold)
     flat, measured = predictions.reshape(-1), labels.reshape(-1)
     if labels.dtype.kind == "f" and predictions.dtype.kind == "f" and len(flat) == len(measured) == rows:
         return _numbers(flat, measured, id_of)
@@ -223,13 +229,34 @@ def _numbers(predicted: np.ndarray, measured: np.ndarray, id_of: Callable[[int],
     }
 
 
+def _several(scores: np.ndarray, truth: np.ndarray, id_of: Callable[[int], Any], threshold: float) -> dict[str, Any]:
+    chosen = scores >= np.log(threshold / (1 - threshold))
+    losses = np.logaddexp(0, np.where(truth, -scores, scores)).mean(axis=1)
+    worst, wrong = np.argsort(-losses, kind="stable")[:HARDEST].tolist(), np.flatnonzero((chosen != truth).any(axis=1))
+
+    def described(row: int) -> list[Any]:
+        return [id_of(row), np.flatnonzero(truth[row]).tolist(), np.flatnonzero(chosen[row]).tolist()]
+
+    return {
+        "kind": "several",
+        "rows": len(truth),
+        "classes": truth.shape[1],
+        "samples": [described(row) for row in _sample_rows(wrong, len(truth))],
+        "hardest": [[*described(row), _short(losses[row])] for row in worst],
+    }
+
+
+def _sample_rows(worst: np.ndarray, rows: int) -> list[int]:
+    """The first rows, then of the worst those that are not among them."""
+    first = list(range(min(SAMPLES, rows)))
+    return first + [int(row) for row in worst[:SAMPLES] if row not in first]
+
+
 def _samples(
     worst: np.ndarray, labels: np.ndarray, predicted: np.ndarray, id_of: Callable[[int], Any]
 ) -> list[list[Any]]:
-    """Rows as [id, label, prediction]: the first ones, then of the worst those that are not among them."""
-    first = list(range(min(SAMPLES, len(labels))))
-    chosen = first + [int(row) for row in worst[:SAMPLES] if row not in first]
-    return [[id_of(row), _short(labels[row]), _short(predicted[row])] for row in chosen]
+    """Rows as [id, label, prediction]."""
+    return [[id_of(row), _short(labels[row]), _short(predicted[row])] for row in _sample_rows(worst, len(labels))]
 
 
 def _short(value: Any) -> float | int:

@@ -33,6 +33,8 @@ def draw_outcome(found: Mapping[str, Any], classes: Sequence[str], split: str) -
         found: as `trainer_lib.evaluation.outcomes` gives them.
         classes: names of the classes; empty for numbers.
     """
+    if found["kind"] == "several":
+        return {}
     if found["kind"] != "classes":
         return {"residuals": draw_residuals(found["measured"], found["predicted"], f"Residuals of {split}")}
     drawn = {"confusion": draw_confusion(found["matrix"], classes, f"Confusion matrix of {split}")}

@@ -11,13 +11,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 ABOUT = {
     "causal-language-modeling": "Texts to a model of transformers that continues them.",
     "embeddings": "Vectors of texts, near where texts belong together, with a model of transformers.",
-    "image-classification": "Images to one of several classes.",
+    "image-classification": "Images to classes, or to a number.",
     "preference-optimization": "Answers that are preferred to others, with a model of transformers (DPO).",
     "question-answering": "The part of a text that answers a question, with a model of transformers.",
     "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",
-    "tabular-classification": "Rows of a table to one of several classes.",
+    "tabular-classification": "Rows of a table to classes.",
     "tabular-regression": "Rows of a table to a number.",
-    "text-classification": "Texts to one of several classes, with a model of transformers.",
+    "text-classification": "Texts to classes, or to a number, with a model of transformers.",
     "time-series-forecasting": "The next steps of one time series or many.",
     "token-classification": "Words of a text to a tag each, with a model of transformers.",
 }

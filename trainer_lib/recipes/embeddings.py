@@ -170,7 +170,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     Raises:
         ConfigError: a split has one text only, so that there is nothing to tell it from.
     """
-    table = TextsToFind(options, out, classes=False)
+    table = TextsToFind(options, out)
     chosen = table.options
     queries, positives = table.texts_of("query"), table.texts_of("positive")
     learned = (text for row in table.splits["train"].tolist() for text in (queries[row], positives[row]))

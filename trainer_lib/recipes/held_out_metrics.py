@@ -7,6 +7,7 @@ all of them, by which the constant is chosen.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import numpy as np
 Key = TypeVar("Key")
 Value = TypeVar("Value", int, str)
 _MOST_NATS = 700.0  # whose exponential is still a number
+_MOST_NAMED = 50  # classes whose scores are metrics by name, as many as a slice has values
 
 
 def measure_classes(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
@@ -39,6 +41,82 @@ def measure_classes(predictions: Any, labels: Any, whole: Any = None) -> dict[st
         "log_loss": float(-log_likelihood.mean()),
         "majority_accuracy": float(majority),
         "accuracy_over_majority": float(accuracy - majority),
+    }
+
+
+def measure_several(predictions: Any, labels: Any, *, threshold: float) -> dict[str, float]:
+    """F1, subset accuracy, log loss and average precision of scores ``[rows, classes]`` for labels of 0 and 1.
+
+    `subset_accuracy` is the share of rows whose classes are all right; `average_precision` the mean over the classes
+    that some row has, `chance_average_precision` the same of scores without any input.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels) > 0
+    chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
+    right, both = (truth & chosen).sum(axis=0), counts + chosen.sum(axis=0)
+    known, precision = counts > 0, average_precisions(scores, truth)
+    mean, chance = (float(each[known].mean()) if known.any() else 0.0 for each in (precision, counts / len(truth)))
+    return {
+        "micro_f1": float(2 * right.sum() / max(both.sum(), 1)),
+        "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()) if both.any() else 0.0,
+        "subset_accuracy": float((truth == chosen).all(axis=1).mean()),
+        "log_loss": float(np.logaddexp(0, np.where(truth, -scores, scores)).mean()),
+        "average_precision": mean,
+        "chance_average_precision": chance,
+        "average_precision_over_chance": mean - chance,
+    }
+
+
+def measure_labels(predictions: Any, labels: Any, *, classes: Sequence[str], threshold: float) -> dict[str, float]:
+    """The scores of each class of several as those of slices, such as `f1/label/red`; nothing of more than 50 classes.
+
+    Arguments are as of `measure_several`. A class without rows is left out.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels) > 0
+    chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
+    right, guessed = (truth & chosen).sum(axis=0), chosen.sum(axis=0)
+    by_name = {
+        "rows": counts,
+        "precision": right / np.maximum(guessed, 1),
+        "recall": right / np.maximum(counts, 1),
+        "f1": 2 * right / np.maximum(counts + guessed, 1),
+        "average_precision": average_precisions(scores, truth),
+    }
+    names = [re.sub(r"[^\w .:-]", "_", name) for name in classes] if len(classes) <= _MOST_NAMED else []
+    return {
+        f"{metric}/label/{name}": float(values[index])
+        for index, name in enumerate(names)
+        for metric, values in by_name.items()
+        if counts[index]
+    }
+
+
+def average_precisions(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The average precision of each class ``[classes]``, as scikit-learn's; of one without rows 0."""
+    found = np.zeros(scores.shape[1])
+    for index in range(scores.shape[1]):
+        order = np.argsort(-scores[:, index], kind="stable")
+        falling, hits = -scores[order, index], truth[order, index]
+        last = np.searchsorted(falling, falling, side="right")  # rows of one score are chosen together
+        found[index] = (np.cumsum(hits)[last - 1] / last)[hits].sum() / max(hits.sum(), 1)
+    return found
+
+
+def measure_ranks(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
+    """Distances in ranks of scores ``[rows, classes]`` for labels ``[rows]``, and the quadratic weighted kappa.
+
+    `rank_mae_below_median` is what the model is better by than the median class of the rows.
+    """
+    predicted, truth = np.asarray(predictions).argmax(axis=-1), np.asarray(labels).reshape(-1)
+    median = np.median(truth if whole is None else np.asarray(whole))
+    mae, of_median = float(np.abs(predicted - truth).mean()), float(np.abs(median - truth).mean())
+    # Cohen's kappa: the squared distance by the one of ranks that are independent.
+    by_chance = predicted.var() + truth.var() + (predicted.mean() - truth.mean()) ** 2
+    kappa = float(1 - ((predicted - truth) ** 2).mean() / by_chance) if by_chance > 0 else 0.0
+    return {
+        "rank_mae": mae,
+        "median_rank_mae": of_median,
+        "rank_mae_below_median": of_median - mae,
+        "quadratic_kappa": kappa,
     }
 
 
@@ -114,6 +192,17 @@ def name_classes(predictions: np.ndarray, classes: Sequence[str]) -> dict[str, S
     return {
         "prediction": [classes[index] for index in scores.argmax(axis=-1)],
         "confidence": scores.max(axis=-1).astype(np.float32).tolist(),
+        "scores": list(scores.astype(np.float32)),
+    }
+
+
+def name_several(predictions: np.ndarray, classes: Sequence[str], threshold: float) -> dict[str, Sequence[Any]]:
+    """The names of the classes of logits ``[rows, classes]`` that reach the threshold, and all probabilities."""
+    scores = 1 / (1 + np.exp(-predictions.astype(np.float64)))
+    chosen = [np.flatnonzero(row >= threshold) for row in scores]
+    return {
+        "prediction": [[classes[int(index)] for index in row] for row in chosen],
+        "confidence": [row[kept].astype(np.float32) for row, kept in zip(scores, chosen, strict=True)],
         "scores": list(scores.astype(np.float32)),
     }
 

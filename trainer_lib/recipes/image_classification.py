@@ -1,4 +1,4 @@
-"""The recipe image-classification: images to one of several classes.
+"""The recipe image-classification: images to classes or to a number.
 
     name: flowers
     recipe: image-classification
@@ -31,13 +31,11 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.class_losses import count_classes, split_loss, use_class_loss
-from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.image_files import (
     ADDRESS,
     FITS,
+    FOLDER_LABEL,
     IMAGE,
-    LABEL,
     MODES,
     SPLIT,
     ImageForm,
@@ -50,7 +48,6 @@ from trainer_lib.recipes.image_files import (
 from trainer_lib.recipes.model_places import (
     from_place,
     import_transformers,
-    label_names,
     new_config,
     no_model,
     one_of,
@@ -59,7 +56,17 @@ from trainer_lib.recipes.model_places import (
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.table_cells import id_of
 from trainer_lib.recipes.table_files import Table, note_form
-from trainer_lib.recipes.tabular_rows import FIELD, TabularRows
+from trainer_lib.recipes.tabular_rows import FIELD, LABEL, TabularRows
+from trainer_lib.recipes.targets import (
+    describe_predictions,
+    head_names,
+    head_settings,
+    label_rows,
+    label_tensor,
+    measure,
+    split_loss,
+    use_loss,
+)
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -140,7 +147,7 @@ def _no_torchvision(what: str, error: Exception, place: str, field: str) -> Conf
 
 
 def new_image_model(
-    config: Mapping[str, Any], classes: Sequence[str], *, size: Sequence[int], channels: int
+    config: Mapping[str, Any], head: Mapping[str, Any], *, size: Sequence[int], channels: int
 ) -> nn.Module:
     """A model at random, by a configuration with its `model_type`."""
     library = import_transformers()
@@ -148,7 +155,7 @@ def new_image_model(
         remedy = "Name one: train.model.config.model_type=vit."
         raise ConfigError("A configuration needs the type of the model.", field="train.model.config", remedy=remedy)
     image = size[0] if size[0] == size[1] else list(size)
-    given = {"image_size": image, "num_channels": channels, **config, **label_names(classes)}
+    given = {"image_size": image, "num_channels": channels, **config, **head}
     if config["model_type"] == TIMM:
         import_timm(str(config.get("architecture", TIMM)), field="train.model.config")
         given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
@@ -162,8 +169,8 @@ def new_image_model(
     return model
 
 
-def load_image_model(place: str, classes: Sequence[str], *, new_head: bool) -> nn.Module:
-    """A model by its name or from its folder.
+def load_image_model(place: str, head: Mapping[str, Any], *, new_head: bool) -> nn.Module:
+    """A model by its name or from its folder, with outputs as `head_settings` gives them.
 
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
@@ -171,13 +178,14 @@ def load_image_model(place: str, classes: Sequence[str], *, new_head: bool) -> n
     of_timm = _is_of_timm(_read_config(place))
     if of_timm:
         import_timm(place, field="train.model")
+    classes = list(head["id2label"].values())
     require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
     # timm's configuration has a number of classes of its own, which outweighs their names.
-    names = {**label_names(classes), **({"num_labels": len(classes)} if of_timm else {})}
+    names = {**head, **({"num_labels": len(classes)} if of_timm else {})}
     kind = "AutoModelForImageClassification"
     model: nn.Module = from_place(kind, place, field="train.model", ignore_mismatched_sizes=new_head, **names)
     if of_timm:
-        model.config.label_names = list(classes)  # type: ignore[union-attr]  # saved in place of id2label
+        model.config.label_names = classes  # type: ignore[union-attr]  # saved in place of id2label
     return model
 
 
@@ -212,7 +220,7 @@ class ImageNet(nn.Module):
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Logits ``[batch, classes]`` of images ``[batch, channels, height, width]``; with labels the cross-entropy."""
         logits = self.head(self.blocks(pixel_values).mean(dim=(2, 3)))
-        if labels is None:
+        if labels is None or labels.is_floating_point():  # of those `use_loss` gives the loss
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
@@ -282,15 +290,15 @@ class ImageRows(TabularRows):
     """The images by split: their paths and labels, as a table."""
 
     defaults: Mapping[str, Any] = {
-        "rename": {},  # these seven are as of a table
+        **LABEL,  # these are as of a table
+        "label": FOLDER_LABEL,  # column of a table that has the classes
+        "rename": {},
         "read": {},
         "ignore": [],
         "id": None,
         "files": {},
         "split": {},
-        "absent_classes": False,
         "image": None,  # column of a table that has the paths; None: the sources are folders of images
-        "label": LABEL,  # column of a table that has the classes
         "pretrained": None,  # name of the model on the Hub whose size, mean and spread are used
         "folder": None,  # or its folder
         "size": None,  # pixels of a side, or height and width
@@ -302,7 +310,7 @@ class ImageRows(TabularRows):
     def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
         column = self.options["image"]
         if column is not None:
-            readers = {self.options["id"]: id_of}
+            readers = {**self._label_reader(), self.options["id"]: id_of}
             return read_image_table(
                 addresses, column, rename=rename, field=field, readers=readers, read=self.options["read"]
             )
@@ -319,14 +327,16 @@ class ImageRows(TabularRows):
     def _features(self) -> list[str]:
         return []
 
-    def images(self, form: ImageForm, counts: dict[str, Any]) -> dict[str, Iterator[dict[str, Any]]]:
+    def images(
+        self, labels: Sequence[Any], form: ImageForm, counts: dict[str, Any]
+    ) -> dict[str, Iterator[dict[str, Any]]]:
         """For every split its rows: `image` (the path), `pixels`, `labels` and `row_id`.
 
         Args:
+            labels: of all rows of the table.
             form: what images are brought into.
             counts: what becomes the statistics of the training images while these are read.
         """
-        labels = self.class_numbers(self.classes())
         ids, reader = self._ids(), ImageReader(form, "the folder of the table")
         paths, addresses = self.table.texts(self.options["image"] or IMAGE), self.table.columns[ADDRESS]
 
@@ -345,10 +355,10 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """Find the images, and read those of each split.
 
     Returns:
-        For every split its rows: `image` (the path), `pixels` uint8 ``[height, width, channels]``, `labels` (0 on) and
-        `row_id`.
+        For every split its rows: `image` (the path), `pixels` uint8 ``[height, width, channels]``, `labels` (of a class
+        0 on) and `row_id`.
     """
-    table = ImageRows(options, out, classes=True)
+    table = ImageRows(options, out)
     chosen = table.options
     require_choice(chosen["fit"], FITS, field=f"{FIELD}.fit")
     require_choice(chosen["colours"], MODES, field=f"{FIELD}.colours")
@@ -357,13 +367,12 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     form = {"size": _size(chosen["size"], size), "colours": chosen["colours"], "fit": chosen["fit"]}
     counts: dict[str, Any] = {}
     # The images are counted as the rows are read.
-    classes = table.classes()
-    class_rows = count_classes(table.class_numbers(classes), table.splits["train"], len(classes))
-    out.info.update(label=table.label, classes=classes, class_rows=class_rows, form=form, normal=normal, counts=counts)
+    labels = label_rows(table, out.info)
+    out.info.update(label=table.label, form=form, normal=normal, counts=counts)
     names = {IMAGE: IMAGE, **({chosen["image"]: IMAGE} if chosen["image"] else {})}
     rename = {**chosen["rename"], **names}
     out.info.update(note_form({}, {"rename": rename, "read": chosen["read"]}, optional=[IMAGE, "pixels"]))
-    return table.images(ImageForm(**form), counts)
+    return table.images(labels, ImageForm(**form), counts)
 
 
 def _size(given: Any, of_model: list[int] | None) -> list[int]:
@@ -384,13 +393,13 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
     own, loss = split_loss(options)
-    chosen, classes = choose(own, MODEL, field="train.model"), data.info["classes"]
+    chosen, head = choose(own, MODEL, field="train.model"), head_settings(data.info)
     form = ImageForm(**data.info["form"])
     place = one_of(chosen, field="train.model")
     if place is not None:
-        model = load_image_model(place, classes, new_head=chosen["new_head"])
+        model = load_image_model(place, head, new_head=chosen["new_head"])
     elif chosen["config"]:
-        model = new_image_model(chosen["config"], classes, size=data.info["form"]["size"], channels=form.channels)
+        model = new_image_model(chosen["config"], head, size=data.info["form"]["size"], channels=form.channels)
     else:
         channels = chosen["channels"]
         if not channels or not all(
@@ -398,13 +407,13 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         ):
             what = f"The channels of each block must be a multiple of {_GROUP}."
             raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")
-        model = ImageNet(form.channels, len(classes), channels, chosen["dropout"])
+        model = ImageNet(form.channels, len(head_names(data.info)), channels, chosen["dropout"])
     model = augment_training(model, chosen["augment"], field="train.model.augment")
-    return use_class_loss(model, loss, data.info)
+    return use_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch: standardized `pixel_values` ``[batch, channels, height, width]``, and labels ``[batch]``.
+    """Make a batch: standardized `pixel_values` ``[batch, channels, height, width]``, and labels.
 
     New rows have the path or the URL of an image instead of its pixels; relative ones start from the working directory.
     """
@@ -414,15 +423,15 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32) / 255
     batch = {"pixel_values": (values - torch.tensor(means).view(1, -1, 1, 1)) / torch.tensor(spreads).view(1, -1, 1, 1)}
     if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        batch["labels"] = label_tensor(rows)
     return batch
 
 
-def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure logits ``[rows, classes]``, beside the most frequent class of the same rows."""
-    return measure_classes(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
+def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
+    """Measure outputs, next to the most frequent class or the mean of the same rows."""
+    return measure(evaluation, None if data is None else data.info)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn logits ``[rows, classes]`` into the name of the best class and the probability of each."""
-    return name_classes(predictions, data.info["classes"])
+    """Turn outputs into the names of classes and their probabilities, or into a number."""
+    return describe_predictions(predictions, data.info)

@@ -26,7 +26,7 @@ FITS = ("stretch", "crop", "pad")
 """Ways to fit an image of another shape: stretched, cut around its middle, or with black edges."""
 MODES = {"rgb": "RGB", "grey": "L"}
 """Colours that an image may be given -> Pillow's mode."""
-LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"
+FOLDER_LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"
 """The columns of an image folder: an image's folder, its path, the folder above, and where it is on this machine."""
 _SIXTEEN_BITS = 1 << 16
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
@@ -140,7 +140,7 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     parts = [file.address.split("/") for file in files]
     columns: dict[str, Values] = {
         IMAGE: [file.path for file in files],
-        LABEL: [each[-2] if len(each) > 1 else None for each in parts],
+        FOLDER_LABEL: [each[-2] if len(each) > 1 else None for each in parts],
         SPLIT: [each[-3] if len(each) > 2 else None for each in parts],
         ADDRESS: [file.address for file in files],
     }

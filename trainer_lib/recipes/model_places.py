@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
 from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.targets import head_settings
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo
@@ -140,22 +141,17 @@ def build_with_head(
 
 
 def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, task: str) -> nn.Module:
-    """Build a model for the classes of the data; arguments as of `build_with_head`.
+    """Build a model for the labels of the data; arguments as of `build_with_head`.
 
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
     chosen = choose(options, {**MODEL, "new_head": False}, field=FIELD)
-    classes, place = data.info["classes"], one_of(chosen, field=FIELD)
+    place, settings = one_of(chosen, field=FIELD), head_settings(data.info)
     if place is not None:
-        require_head(place, head, len(classes), is_new=chosen["new_head"])
-    model: nn.Module = build_with_head(chosen, data, head=head, task=task, **label_names(classes))
+        require_head(place, head, len(settings["id2label"]), is_new=chosen["new_head"])
+    model: nn.Module = build_with_head(chosen, data, head=head, task=task, **settings)
     return model
-
-
-def label_names(classes: Sequence[str]) -> dict[str, Any]:
-    """The names of classes as a configuration holds them."""
-    return {"id2label": dict(enumerate(classes)), "label2id": {name: index for index, name in enumerate(classes)}}
 
 
 def require_head(place: str, head: str, classes: int, *, is_new: bool, has_head: bool = False) -> None:

@@ -290,7 +290,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         `reference_rejected`, the logarithms of the answers' probabilities; in `labels` 0, the place of the chosen
         answer; `row_id`.
     """
-    table = PreferredPairs(options, out, classes=False)
+    table = PreferredPairs(options, out)
     chosen = table.options
     require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
     place = one_of(chosen, field=FIELD)

@@ -212,7 +212,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         text for none; the first and the last character of the first answer in `answer_span` ``[2]``, -1 for none; the
         scores of what needs no model in `trivial` ``[3]``; `row_id`.
     """
-    table = QuestionRows(options, out, classes=False)
+    table = QuestionRows(options, out)
     answers, chosen = table.answers(), table.options
     questions = table.texts_of("question")
     contexts = [str(each) for each in table.table.columns[chosen["context"]]]

@@ -84,7 +84,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     Returns:
         For every split its rows: the text to read by the name of its column, that to write in `labels`; `row_id`.
     """
-    table = TextsToWrite(options, out, classes=False)
+    table = TextsToWrite(options, out)
     chosen = table.options
     texts, targets = table.texts_of("text"), table.texts_of("target")
     train = table.splits["train"].tolist()

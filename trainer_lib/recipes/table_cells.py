@@ -10,10 +10,13 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
 
+from trainer_lib.data.column import Column
+from trainer_lib.data.given_rows import parse_text
 from trainer_lib.data.reading import FIELD, Reading
 from trainer_lib.data.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.table_features import fold
 
 READ: dict[str, Any] = {
     "separator": None,  # between two values of a CSV file
@@ -144,3 +147,20 @@ def read_texts(value: Any, where: str) -> list[str] | None:
             what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
             raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
     return [str(each) for each in value]
+
+
+def read_names(value: Any, where: str, *, separator: str | None, folds: bool) -> list[str]:
+    """The different classes in a cell: a list, or texts between separators; empty where there is none."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text in NOTHING:
+            value = None
+        elif separator is not None:
+            value = [part.strip() for part in text.split(separator) if part.strip()]
+        elif text.startswith("["):
+            value = parse_text(where, "", text, Column("list", "string"))
+        else:
+            what = f"{where}: '{text[:40]}' is not a list"
+            raise DataError(f"{what} (prepare.options.label_separator splits a text).", field="rows")
+    names = map(str.strip, read_texts(value, where) or ())
+    return list(dict.fromkeys(fold(name) if folds else name for name in names))

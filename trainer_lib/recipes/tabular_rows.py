@@ -1,27 +1,30 @@
-"""From the files of a table to rows of a recipe: the features or texts, the splits, and a network for the rows.
-
-Numbers are standardized for the network, texts embedded, and a few layers follow.
-"""
+"""From the files of a table to rows of a recipe: the features or texts, the labels, and the splits."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import compress
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.data.reading import Reading
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_cells import as_number, as_text, id_of, plain_value, read_reading
+from trainer_lib.recipes.table_cells import (
+    as_number,
+    as_text,
+    id_of,
+    number_of,
+    plain_value,
+    read_names,
+    read_reading,
+    text_of,
+)
 from trainer_lib.recipes.table_faults import Fault, find_column_faults, find_row_faults, with_faults
 from trainer_lib.recipes.table_features import (
     PARTS,
@@ -30,7 +33,6 @@ from trainer_lib.recipes.table_features import (
     iso_dates,
     looks_like_date,
     part_names,
-    with_parts,
 )
 from trainer_lib.recipes.table_files import (
     SOURCES,
@@ -44,13 +46,23 @@ from trainer_lib.recipes.table_files import (
     note_form,
     read_table,
 )
+from trainer_lib.recipes.targets import CLASS, NUMBER, ORDER, SEVERAL, TARGETS
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput
 
 FIELD = "prepare.options"
-DEFAULTS: dict[str, Any] = {
+LABEL: dict[str, Any] = {
     "label": None,  # column to predict
+    "target": CLASS,  # or several, order, number (`trainer_lib.recipes.targets`)
+    "label_separator": None,  # between several classes in a cell such as red;blue; None: the files have lists
+    "order": [],  # classes in their order, the least first; numbers have one
+    "threshold": 0.5,  # the probability from which on one of several classes is predicted
+    "absent_classes": False,  # accept a split without rows of some class
+}
+"""The options of what is predicted (`prepare.options`), with their defaults."""
+DEFAULTS: dict[str, Any] = {
+    **LABEL,
     "features": None,  # columns to predict from; None: all that have no other use
     "ignore": [],  # columns that are left out
     "categorical": [],  # columns whose numbers are names (a postcode), not amounts
@@ -63,7 +75,6 @@ DEFAULTS: dict[str, Any] = {
     "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
     "split": {},  # how rows are cut (`trainer_lib.recipes.splitting`)
     "missing": "refuse",  # numbers that are missing; or mean, which needs prepare.allow_nan=true
-    "absent_classes": False,  # accept a split without rows of some class
 }
 """The options of the tabular recipes (`prepare.options`), with their defaults."""
 TEXTS: dict[str, Any] = {
@@ -80,11 +91,6 @@ TEXTS: dict[str, Any] = {
     "max_length": 128,  # tokens of a text; longer ones are cut
 }
 """The options of recipes for texts, with their defaults; the first six are as of a table."""
-NET: dict[str, Any] = {
-    "hidden": [128, 128],  # sizes of the layers
-    "dropout": 0.1,  # probability, after each of them
-}
-"""The settings of the network (`train.model`), with their defaults."""
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers
@@ -96,6 +102,7 @@ class TabularRows:
 
     Attributes:
         options: the options, with defaults.
+        target: the kind of the labels; empty where a recipe reads them itself.
         table: all rows.
         label: the column to predict.
         splits: split -> the numbers of its rows.
@@ -109,24 +116,33 @@ class TabularRows:
     label_option: str = "label"
     """The option that names the column to predict."""
 
-    def __init__(self, options: Mapping[str, Any], out: PrepareOutput, *, classes: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], out: PrepareOutput) -> None:
         self.options = choose(options, self.defaults, field=FIELD)
+        self.target = ""
+        if self.defaults.keys() >= LABEL.keys():
+            self.target = self.options["target"]
+            require_choice(self.target, TARGETS, field=f"{FIELD}.target")
         require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
         label = f"{FIELD}.{self.label_option}"
         if self.options[self.label_option] is None:
             remedy = f"Name the column to predict: {label}=NAME."
             raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
-        way = read_split(self.options["split"], by="stratified" if classes else "random")
+        way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
         self.table, self._bad = Table([], {}), list[DataError]()
         with naming_sources(SOURCES):
             try:
-                self._set_up(way, out, classes=classes)
+                self._set_up(way, out)
             except DataError as error:
-                raise with_faults(self._bad[0] if self._bad else error, self._find_faults(classes=classes)) from error
+                raise with_faults(self._bad[0] if self._bad else error, self._find_faults()) from error
             if self._bad:
-                raise with_faults(self._bad[0], self._find_faults(classes=classes))
+                raise with_faults(self._bad[0], self._find_faults())
 
-    def _find_faults(self, *, classes: bool) -> list[Fault]:
+    @property
+    def _has_class(self) -> bool:
+        """Whether each row has one class."""
+        return self.target in (CLASS, ORDER)
+
+    def _find_faults(self) -> list[Fault]:
         """All that is wrong with rows and, where the table is one of features, with columns."""
         faults = find_row_faults(self._bad)
         label = self.options[self.label_option]
@@ -136,9 +152,10 @@ class TabularRows:
             features = self._features()
         except TrainflowError:
             return faults
-        return faults + find_column_faults(self.table, label, features, self.options, classes=classes)
+        is_number = self.target == NUMBER
+        return faults + find_column_faults(self.table, label, features, self.options, classes=not is_number)
 
-    def _set_up(self, way: Mapping[str, Any], out: PrepareOutput, *, classes: bool) -> None:
+    def _set_up(self, way: Mapping[str, Any], out: PrepareOutput) -> None:
         """Read the files, cut the rows into splits, and describe the features."""
         label = f"{FIELD}.{self.label_option}"
         rename = self.options["rename"]
@@ -147,11 +164,11 @@ class TabularRows:
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
         self.table, starts = self._read_all(files, rename)
         self.label = self.table.require(self.options[self.label_option], field=label)
-        if classes:
+        if self._has_class:
             self._refuse_amounts(label)
         kind = np.min_scalar_type(-len(self.table))
         by_file = {name: np.arange(rows.start, rows.stop, dtype=kind) for name, rows in starts.items() if name}
-        self.splits = by_file or self._cut(way, classes=classes)
+        self.splits = by_file or self._cut(way)
         if "train" not in self.splits:
             remedy = "Name a file for it: prepare.options.files.train=FILE."
             raise ConfigError("There is no split 'train'.", field=f"{FIELD}.files", value=list(files), remedy=remedy)
@@ -164,8 +181,8 @@ class TabularRows:
             self._warn(self.table.unread, "values that are neither numbers nor texts")
         for name in self._features():
             self._describe(name)
-        if classes:
-            self._warn_of_cases(self.label, self._codes[1])
+        if self._has_class or self.target == SEVERAL:
+            self._warn_of_cases(self.label, self._codes[2])
         self._warnings += self.table.all_notes()
 
     def _warn(self, names: Iterable[str], why: str) -> None:
@@ -179,7 +196,7 @@ class TabularRows:
         most = _FEW_CLASSES if (numbers % 1).any() else max(_FEW_CLASSES, values / 2)
         if len(numbers) == values and (different := count_different(numbers)) > most:
             what = f"The label '{self.label}' has {different:,} different numbers in {values:,} rows"
-            remedy = "Use the recipe tabular-regression, or give each row one of a few classes."
+            remedy = f"Predict amounts ({FIELD}.target=number, or the recipe tabular-regression), or give few classes."
             raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
 
     def _read_all(
@@ -200,7 +217,7 @@ class TabularRows:
         chosen = self.options
         reading = read_reading(chosen["read"])
         merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
-        readers: dict[str, Reader] = {**merged, **self._readers(), chosen["id"]: id_of}
+        readers: dict[str, Reader] = {**merged, **self._label_reader(), **self._readers(), chosen["id"]: id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
         return read_table(
             addresses,
@@ -213,6 +230,14 @@ class TabularRows:
             bad=self._bad,
         )
 
+    def _label_reader(self) -> dict[str, Reader]:
+        """The label, where it is a list of classes, with what reads it."""
+        chosen = self.options
+        if self.target != SEVERAL:
+            return {}
+        folds = chosen[self.label_option] in chosen.get("merge", ())
+        return {chosen[self.label_option]: partial(read_names, separator=chosen["label_separator"], folds=folds)}
+
     def _lists(self) -> Sequence[str]:
         """The columns that hold lists of texts."""
         return ()
@@ -221,18 +246,37 @@ class TabularRows:
         """The columns whose values have a form of their own, with what reads them."""
         return {}
 
-    def _cut(self, way: Mapping[str, Any], *, classes: bool) -> dict[str, np.ndarray]:
+    def _cut(self, way: Mapping[str, Any]) -> dict[str, np.ndarray]:
         keys: Sequence[str] = ()
+        if way["by"] == "stratified" and self.target == SEVERAL:
+            remedy = f"Set {FIELD}.split.by to random, group, time or column."
+            what = "Rows of several classes have no class to cut by."
+            raise ConfigError(what, field=f"{FIELD}.split.by", remedy=remedy)
         if way["column"] is not None:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
             keys = self.table.texts(column)
-        labels = self._codes[0] if classes else None
+        labels = self._codes[1] if self._has_class else None
         return cut_rows(way, len(self.table), labels=labels, keys=keys, place=self.table.places.__getitem__)
 
     @cached_property
-    def _codes(self) -> tuple[np.ndarray, list[str]]:
-        return self.table.codes(self.label)
+    def _codes(self) -> tuple[Any, np.ndarray, list[str]]:
+        """The rows of the labels (a slice of all where each has one), the number of each label, and their names."""
+        if self.target != SEVERAL:
+            return slice(None), *self.table.codes(self.label)
+        lists = list(self.table.columns[self.label])
+        names = sorted(set(chain.from_iterable(lists)))
+        number = {name: index for index, name in enumerate(names)}
+        codes = np.array([number[name] for name in chain.from_iterable(lists)], np.int64)
+        return np.repeat(np.arange(len(lists)), list(map(len, lists))), codes, names
+
+    def _labels_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows and the numbers of the labels of some rows."""
+        rows, codes, _ = self._codes
+        if self.target != SEVERAL:
+            return chosen, codes[chosen]
+        kept = np.frombuffer(self._mask(chosen), np.bool_)[rows]
+        return rows[kept], codes[kept]
 
     def _features(self) -> list[str]:
         """The columns to predict from. Raises DataError for a name that the table does not have."""
@@ -373,39 +417,55 @@ class TabularRows:
         return self.table.texts(name) if len(kinds) > 1 else ids
 
     def classes(self) -> list[str]:
-        """The classes in the training rows, numbers in their order.
+        """The classes in the training rows: as `order` has them, else numbers in their order, before texts.
 
         Raises:
             DataError: a label is missing, training has one class only, or a split has a label that training has not, or
-                lacks a class.
+                lacks a class; or classes are in no order.
         """
         self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
-        codes, names = self._codes
-        counts = {split: np.bincount(codes[chosen], minlength=len(names)) for split, chosen in self.splits.items()}
+        names, labels = self._codes[2], {split: self._labels_of(chosen) for split, chosen in self.splits.items()}
+        counts = {split: np.bincount(codes, minlength=len(names)) for split, (_, codes) in labels.items()}
         known = sorted((names[code] for code in np.flatnonzero(counts["train"])), key=_in_order)
         if len(known) < 2:
-            what = f"All training rows have the label '{known[0]}', so there is nothing to learn."
+            what = f"All training rows have the label '{''.join(known)}', so there is nothing to learn."
             raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows of two classes or more.")
-        for split, chosen in self.splits.items():
+        for split, (rows, codes) in labels.items():
             if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
-                first = chosen[np.isin(codes[chosen], new)][0]
-                what = f"{self.table.places[first]}: the label '{names[codes[first]]}' in the split '{split}'"
+                first = np.flatnonzero(np.isin(codes, new))[0]
+                what = f"{self.table.places[rows[first]]}: the label '{names[codes[first]]}' in the split '{split}'"
                 remedy = "Give more rows of it, remove the row, or split by stratified."
                 raise DataError(f"{what} is in no row of train.", field=f"{FIELD}.split", remedy=remedy)
             absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
-            if absent and not self.options["absent_classes"]:
+            if absent and self.target == SEVERAL:
+                self._warnings.append(f"The split '{split}' has no row of the class '{absent[0]}'.")
+            elif absent and not self.options["absent_classes"]:
                 number = sum(count[names.index(absent[0])] for count in counts.values())
                 what = f"The split '{split}' has no row of the class '{absent[0]}', of which there are {number} in all."
                 remedy = "Split by stratified, give more rows, or set prepare.options.absent_classes=true."
                 raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
-        return known
+        return self._ordered(known) if self.target == ORDER else known
 
-    def class_numbers(self, classes: Sequence[str]) -> Sequence[int]:
-        """The number of each row's class among these, ``[rows]``."""
-        codes, names = self._codes
+    def _ordered(self, known: Sequence[str]) -> list[str]:
+        order, field = list(map(text_of, self.options["order"])), f"{FIELD}.order"
+        if not order and all(number_of(name) is not None for name in known):
+            return list(known)
+        if len(set(order)) < len(order) or (new := next((name for name in known if name not in order), None)):
+            what = "A class is there twice." if len(set(order)) < len(order) else f"The class '{new}' has no place."
+            remedy = f"Name the classes in their order, the least first: {field}=[{', '.join(known)}]."
+            raise DataError(what, field=field, value=order, remedy=remedy)
+        return [name for name in order if name in known]
+
+    def class_numbers(self, classes: Sequence[str]) -> Sequence[Any]:
+        """The number of each row's class among these ``[rows]``; of several classes 0 or 1 for each of these."""
+        rows, codes, names = self._codes
         number = {name: index for index, name in enumerate(classes)}
         numbers = np.array([number[name] for name in names], np.min_scalar_type(len(names)))
-        return memoryview(numbers[codes])
+        if self.target != SEVERAL:
+            return memoryview(numbers[codes])
+        whole: Any = np.zeros((len(self.table), len(classes)), np.uint8)
+        whole[rows, numbers[codes]] = 1
+        return whole  # type: ignore[no-any-return]
 
     def label_scale(self) -> list[float]:
         """The mean and the spread of the training labels. Raises DataError for one that is missing or not a number."""
@@ -413,7 +473,8 @@ class TabularRows:
         numbers = self.table.find_numbers(self.label)
         if numbers is None:
             what = f"The label '{self.label}' holds texts, such as '{next(self.table.each_text(self.label))}'."
-            raise DataError(what, field=f"{FIELD}.label", remedy="Use the recipe tabular-classification.")
+            remedy = "Use the recipe tabular-classification, or leave prepare.options.target out."
+            raise DataError(what, field=f"{FIELD}.label", remedy=remedy)
         return self.scale(numbers)
 
     def info(self) -> dict[str, Any]:
@@ -473,125 +534,3 @@ def _in_order(name: str) -> tuple[float, str]:
         return float(name), name
     except ValueError:
         return float("inf"), name
-
-
-# -- a network for the rows -------------------------------------------------------------------------------------------
-def text_code(text: str) -> int:
-    """A number for a text, the same in every process: tensors hold no texts."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def collate_table(
-    rows: Sequence[Mapping[str, Any]], *, label_dtype: torch.dtype, info: Mapping[str, Any] | None = None
-) -> dict[str, Tensor]:
-    """A batch of a table's rows, which perhaps have `labels` and `row_id`.
-
-    Args:
-        info: that of `TabularRows`, which names columns of dates and of hashed texts.
-
-    Returns:
-        `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
-        their names, and `labels` ``[batch]`` where the rows have them.
-    """
-    dates, hashed = (info or {}).get("dates", ()), (info or {}).get("hashed", {})
-    if dates or hashed:
-        rows = [with_parts(row, dates, hashed) for row in rows]
-    names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
-    texts = [name for name in names if isinstance(rows[0][name], str)]
-    numbers = [name for name in names if name not in texts]
-    batch = {
-        "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
-        "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
-    }
-    if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows], dtype=label_dtype)
-    return batch
-
-
-class TabularNet(nn.Module):
-    """Layers over standardized numbers and embedded texts. What it standardizes by is saved with the weights.
-
-    Args:
-        numbers: column of numbers -> mean and spread in the training rows.
-        texts: column of texts -> the texts in the training rows; any other text counts as unknown.
-        outputs: size of the output.
-        hidden: sizes of the layers.
-        dropout: probability, after each layer.
-    """
-
-    mean: Tensor
-    spread: Tensor
-
-    def __init__(
-        self,
-        numbers: Mapping[str, Sequence[float]],
-        texts: Mapping[str, Sequence[str]],
-        outputs: int,
-        hidden: Sequence[int],
-        dropout: float,
-    ) -> None:
-        super().__init__()
-        columns = [numbers[name] for name in sorted(numbers)]
-        self.register_buffer("mean", torch.tensor([mean for mean, _ in columns], dtype=torch.float32))
-        self.register_buffer("spread", torch.tensor([spread for _, spread in columns], dtype=torch.float32))
-        self.embeddings = nn.ModuleList()
-        for index, name in enumerate(sorted(texts)):
-            codes = sorted(text_code(text) for text in texts[name])
-            self.register_buffer(f"codes_{index}", torch.tensor(codes, dtype=torch.int64))
-            self.embeddings.append(nn.Embedding(len(codes) + 1, min(32, 2 + len(codes) // 2)))
-        # A missing number is the mean, and a second input says that it was missing.
-        size = 2 * len(columns) + sum(each.embedding_dim for each in self.embeddings if isinstance(each, nn.Embedding))
-        layers: list[nn.Module] = []
-        for width in hidden:
-            layers += [nn.Linear(size, width), nn.GELU(), nn.Dropout(dropout)]
-            size = width
-        self.layers = nn.Sequential(*layers, nn.Linear(size, outputs))
-
-    def outputs(self, numbers: Tensor, texts: Tensor) -> Tensor:
-        """The output ``[batch, outputs]`` for numbers ``[batch, columns]`` and codes of texts ``[batch, columns]``."""
-        missing = torch.isnan(numbers)
-        parts = [torch.where(missing, 0.0, (numbers - self.mean) / self.spread), missing.to(numbers.dtype)]
-        for index, embedding in enumerate(self.embeddings):
-            codes = self.get_buffer(f"codes_{index}")
-            given = texts[:, index].contiguous()
-            place = torch.searchsorted(codes, given).clamp(max=len(codes) - 1)
-            parts.append(embedding(torch.where(codes[place] == given, place + 1, 0)))
-        result: Tensor = self.layers(torch.cat(parts, dim=1))
-        return result
-
-
-class Classifier(TabularNet):
-    """A `TabularNet` with an output for each class."""
-
-    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Logits ``[batch, classes]``; with labels ``[batch]`` the cross-entropy as well."""
-        logits = self.outputs(numbers, texts)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Regressor(TabularNet):
-    """A `TabularNet` with one output, in the unit of the label.
-
-    Args:
-        label: mean and spread of the label in the training rows.
-        more: as of `TabularNet`, without `outputs`.
-    """
-
-    label_mean: Tensor
-    label_spread: Tensor
-
-    def __init__(self, label: Sequence[float], **more: Any) -> None:
-        super().__init__(outputs=1, **more)
-        self.register_buffer("label_mean", torch.tensor(label[0], dtype=torch.float32))
-        self.register_buffer("label_spread", torch.tensor(label[1], dtype=torch.float32))
-
-    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Predictions ``[batch]`` in `logits`; with labels ``[batch]`` the squared error in units of their spread."""
-        standard = self.outputs(numbers, texts).squeeze(-1)
-        found = {"logits": standard * self.label_spread + self.label_mean}
-        if labels is None:
-            return found
-        wanted = (labels - self.label_mean) / self.label_spread
-        return {"loss": nn.functional.mse_loss(standard, wanted), **found}

@@ -1,4 +1,4 @@
-"""The recipe text-classification: texts to one of several classes, with a model of transformers.
+"""The recipe text-classification: texts to classes or to a number, with a model of transformers.
 
     name: reviews
     recipe: text-classification
@@ -24,17 +24,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.class_losses import count_classes, split_loss, use_class_loss
-from trainer_lib.recipes.held_out_metrics import measure_classes, name_classes
 from trainer_lib.recipes.model_places import build_classifier
 from trainer_lib.recipes.option_names import PathOptions
 from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tabular_rows import TEXTS, TextRows
+from trainer_lib.recipes.tabular_rows import LABEL, TEXTS, TextRows
+from trainer_lib.recipes.targets import describe_predictions, label_rows, label_tensor, measure, split_loss, use_loss
 from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
@@ -47,9 +45,8 @@ class ClassifiedTexts(TextRows):
     unclassed = None
     defaults: Mapping[str, Any] = {
         **TEXTS,
-        "label": None,  # column to predict
+        **LABEL,
         "merge": [],  # as of a table
-        "absent_classes": False,  # accept a split without rows of some class
         "text": None,  # column with the texts
         "pair": None,  # column with second texts, for questions about two
     }
@@ -64,18 +61,15 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """Read the texts and find a tokenizer for them.
 
     Returns:
-        For every split its rows: the texts by the name of their column, `labels` (0 on) and `row_id`.
+        For every split its rows: the texts by the name of their column, `labels` (of a class 0 on) and `row_id`.
     """
-    table = ClassifiedTexts(options, out, classes=True)
-    classes, chosen = table.classes(), table.options
-    labels = table.class_numbers(classes)
+    table = ClassifiedTexts(options, out)
+    labels, chosen = label_rows(table, out.info), table.options
     columns = {chosen[option]: table.texts_of(option) for option in table.text_options}
     train = table.splits["train"].tolist()
     tokenizer = find_tokenizer(chosen, (texts[row] for texts in columns.values() for row in train), out)
     out.info.update(
         label=table.label,
-        classes=classes,
-        class_rows=count_classes(labels, train, len(classes)),
         texts=list(columns),
         max_length=chosen["max_length"],
         pad_token_id=tokenizer.pad_token_id,
@@ -90,7 +84,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration.
 
     Args:
-        options: the settings of `model_places.MODEL` and `class_losses.LOSS`,
+        options: the settings of `model_places.MODEL` and `targets.LOSS`,
             and `new_head`: replace a head that was trained for other classes.
 
     Raises:
@@ -98,26 +92,26 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """
     own, loss = split_loss(options)
     model = build_classifier(own, data, head="ForSequenceClassification", task="SEQ_CLS")
-    return use_class_loss(model, loss, data.info)
+    return use_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels ``[batch]``."""
+    """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels."""
     texts = [[row[name] for row in rows] for name in data.info["texts"]]
     tokenizer = kept_tokenizer(data)
     batch = dict(
         tokenizer(*texts, padding=True, truncation=True, max_length=data.info["max_length"], return_tensors="pt")
     )
     if "labels" in rows[0]:
-        batch["labels"] = torch.tensor([row["labels"] for row in rows])
+        batch["labels"] = label_tensor(rows)
     return batch
 
 
-def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure logits ``[rows, classes]``, next to the most frequent class of the same rows."""
-    return measure_classes(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
+def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
+    """Measure outputs, next to the most frequent class or the mean of the same rows."""
+    return measure(evaluation, None if data is None else data.info)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn logits ``[rows, classes]`` into the name of the best class and the probability of each."""
-    return name_classes(predictions, data.info["classes"])
+    """Turn outputs into the names of classes and their probabilities, or into a number."""
+    return describe_predictions(predictions, data.info)

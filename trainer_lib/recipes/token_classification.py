@@ -186,7 +186,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         For every split its rows: the words by the name of their column, and for each word its tag in `labels` (0 on),
         and in `usual_tags` the tag that it had most often in training; `row_id`.
     """
-    table = TaggedRows(options, out, classes=False)
+    table = TaggedRows(options, out)
     classes, chosen = table.classes(), table.options
     words, tags = table.columns()
     number = {name: index for index, name in enumerate(classes)}

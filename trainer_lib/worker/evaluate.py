@@ -48,6 +48,8 @@ from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult
 from trainer_lib.recipes import DataInfo
+from trainer_lib.recipes.held_out_metrics import measure_labels
+from trainer_lib.recipes.targets import SEVERAL
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
@@ -403,10 +405,20 @@ def _of_all_rows(
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
                 metrics[name] |= remembered.intervals(resampled, request.confidence)
-            metrics[name] |= _sliced(work, name, split, remembered)
+            metrics[name] |= _sliced(work, name, split, remembered) | _of_labels(remembered, data)
     for message in warnings:
         work.events.emit("warning", message=message)
     return metrics, measured, warnings
+
+
+def _of_labels(remembered: Remembered, data: DataInfo) -> dict[str, float]:
+    """The metrics of each class, where rows have several."""
+    given, info = remembered.given, data.info
+    if given is None or info.get("target") != SEVERAL:
+        return {}
+    return measure_labels(
+        single_output(given.predictions), given.label_ids, classes=info["classes"], threshold=info["threshold"]
+    )
 
 
 def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:
@@ -461,7 +473,9 @@ def _describe(
         places.setdefault(row_id, row)
         return row_id
 
-    outcomes = summarize_outcomes(**pairs, id_of=id_of, classes=len(names) if isinstance(names, list) else None)
+    known: dict[str, Any] = {"classes": len(names) if isinstance(names, list) else None}
+    known |= {"threshold": data.info["threshold"]} if "threshold" in data.info else {}
+    outcomes = summarize_outcomes(**{**pairs, **known}, id_of=id_of)
     if outcomes is not None and work.request.show_inputs:
         outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: split[places[row_id]])
         if rows is None and len(pairs["labels"]) == len(split):

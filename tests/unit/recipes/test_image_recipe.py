@@ -26,6 +26,7 @@ from trainer_lib.recipes.image_classification import (
     new_image_model,
 )
 from trainer_lib.recipes.image_files import ImageForm
+from trainer_lib.recipes.targets import head_settings
 from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
@@ -290,9 +291,9 @@ def test_a_folder_without_a_preprocessor_that_is_not_of_timm_is_refused_as_befor
     "use",
     [
         lambda place: find_image_settings(place, field="train.model"),
-        lambda place: load_image_model(place, ["a", "b"], new_head=True),
+        lambda place: load_image_model(place, head_settings({"classes": ["a", "b"]}), new_head=True),
         lambda place: new_image_model(
-            {"model_type": "timm_wrapper", "architecture": place}, ["a"], size=[8, 8], channels=1
+            {"model_type": "timm_wrapper", "architecture": place}, {}, size=[8, 8], channels=1
         ),
     ],
 )

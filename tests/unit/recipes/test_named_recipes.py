@@ -125,7 +125,7 @@ Digests = dict[str, dict[str, dict[str, str]]]
     ("file", "old", "new", "runs"),
     [
         ("splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
-        ("tabular_rows.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
+        ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
         ("held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
         ("held_out_metrics.py", '"confidence"', '"sure"', {"predict"}),
     ],
@@ -137,7 +137,7 @@ def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
     text = (edited / file).read_text()
     assert old in text
     (edited / file).write_text(text.replace(old, new))
-    also = [(edited.parent / "mine.py", "imported by a file of the user")] if file == "tabular_rows.py" else []
+    also = [(edited.parent / "mine.py", "imported by a file of the user")] if file == "tabular_net.py" else []
     for path, label in ((edited / "tabular_classification.py", "itself"), *also):
         after = _digests(path, edited.parent / "project")
         assert {stage for stage in after if before[path.name][stage] != after[stage]} == runs, label

@@ -1,0 +1,276 @@
+"""Kinds of labels that recipes for tables, texts and images share, with the losses of models for them.
+
+    target: class                              one of several classes
+    target: several, label_separator: ";"      any number of classes: a cell such as red;blue, or a list of a JSON file
+    target: order, order: [low, middle, high]  one of several classes in an order; numbers have one
+    target: number                             an amount, which is standardized for the model
+
+The loss of a batch is the mean over its rows. Rows of a class may be weighted: the loss is divided by the rows and not
+by their weights, as that of torch is, so micro-batches and processes add up to the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, mse_loss
+
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipes.held_out_metrics import (
+    measure_classes,
+    measure_numbers,
+    measure_ranks,
+    measure_several,
+    name_classes,
+    name_several,
+)
+from trainer_lib.recipes.option_names import choose
+from trainer_lib.trainer.model.models import innermost
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes.tabular_rows import TabularRows
+
+FIELD = "train.model"
+LOSS: dict[str, Any] = {
+    "class_weights": None,  # balanced, or class -> the weight of its rows; those that are not named have 1
+    "focal_gamma": 0.0,  # of the focal loss: rows that are right already count less
+}
+"""The settings of the loss (`train.model`), with their defaults."""
+BALANCED = "balanced"
+CLASS, SEVERAL, ORDER, NUMBER = TARGETS = ("class", "several", "order", "number")
+"""The kinds of labels."""
+_PROBLEMS = {SEVERAL: "multi_label_classification", NUMBER: "regression"}
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The loss ``[]`` of logits ``[batch, classes]`` and labels ``[batch, …]``."""
+
+
+def target_of(info: Mapping[str, Any]) -> str:
+    """The kind of the labels of prepared data."""
+    return str(info.get("target") or (CLASS if "classes" in info else NUMBER))
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
+    """The labels of a table's rows: numbers of classes, 0 and 1 for each class ``[rows, classes]``, or amounts.
+
+    Args:
+        info: gets what models and metrics need to know of them.
+    """
+    target, threshold = table.target, table.options.get("threshold", 0.5)
+    info.update({} if target == CLASS else {"target": target})
+    if target == NUMBER:
+        info["label_scale"] = table.label_scale()
+        numbers: Any = table.table.numbers(table.label)
+        return memoryview(numbers)
+    classes = table.classes()
+    labels, train = table.class_numbers(classes), table.splits["train"]
+    info.update(classes=classes, class_rows=count_classes(labels, train, len(classes)))
+    if target == SEVERAL:
+        if not 0 < threshold < 1:
+            remedy = "Give a probability, such as 0.5."
+            raise ConfigError("Out of range.", field="prepare.options.threshold", value=threshold, remedy=remedy)
+        info.update(train_rows=len(train), threshold=threshold)
+    return labels
+
+
+def count_classes(labels: Any, rows: Any, classes: int) -> list[int]:
+    """The number of rows of each class, among rows by their number, for `DataInfo.info["class_rows"]`."""
+    chosen = np.asarray(labels)[rows]
+    counts: list[int] = (chosen.sum(axis=0) if chosen.ndim == 2 else np.bincount(chosen, minlength=classes)).tolist()
+    return counts
+
+
+def label_tensor(rows: Sequence[Mapping[str, Any]]) -> Tensor:
+    """The labels of prepared rows: int64 ``[batch]`` of classes, else float32 ``[batch]`` or ``[batch, classes]``."""
+    labels = np.array([row["labels"] for row in rows])
+    is_class = labels.ndim == 1 and labels.dtype.kind in "iu"
+    return torch.from_numpy(labels.astype(np.int64 if is_class else np.float32))
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+def head_names(info: Mapping[str, Any]) -> list[str]:
+    """The names of a model's outputs: the classes, or the label that is a number."""
+    return list(info["classes"]) if "classes" in info else [str(info["label"])]
+
+
+def head_settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs of a model as the configurations of transformers hold them."""
+    names, problem = head_names(info), _PROBLEMS.get(target_of(info))
+    named = {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
+    return named | ({"problem_type": problem} if problem else {})
+
+
+def split_loss(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a model without those of its loss, and those of its loss."""
+    own = {name: value for name, value in options.items() if name in LOSS}
+    return {name: value for name, value in options.items() if name not in LOSS}, own
+
+
+def use_loss(model: nn.Module, options: Mapping[str, Any], info: Mapping[str, Any]) -> nn.Module:
+    """Let a model that is given labels return the loss of their kind; of amounts it predicts them in their unit.
+
+    Args:
+        model: returns `logits` ``[batch, outputs]`` by name.
+        options: those of `LOSS`.
+        info: the `classes` of the data, and `class_rows`: the training rows of each; or `label_scale`.
+
+    Raises:
+        ConfigError: a class is unknown, or a weight or gamma is out of range or not for this kind.
+    """
+    target = target_of(info)
+    chosen = choose(options, LOSS if target != NUMBER else {}, field=FIELD)
+    if target == NUMBER:
+        return _in_unit(model, *info["label_scale"])
+    weights, gamma = find_weights(chosen["class_weights"], info), float(chosen["focal_gamma"])
+    if not 0 <= gamma < float("inf") or (gamma and target == ORDER):
+        remedy = "Give 0 for the usual loss, or such as 2." if target != ORDER else "Remove it."
+        what = "The focal loss takes a gamma from 0 on, and is of classes without an order."
+        raise ConfigError(what, field=f"{FIELD}.focal_gamma", value=gamma, remedy=remedy)
+    if weights is None and not gamma and target == CLASS:
+        return model
+    of_class = torch.tensor(weights or [1.0] * len(info["classes"]), dtype=torch.float32)
+    losses: dict[str, Loss] = {
+        CLASS: lambda logits, labels: class_loss(logits, labels, of_class, gamma),
+        SEVERAL: lambda logits, labels: several_loss(logits, labels, of_class, gamma),
+        ORDER: lambda logits, labels: order_loss(logits, labels, of_class),
+    }
+    loss = losses[target]
+
+    def replace_loss(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> Any:
+        if named.get("labels") is None:
+            return None
+        outputs["loss"] = loss(outputs["logits"], named["labels"])
+        return outputs
+
+    return _hooked(model, replace_loss)
+
+
+def _in_unit(model: nn.Module, mean: float, spread: float) -> nn.Module:
+    def restore(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> Any:
+        standard = outputs["logits"].float().reshape(-1)
+        outputs["logits"] = standard * spread + mean
+        if (labels := named.get("labels")) is not None:
+            outputs["loss"] = mse_loss(standard, (labels.float() - mean) / spread)
+        return outputs
+
+    return _hooked(model, restore)
+
+
+def _hooked(model: nn.Module, hook: Callable[..., Any]) -> nn.Module:
+    # The loss is a mean over rows: the Trainer does not pass it their number, by which transformers' own would divide.
+    inner: Any = innermost(model)
+    inner.accepts_loss_kwargs, inner.has_class_loss = False, True
+    model.register_forward_hook(hook, with_kwargs=True)
+    return model
+
+
+def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
+    """The mean of `weight * (1 - p) ** gamma * -log p`, where `p` is the probability of a row's class.
+
+    Args:
+        logits: ``[batch, classes]``.
+        labels: ``[batch]``.
+        weights: ``[classes]``.
+        gamma: of Lin et al., Focal Loss for Dense Object Detection, 2017.
+    """
+    labels = labels.reshape(-1)
+    logs = log_softmax(logits.float(), dim=-1).gather(1, labels[:, None]).squeeze(1)
+    losses = -logs * weights.to(logits.device)[labels]
+    if gamma:
+        losses = losses * (-torch.expm1(logs)).clamp(min=0) ** gamma
+    return losses.mean()
+
+
+def several_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
+    """The binary cross-entropy, a mean over rows and classes, for labels of 0 and 1 ``[batch, classes]``.
+
+    `weights` are of rows that have a class, beside 1 of rows that have it not; gamma as of `class_loss`.
+    """
+    logits, labels = logits.float(), labels.to(logits.device, torch.float32)
+    plain = binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    losses = torch.where(labels > 0, plain * weights.to(logits.device), plain)
+    if gamma:
+        losses = losses * (-torch.expm1(-plain)).clamp(min=0) ** gamma
+    return losses.mean()
+
+
+def order_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The mean log loss of the answers whether a row is above each class but the last: near misses cost less.
+
+    These cumulative probabilities are sums of the softmax (the logarithmic form of the ranked probability score of
+    Epstein, 1969), so any model of classes learns an order. Arguments are as of `class_loss`.
+    """
+    labels, logs = labels.reshape(-1), log_softmax(logits.float(), dim=-1)
+    up_to = torch.logcumsumexp(logs, dim=1)[:, :-1]
+    above = torch.logcumsumexp(logs.flip(1), dim=1).flip(1)[:, 1:]
+    is_above = labels[:, None] > torch.arange(logs.shape[1] - 1, device=logs.device)
+    losses = -torch.where(is_above, above, up_to).mean(dim=1) * weights.to(logits.device)[labels]
+    return losses.mean()
+
+
+def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
+    """The weight of each class; None where all are 1.
+
+    Balanced weights are scikit-learn's: all rows by the classes times the rows of this one, so that their mean over
+    the training rows is 1. Where rows have several classes, they are the rows without a class by those with it.
+
+    Raises:
+        ConfigError: they are neither `balanced` nor weights above 0 by the names of classes.
+    """
+    field, classes = f"{FIELD}.class_weights", [str(name) for name in info["classes"]]
+    if given is None:
+        return None
+    if given == BALANCED:
+        rows = info.get("class_rows")
+        if rows is None:
+            remedy = "Run with --force prepare, or give the weights by class."
+            raise ConfigError("The prepared data has no count of its classes.", field=field, value=given, remedy=remedy)
+        if target_of(info) == SEVERAL:
+            return [(info["train_rows"] - count) / max(1, count) or 1.0 for count in rows]
+        return [sum(rows) / (len(rows) * max(1, count)) for count in rows]
+    if not isinstance(given, Mapping) or not given:
+        remedy = f"Write balanced, or a mapping: {{{classes[-1]}: 5}}."
+        raise ConfigError("These are not weights of classes.", field=field, value=given, remedy=remedy)
+    by_name = {str(name): weight for name, weight in given.items()}
+    for name, weight in by_name.items():
+        if name not in classes:
+            what, remedy = "The data has no such class.", suggestion(name, classes)
+            raise ConfigError(what, field=f"{field}.{name}", value=weight, remedy=remedy)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            remedy = "Give a number above 0: 5 has a row count like five."
+            raise ConfigError("This is not a weight.", field=f"{field}.{name}", value=weight, remedy=remedy)
+    return [float(by_name.get(name, 1.0)) for name in classes]
+
+
+# -- what is measured and written -------------------------------------------------------------------------------------
+def measure(evaluation: EvalPrediction, info: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics of outputs ``[rows, …]``, each beside what a model without any input would reach on these rows.
+
+    Without `info`, outputs ``[rows, classes]`` are of one class a row, and others are numbers.
+    """
+    given = evaluation.predictions, evaluation.label_ids
+    if info is None:
+        info = {"target": CLASS if np.ndim(given[0]) > 1 and np.shape(given[0])[1] > 1 else NUMBER}
+    target = target_of(info)
+    if target == NUMBER:
+        return measure_numbers(*given, evaluation.whole_labels)
+    if target == SEVERAL:
+        return measure_several(*given, threshold=info["threshold"])
+    measured = measure_classes(*given, evaluation.whole_labels)
+    return measured | (measure_ranks(*given, evaluation.whole_labels) if target == ORDER else {})
+
+
+def describe_predictions(predictions: np.ndarray, info: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of predictions: a number, or the names of classes with their probabilities."""
+    target = target_of(info)
+    if target == NUMBER:
+        return {"prediction": predictions.reshape(-1).astype(np.float32)}
+    if target == SEVERAL:
+        return name_several(predictions, info["classes"], info["threshold"])
+    return name_classes(predictions, info["classes"])
