@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,15 @@ def test_a_training_stops_early_and_gives_the_best_weights(tmp_path: Path, prepa
     result = run(asked, kind="in_process")
     assert result.global_step == 12  # the first evaluation is the best so far, and two more are not better by enough
     assert run(asked, kind="in_process").global_step == 12  # a run that continues has stopped
+
+
+def test_lists_that_collate_gets_as_arrays_are_not_warned_of(tmp_path: Path, trained: Trained) -> None:
+    recipe = RECIPE.replace("torch.from_numpy(np.stack([row[", "torch.tensor(([row[")
+    assert recipe != RECIPE
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(trained.ask(tmp_path, "evaluate", recipe, splits=["test"]), kind="in_process")
+    assert not [warning for warning in told if "extremely slow" in str(warning.message)]
 
 
 @pytest.mark.parametrize("kind", ["float", "double"])

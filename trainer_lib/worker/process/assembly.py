@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
         given |= {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
     if work.recipe.collate is not None:
         given.setdefault("remove_unused_columns", False)
+        # Lists are stored, and arrive in collate, as arrays: the advice is for who could hand over anything else.
+        warnings.filterwarnings("ignore", message="Creating a tensor from a list of numpy.ndarrays is")
     args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
     if verb == "train" and work.request.tracking and os.environ.get(TRACKED_RUN):
         names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
