@@ -70,9 +70,10 @@ def signal_tasks(folder: Path, number: str, sent: int) -> list[int]:
 
 
 def start(folder: Path, number: str, **variables: str) -> None:
-    """Have the daemon start a job in the environment of this process."""
+    """Have the daemon start a job, also again, in the environment in which it was submitted."""
     begin = folder / "jobs" / number / "begin"
-    begin.with_suffix(".new").write_text(json.dumps({**os.environ, **variables}))
+    submitted = json.loads((folder / "jobs" / number / "job.json").read_text())["environment"]
+    begin.with_suffix(".new").write_text(json.dumps({**submitted, **variables}))
     begin.with_suffix(".new").replace(begin)
 
 
@@ -101,6 +102,7 @@ def _sbatch(folder: Path, rest: list[str], given: dict[str, str]) -> int:
     least, _, most = given["nodes"].partition("-")
     nodes = min(int(most or least), int((folder / "machines").read_text()))
     job = {"script": script, "output": given["output"], "nodes": nodes, "name": given["job-name"]}
+    job["environment"] = dict(os.environ)
     (folder / "jobs" / number / "job.json").write_text(json.dumps(job))
     set_state(folder, number, state="PENDING", code="0:0", by="")
     start(folder, number)
