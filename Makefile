@@ -12,7 +12,7 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_CASES ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit test slow test-and-slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,7 +32,7 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 # A file stays on one worker: its imports and its fixtures are paid once.
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 1
 # Without compiled files each of the suite's processes compiles its modules again.
-unit test slow nightly: export PYTHONDONTWRITEBYTECODE =
+unit test slow test-and-slow nightly: export PYTHONDONTWRITEBYTECODE =
 unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a half on two quiet cores)
 	@$(PYTEST) -n $(CORES) tests/unit
 
@@ -41,22 +41,24 @@ unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a
 BARE := tests/services tests/processes tests/distributed tests/resume tests/contracts tests/unit
 PREFECT := tests/e2e tests/flows
 
-test: install  ## Run the tests of every change (about four minutes on two quiet cores)
+# $(call run_both,MARKERS)
+define run_both
 	@failed=0; \
-	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(BARE) || failed=1; \
-	$(PYTEST) -n $(TESTERS) -m "not slow and not nightly" $(PREFECT) || failed=1; \
-	exit $$failed
+	$(PYTEST) -n $(TESTERS) -m "$(1)" $(BARE) || failed=1; \
+	$(PYTEST) -n $(TESTERS) -m "$(1)" $(PREFECT) || failed=1
+endef
+
+test: install  ## Run the tests of every change (about four minutes on two quiet cores)
+	$(call run_both,not slow and not nightly); exit $$failed
 
 slow: install  ## Run more: kills, several machines, servers, whole pipelines (some eight minutes; tests/slow.txt)
-	@failed=0; \
-	$(PYTEST) -n $(TESTERS) -m slow $(BARE) || failed=1; \
-	$(PYTEST) -n $(TESTERS) -m slow $(PREFECT) || failed=1; \
-	exit $$failed
+	$(call run_both,slow); exit $$failed
+
+test-and-slow: install  ## Run both, as CI does: every test file is imported and every server started once
+	$(call run_both,not nightly); exit $$failed
 
 nightly: install  ## Run what CI leaves out: the longest tests, client libraries, benchmarks (an hour; tests/nightly.txt)
-	@failed=0; \
-	$(PYTEST) -n $(TESTERS) -m nightly $(BARE) || failed=1; \
-	$(PYTEST) -n $(TESTERS) -m nightly $(PREFECT) || failed=1; \
+	$(call run_both,nightly); \
 	$(MAKE) clients || failed=1; \
 	$(MAKE) benchmarks || failed=1; \
 	exit $$failed

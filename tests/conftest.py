@@ -132,6 +132,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put what is slow first: no worker is left alone with a long file at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def is_nightly(test: str) -> bool:
     """Whether a pattern of tests/nightly.txt fits a test (`processes/test_killed_commands.py::test_…`)."""
     return any(fnmatch.fnmatchcase(test, pattern) for pattern in _NIGHTLY)
@@ -146,6 +151,7 @@ def is_slow(file: str) -> bool:
 _RUNS: dict[str, Callable[[str], bool]] = {
     "not slow and not nightly": lambda file: not is_slow(file),
     "slow": is_slow,
+    "not nightly": lambda file: True,
     "nightly": lambda file: any(pattern.partition("::")[0] == file for pattern in _NIGHTLY),
 }
 

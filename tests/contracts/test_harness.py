@@ -185,7 +185,8 @@ def test_a_run_imports_the_files_of_which_it_has_tests_and_the_main_job_is_teste
     assert {run: [file for file in files if has(file)] for run, has in _RUNS.items()} == {
         "not slow and not nightly": ["unit/storage/test_store.py", "e2e/test_digits.py"],
         "slow": ["e2e/test_howto.py"],
+        "not nightly": [*files],
         "nightly": ["e2e/test_howto.py"],
     }
     makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert set(re.findall(r'-m "?([a-z ]+?)"? \$\(BARE\)', makefile)) == set(_RUNS)
+    assert set(re.findall(r"call run_both,([a-z ]+)\)", makefile)) == set(_RUNS)
