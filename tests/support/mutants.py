@@ -1,9 +1,9 @@
 """Mutants: small faults put into the product, which tests have to notice.
 
 ``python -m tests.support.mutants run`` puts every fault of ``mutants.json`` into a copy of the tree, runs tests until
-one fails, and compares with what is recorded: a fault that was noticed once must still be noticed. The list is fixed;
-``make`` drew it (seeded, more of it from rooms where a loss is silent), and ``renew`` draws again what is in code that
-is gone. A fault is found again by the name of its function and its text, so files may be renamed and moved.
+one fails, and compares with what is recorded: a fault that was noticed once must still be noticed. The list is fixed:
+it was drawn at random, more of it from rooms where a loss is silent, and ``renew`` draws again what is in code that is
+gone. A fault is found again by the name of its function and its text, so files may be renamed and moved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,34 +35,32 @@ TIMEOUT_S = 900
 MARK = "TRAINFLOW_MUTANT"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# Patterns of files, the number of faults drawn from them, and the tests that are tried first.
-ROOMS: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "commit": (("trainer_lib/storage/commit.py", "trainer_lib/checkpoint/[a-z]*.py"), 13, "checkpoint test_commit.py"),
+# Patterns of files, and the tests that are tried first.
+ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
+    "commit": (("trainer_lib/storage/commit.py", "trainer_lib/checkpoint/[a-z]*.py"), "checkpoint test_commit.py"),
     "restore": (
         ("trainer_lib/trainer/checkpoints/restore.py", "trainer_lib/trainer/checkpoints/snapshots.py"),
-        10,
         "trainer checkpoint",
     ),
-    "order": (("trainer_lib/data/*.py",), 13, "data trainer"),
-    "weighting": (("trainer_lib/trainer/weighting.py", "trainer_lib/trainer/history.py"), 10, "trainer"),
-    "keys": (("tasks/keys/keys.py", "tasks/keys/sources.py", "tasks/stage/manifest.py"), 13, "tasks flows"),
-    "leases": (("trainer_lib/locks/*.py",), 11, "locks"),
-    "secrets": (("trainer_lib/secrets.py",), 7, "test_secrets.py trackers"),
-    "storage": (("trainer_lib/storage/*.py",), 9, "storage"),
-    "loop": (("trainer_lib/trainer/loop.py", "trainer_lib/trainer/evaluator.py"), 9, "trainer"),
-    "evaluation": (("trainer_lib/evaluation/*.py",), 7, "evaluation"),
-    "optim": (("trainer_lib/optim/*.py",), 5, "optim"),
-    "sharding": (("trainer_lib/distributed/sharding.py", "trainer_lib/strategies/fsdp/*.py"), 6, "strategies trainer"),
-    "launch": (("trainer_lib/launch/*.py", "trainer_lib/guard.py"), 8, "launch"),
-    "failures": (("tasks/stage/retry.py", "tasks/stage/runner.py", "tasks/stage/gates.py"), 8, "tasks flows"),
+    "order": (("trainer_lib/data/*.py",), "data trainer"),
+    "weighting": (("trainer_lib/trainer/weighting.py", "trainer_lib/trainer/history.py"), "trainer"),
+    "keys": (("tasks/keys/keys.py", "tasks/keys/sources.py", "tasks/stage/manifest.py"), "tasks flows"),
+    "leases": (("trainer_lib/locks/*.py",), "locks"),
+    "secrets": (("trainer_lib/secrets.py",), "test_secrets.py trackers"),
+    "storage": (("trainer_lib/storage/*.py",), "storage"),
+    "loop": (("trainer_lib/trainer/loop.py", "trainer_lib/trainer/evaluator.py"), "trainer"),
+    "evaluation": (("trainer_lib/evaluation/*.py",), "evaluation"),
+    "optim": (("trainer_lib/optim/*.py",), "optim"),
+    "sharding": (("trainer_lib/distributed/sharding.py", "trainer_lib/strategies/fsdp/*.py"), "strategies trainer"),
+    "launch": (("trainer_lib/launch/*.py", "trainer_lib/guard.py"), "launch"),
+    "failures": (("tasks/stage/retry.py", "tasks/stage/runner.py", "tasks/stage/gates.py"), "tasks flows"),
     "flows": (
         ("flows/planning/plan.py", "flows/records/past_runs.py", "flows/runs/garbage.py", "flows/records/results.py"),
-        8,
         "flows",
     ),
-    "trackers": (("trainer_lib/trackers/spool.py", "trainer_lib/trackers/mlflow/delivery.py"), 5, "trackers"),
-    "recipes": (("trainer_lib/recipes/splitting.py", "trainer_lib/recipes/time_series.py"), 5, "recipes"),
-    "arguments": (("trainer_lib/arguments/[cgv]*.py",), 3, "arguments"),
+    "trackers": (("trainer_lib/trackers/spool.py", "trainer_lib/trackers/mlflow/delivery.py"), "trackers"),
+    "recipes": (("trainer_lib/recipes/splitting.py", "trainer_lib/recipes/time_series.py"), "recipes"),
+    "arguments": (("trainer_lib/arguments/[cgv]*.py",), "arguments"),
 }
 OPPOSITE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 
@@ -143,25 +140,6 @@ def _offset(text: str, node: ast.AST) -> int:
     return sum(map(len, lines[: node.lineno - 1])) + len(lines[node.lineno - 1].encode()[: node.col_offset].decode())
 
 
-def draw() -> list[Mutant]:
-    """Draw the list: kinds alternate within a room, and no function has two faults of a kind."""
-    drawn = []
-    for room, (_, count, _) in ROOMS.items():
-        chance = random.Random(f"{SEED} {room}")
-        candidates = list(_candidates(room))
-        chance.shuffle(candidates)
-        kinds: Counter[str] = Counter()
-        places = set()
-        while candidates and sum(kinds.values()) < count:
-            candidates.sort(key=lambda mutant: kinds[mutant.kind])
-            mutant = candidates.pop(0)
-            if (mutant.file, mutant.function, mutant.kind) not in places and mutant.before != mutant.after:
-                places.add((mutant.file, mutant.function, mutant.kind))
-                kinds[mutant.kind] += 1
-                drawn.append(mutant)
-    return drawn
-
-
 def renew(mutants: list[Mutant]) -> list[Mutant]:
     """Draw, for every fault whose code is gone, another one of its room and kind."""
     kept = [mutant for mutant in mutants if place(mutant, ROOT) is not None]
@@ -198,7 +176,7 @@ def place(mutant: Mutant, root: Path) -> tuple[Path, str] | None:
 
 def _tests(mutant: Mutant) -> list[str]:
     """Return what is run, in turn: the test that noticed it, its room's tests, those of every change, the slow ones."""
-    room = [name for name in (f"tests/unit/{part}" for part in ROOMS[mutant.room][2].split()) if (ROOT / name).exists()]
+    room = [name for name in (f"tests/unit/{part}" for part in ROOMS[mutant.room][1].split()) if (ROOT / name).exists()]
     return [
         *_known(mutant.killed_by),
         " ".join(room),
@@ -318,14 +296,12 @@ def write(mutants: list[Mutant]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("verb", choices=["make", "renew", "run"])
+    parser.add_argument("verb", choices=["renew", "run"])
     parser.add_argument("--depth", type=int, default=9, help="how many groups of tests are tried at most")
     parser.add_argument("--record", action="store_true", help="write down which test noticed each fault")
     parser.add_argument("--only", help="faults whose title has this text")
     options = parser.parse_args()
-    if options.verb == "make":
-        write(draw())
-    elif options.verb == "renew":
+    if options.verb == "renew":
         write(renew(read()))
     else:
         sys.exit(bool(run(options.depth, options.record, options.only)))
