@@ -99,7 +99,7 @@ class TrainflowError(Exception):
         if self.value is not None:
             where = f"{where} = {self.value}" if where else self.value
         text = f"{where}: {self.message}" if where else self.message
-        if self.remedy and text[-1:] not in ".!?:":  # a message that another library wrote
+        if self.remedy and text[-1:] not in ".!?:\n":  # a message that another library wrote
             text += "."
         return f"{text} {self.remedy}" if self.remedy else text
 

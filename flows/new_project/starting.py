@@ -224,6 +224,25 @@ def code_questions() -> str:
     return "".join(f"{rows[index * len(rows) // 800]}\n" for index in range(800))
 
 
+def code_chats() -> str:
+    """A conversation about each of 400 functions of this interpreter's standard library, as JSON lines (PSF licence).
+
+    A user shows the function and asks up to three questions; what it does not have is answered by "nothing".
+    """
+    found: dict[str, None] = {}
+    for questions in (each for source in _sources(_MODULES + _MORE) for each in questions_about(source)):
+        if not questions or len(questions[0]["context"]) > 200:
+            continue
+        turns = []
+        for number, asked in enumerate(questions[:3]):
+            text = f"{asked['context']}\n{asked['question']}" if number == 0 else asked["question"]
+            turns.append({"role": "user", "content": text})
+            turns.append({"role": "assistant", "content": (asked["answers"]["text"] or ["nothing"])[0]})
+        found[json.dumps({"messages": turns})] = None
+    rows = list(found)
+    return "".join(f"{rows[index * len(rows) // 400]}\n" for index in range(400))
+
+
 def word_orders() -> str:
     """1,200 sentences of docstrings of this interpreter's standard library, as JSON lines (PSF licence).
 
@@ -285,6 +304,7 @@ FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
     "preference-optimization": ("sentences.jsonl", word_orders),
     "question-answering": ("questions.jsonl", code_questions),
     "sequence-to-sequence": ("characters.csv", character_names),
+    "supervised-fine-tuning": ("chats.jsonl", code_chats),
     "tabular-classification": ("wine.csv", wine),
     "tabular-regression": ("diabetes.csv", diabetes),
     "text-classification": ("lines.csv", modules),
@@ -394,6 +414,17 @@ _FACTS = {
         "about": "Names the parts that a character consists of.",
         "column": "target",
         "source": "names of characters, out of Python's copy of the Unicode character database (Unicode licence).",
+    },
+    "supervised-fine-tuning": {
+        "options": "    vocabulary: 800\n    length: 192\n    overlong: cut  # a longer conversation; or drop, refuse",
+        "by": "random",
+        "model": _RANDOM_LLAMA,
+        "rate": "3.0e-3",
+        "margin": "nats_below_unigram",
+        "trivial": "the frequencies of the tokens of answers",
+        "about": "Says what a function of Python takes, returns or raises.",
+        "column": "shape",
+        "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
     },
     "tabular-classification": {
         "options": "    label: cultivar",

@@ -15,6 +15,7 @@ ABOUT = {
     "preference-optimization": "Answers that are preferred to others, with a model of transformers (DPO).",
     "question-answering": "The part of a text that answers a question, with a model of transformers.",
     "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",
+    "supervised-fine-tuning": "Conversations to a model of transformers that answers.",
     "tabular-classification": "Rows of a table to classes.",
     "tabular-regression": "Rows of a table to a number.",
     "text-classification": "Texts to classes, or to a number, with a model of transformers.",

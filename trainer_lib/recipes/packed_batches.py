@@ -35,7 +35,7 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
     its own, without targets.
 
     Args:
-        rows: with `input_ids` and `lengths`, as `pack_documents` gives them.
+        rows: with `input_ids`, `lengths` and perhaps `trained`, as `pack_documents` gives them.
         pad: the token that fills up short rows.
         isolate: one of `WAYS`.
 
@@ -56,6 +56,8 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
         documents[place] = np.repeat(np.arange(len(lengths)), lengths)
         positions[place] = np.arange(longest) - starts[documents[place]]
         labels[place, starts[:-1]] = NO_TARGET
+        if "trained" in row:
+            labels[place, :used][~np.asarray(row["trained"], bool)] = NO_TARGET
     batch = {name: torch.from_numpy(each) for name, each in
              (("input_ids", tokens), ("position_ids", positions), ("labels", labels))}  # fmt: skip
     if isolate == "mask":
@@ -254,7 +256,9 @@ def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor
     return ids, (torch.arange(width) >= width - used[:, None]).long()
 
 
-def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int) -> Tensor:
+def continue_prompts(
+    model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int, ends: Sequence[int] | None = None
+) -> Tensor:
     """New tokens ``[texts, tokens]``, the most likely one each time; behind those that a text should get, -100.
 
     Args:
@@ -262,12 +266,20 @@ def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, p
         ids: ``[texts, tokens]``, with their `mask`, as `batch_prompts` makes them.
         wanted: ``[texts]``, how many tokens each gets, at most.
         pad: the token behind the end of a text.
+        ends: tokens that end it; None: those of the model.
     """
     most = int(wanted.max())
     if most == 0:
         return torch.full((len(ids), 1), NO_TARGET, device=ids.device)
+    stops = {} if ends is None else {"eos_token_id": list(ends)}
     made: Tensor = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=pad
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=most,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=pad,
+        **stops,
     )
     new = made[:, ids.shape[1] :]
     return new.masked_fill(torch.arange(new.shape[1], device=ids.device) >= wanted[:, None], NO_TARGET)

@@ -25,15 +25,17 @@ WINDOW = 1 << 22
 
 
 class Document(NamedTuple):
-    """A tokenized document: where it is from, and its tokens ``[tokens]``."""
+    """A tokenized document: where it is from, its tokens ``[tokens]``, and which are trained; None: all of them."""
 
     place: str
     tokens: np.ndarray
+    trained: np.ndarray | None = None
 
 
 class _Piece(NamedTuple):
     document: int
     tokens: np.ndarray
+    trained: np.ndarray | None
 
 
 def new_counts() -> dict[str, int]:
@@ -68,7 +70,7 @@ def pack_documents(
 
     Yields:
         `input_ids` int32 ``[tokens]``, `lengths` int32 ``[pieces]``: the tokens of each, and `documents` int64
-        ``[pieces]``: the number of the document that each is of.
+        ``[pieces]``: the number of the document that each is of; `trained` bool ``[tokens]`` where documents have it.
 
     Raises:
         ConfigError: there is no such policy. DataError: a document is too long, and the policy does not allow it.
@@ -124,7 +126,7 @@ def _pieces(
     tokens = document.tokens
     if len(tokens) <= length:
         if len(tokens):
-            yield _Piece(number, tokens)
+            yield _Piece(number, tokens, document.trained)
         return
     if overlong == "drop":
         counts["documents_dropped"] += 1
@@ -132,8 +134,8 @@ def _pieces(
         return
     if overlong == "split":
         counts["documents_split"] += 1
-        for start in range(0, len(tokens), length):
-            yield _Piece(number, tokens[start : start + length])
+        for part in (slice(start, start + length) for start in range(0, len(tokens), length)):
+            yield _Piece(number, tokens[part], None if document.trained is None else document.trained[part])
         return
     said = "" if overlong is None else ", and the policy is to refuse it"
     what = f"{document.place}: the document has {len(tokens):,} tokens, and a row has {length:,}{said}."
@@ -150,7 +152,9 @@ def _rows(waiting: Sequence[_Piece], length: int, packed: bool, counts: dict[str
         counts["rows"] += 1
         counts["tokens_out"] += len(tokens)
         counts["padding"] += length - len(tokens)
+        trained = [part for member in members if (part := waiting[member].trained) is not None]
         yield {
+            **({"trained": np.concatenate(trained)} if trained else {}),
             "input_ids": tokens.astype(np.int32),
             "lengths": np.array([lengths[member] for member in members], np.int32),
             "documents": np.array([waiting[member].document for member in members], np.int64),

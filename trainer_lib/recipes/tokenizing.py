@@ -158,10 +158,10 @@ def learn_tokenizer(texts: Sequence[str], *, vocabulary: int, max_length: int) -
     return fast(tokenizer_object=tokenizer, model_max_length=max_length, **names)
 
 
-def learn_byte_tokenizer(texts: Iterable[str], *, vocabulary: int) -> Any:
+def learn_byte_tokenizer(texts: Iterable[str], *, vocabulary: int, special: Sequence[str] = ()) -> Any:
     """A byte-level BPE tokenizer with at most `vocabulary` tokens; equal texts give an equal one.
 
-    It can write any text. Its one special token, <|endoftext|>, ends a document.
+    It can write any text. <|endoftext|> ends a document, or the last one of the `special` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -170,13 +170,15 @@ def learn_byte_tokenizer(texts: Iterable[str], *, vocabulary: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     learner = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[_END],
+        special_tokens=[_END, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, learner)
     fast = import_transformers().PreTrainedTokenizerFast
-    return fast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_END, clean_up_tokenization_spaces=False)
+    more = {"additional_special_tokens": list(special)} if special else {}
+    ends = {"eos_token": [_END, *special][-1], "pad_token": _END}
+    return fast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ends, **more)
 
 
 def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Iterator[Document]:

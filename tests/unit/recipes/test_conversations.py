@@ -1,0 +1,287 @@
+"""Conversations: their shapes, what is wrong with them by row and turn, and which of their tokens are trained."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
+from tests.support.resuming import prove
+from trainer_lib.errors import ConfigError
+from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
+from trainer_lib.recipes.conversations import read_conversation
+from trainer_lib.recipes.tokenizing import kept_tokenizer, learn_byte_tokenizer
+from trainflow.flows.new_project.starting import code_chats
+
+CHATS = RecipeCase(
+    "supervised-fine-tuning",
+    "chats.jsonl",
+    {"vocabulary": 300, "length": 128, "split": {"validation": 0, "test": 0.25}},
+)
+USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}
+TWICE = [{"role": "system", "content": "short"}, USER, ANSWER, {"role": "user", "content": "two?"}]
+TWICE += [{"role": "assistant", "content": "2"}]
+LONG = "".join(random.Random(0).choices(string.ascii_letters, k=900))
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def answers(made: Prepared, split: str = "train") -> list[str]:
+    """The trained text of each row of a split."""
+    tokenizer = kept_tokenizer(made[2])
+    return [tokenizer.decode(np.asarray(row["input_ids"])[np.asarray(row["trained"])]) for row in made[1][split]]
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "1"}]}, "conversations"),
+        ({"instruction": "one?", "input": "", "output": "1"}, "instruction"),
+        ({"prompt": "one?", "completion": "1"}, "prompt"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "prompt"),
+    ],
+)
+def test_rows_of_each_shape_are_the_same_conversation(tmp_path: Path, row: dict[str, Any], shape: str) -> None:
+    made = CHATS.prepare(tmp_path, lines(*[row] * 8), pack=[])
+    assert made[2].info["shape"] == shape
+    assert answers(made) == [f"1{END}"] * 6
+    text = kept_tokenizer(made[2]).decode(made[1]["train"][0]["input_ids"])
+    assert text == f"{TURN}user\none?{END}\n{TURN}assistant\n1{END}\n"
+    assert f"assistant\n⟦1{END}⟧" in made[2].read_file("conversations.txt").decode()
+
+
+def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
+    made = CHATS.prepare(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 4, {"messages": TWICE}), system="brief")
+    texts = [kept_tokenizer(made[2]).decode(row["input_ids"]) for row in made[1]["train"] + made[1]["test"]]
+    assert sum(text.count("system\nbrief") for text in texts) == 4
+    assert sum(text.count("system\nshort") for text in texts) == 1
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+FAULTY = [
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "turn 2: it is empty"),
+    ({"messages": [USER, ANSWER, ANSWER]}, "turn 3: the assistant has two turns in a row"),
+    ({"messages": [USER]}, "the assistant has no turn"),
+    ({"messages": [{"role": "human", "content": "a"}, ANSWER]}, "turn 1: the role 'human' is unknown"),
+    ({"messages": []}, "it has no turn"),
+    ({"messages": [USER, CALL]}, "turn 2: a tool is called, and no turn of a tool follows"),
+    ({"messages": [USER, CALL, {"role": "tool", "content": "3"}, ANSWER]}, "no place for them"),
+    ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, "it has tools"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "turn 1: a part of kind"),
+    ({"messages": ["hello", ANSWER]}, "turn 1 is not a mapping"),
+    ({"messages": "hello"}, "is not a list"),
+    ({"messages": None}, "no value in the column 'messages'"),
+    ({"messages": [USER, {**ANSWER, "content": 5}]}, "turn 2: its content is a int"),
+    ({"messages": [USER, {**ANSWER, "train": False}]}, "nothing of it is trained"),
+    ({"messages": [USER, {**ANSWER, "content": LONG}]}, "and a row has 128"),
+]
+
+
+@pytest.mark.parametrize(("row", "words"), FAULTY)
+def test_a_faulty_conversation_is_named_by_row_and_turn_and_left_out_where_that_is_allowed(
+    tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
+    good = {"messages": [USER, ANSWER], "fold": "train"}
+    content = lines(good, {**row, "fold": "train"}, *[good] * 8, {**good, "fold": "test"})
+    split = {"by": "column", "column": "fold"}
+    refused = CHATS.refused(tmp_path, content, split=split)
+    assert (refused.field, words in str(refused)) == ("prepare.options.faulty", True)
+    assert "chats.jsonl, row 1 (line 2): " in str(refused)
+    made = CHATS.prepare(tmp_path, content, split=split, faulty=0.1)
+    counts = made[2].info["packing"]["train"]
+    assert (counts["faulty"], counts["documents"], counts["tokens_trained"]) == (1, 9, 18)
+
+
+def test_all_faults_are_listed_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    early = [case for case in FAULTY if "place" not in case[1] and "tools" not in case[1]][:5]
+    refused = str(CHATS.refused(tmp_path, lines(*(row for row, _ in early), *[{"messages": [USER, ANSWER]}] * 5)))
+    assert "5 conversations of 10 cannot be trained on" in refused
+    found = [refused.index(words) for _, words in early]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(("overlong", "key"), [("cut", "cut"), ("drop", "documents_dropped")])
+def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path, overlong: str, key: str) -> None:
+    long = {"messages": [USER, {**ANSWER, "content": LONG}]}
+    made = CHATS.prepare(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 7, long), overlong=overlong)
+    assert sum(counts[key] for counts in made[2].info["packing"].values()) == 1
+    assert max(len(row["input_ids"]) for rows in made[1].values() for row in rows) <= 128
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_on": "user"}, "assistant, last, all"),
+        ({"template": "llama"}, "There is no template of this name"),
+        ({"shape": "chat"}, "not one of the choices"),
+        ({"faulty": 1.0}, "not a share"),
+        ({"overlong": "split"}, "cut, drop, refuse"),
+        ({"rename": {"messages": "talk"}}, "the row has no conversation. Its columns are talk"),
+        ({"template": "{{ messages[0].nothing.more }}"}, "the template does not take it"),
+        ({"template": "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"}, "without a token that means"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    assert words in str(CHATS.refused(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 8), **options))
+
+
+# -- which tokens are trained -----------------------------------------------------------------------------------------
+def _template(turn: str, answer: str, ask: str, first: str = "") -> str:
+    """A template of a text for each role, and for each answer."""
+    loop = "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    loop += answer + "{% else %}" + turn + "{% endif %}{% endfor %}"
+    return first + loop + "{% if add_generation_prompt %}" + ask + "{% endif %}"
+
+
+CONTENT, ROLE = "{{ message['content'] }}", "{{ message['role'] }}"
+LIKE = {
+    "chatml": (f"{TURN}{ROLE}\n{CONTENT}{END}\n", f"{TURN}assistant\n{CONTENT}{END}\n", f"{TURN}assistant\n"),
+    "llama 3": (
+        f"<|h|>{ROLE}<|/h|>\n\n{CONTENT}<|eot|>",
+        f"<|h|>assistant<|/h|>\n\n{CONTENT}<|eot|>",
+        "<|h|>assistant<|/h|>\n\n",
+        "<|begin|>",
+    ),
+    "mistral": (f"[INST] {CONTENT} [/INST]", f"{CONTENT}</s>", "", "<s>"),
+    "gemma": (f"<turn>{ROLE}\n{CONTENT}<end>\n", f"<turn>model\n{CONTENT}<end>\n", "<turn>model\n", "<s>"),
+    "zephyr": (f"<|{ROLE}|>\n{CONTENT}</s>\n", f"<|assistant|>\n{CONTENT}</s>\n", "<|assistant|>\n"),
+    "phi 3": (f"<|{ROLE}|>\n{CONTENT}<end>\n", f"<|assistant|>\n{CONTENT}<end>\n", "<|assistant|>\n"),
+    "deepseek": (f"<U>{CONTENT}", f"<A>{CONTENT}</s>", "<A>", "<s>"),
+    "vicuna": (f"{ROLE}: {CONTENT} ", f"assistant: {CONTENT}</s>", "assistant: "),
+    "command": (f"<turn><U>{CONTENT}<end>", f"<turn><A>{CONTENT}<end>", "<turn><A>"),
+    "granite": (f"<|h|>{ROLE}<|/h|>{CONTENT}<end>\n", f"<|h|>assistant<|/h|>{CONTENT}<end>\n", "<|h|>assistant<|/h|>"),
+}
+SPECIAL = (TURN, "<|h|>", "<|/h|>", "<|eot|>", "<|begin|>", "<turn>", "<end>", "<U>", "<A>", "<s>", "</s>", END)
+CONVERSATION = read_conversation("here", {"messages": TWICE}, "messages")
+
+
+def _tokenizer() -> Any:
+    return learn_byte_tokenizer(["one two short model user assistant"], vocabulary=300, special=SPECIAL)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_the_answers_with_their_ends_are_trained_as_marks_of_the_template_say(name: str) -> None:
+    turn, answer, ask, *first = LIKE[name]
+    template = ChatTemplate(_tokenizer(), _template(turn, answer, ask, *first))
+    tokens, trained_on = template.tokenize(CONVERSATION)
+    end = answer.partition(CONTENT)[2].rstrip()
+    assert template.tokenizer.decode(tokens[trained_on]) == f"1{end}2{end}"
+    head, _, tail = answer.partition(CONTENT)
+    marked = head + "{% generation %}" + CONTENT + end + "{% endgeneration %}"
+    marked += "{{ '\\n' }}" if tail.endswith("\n") else ""  # Jinja removes a line's end behind a block
+    same = ChatTemplate(_tokenizer(), _template(turn, marked, ask, *first)).tokenize(CONVERSATION)
+    assert np.array_equal(tokens, same[0])
+    assert np.array_equal(trained_on, same[1])
+    last = template.tokenize(CONVERSATION, loss_on="last")[1]
+    assert template.tokenizer.decode(tokens[last]) == f"2{end}"
+    assert template.tokenize(CONVERSATION, loss_on="all")[1].all()
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        # The thoughts of earlier answers are removed, as by templates of models that reason.
+        (
+            _template(CONTENT, "{% if loop.last %}thought {% endif %}" + CONTENT + END, ""),
+            "turn 3: the template writes",
+        ),
+        (_template(CONTENT, CONTENT + END, "", "<s><s>"), "two tokens for the beginning"),
+    ],
+)
+def test_a_template_that_moves_text_is_refused_with_the_turn(template: str, words: str) -> None:
+    tokenizer = _tokenizer()
+    tokenizer.bos_token = "<s>"
+    with pytest.raises(FaultyError, match=words):
+        ChatTemplate(tokenizer, template).tokenize(CONVERSATION)
+
+
+def test_turns_that_say_so_are_not_trained_and_plain_templates_end_answers_by_the_tokenizers_token() -> None:
+    turns: list[dict[str, Any]] = [dict(turn) for turn in TWICE]
+    turns[2]["weight"] = 0
+    conversation = read_conversation("here", {"messages": turns}, "messages")
+    template = ChatTemplate(_tokenizer(), "plain")
+    tokens, trained_on = template.tokenize(conversation)
+    assert template.tokenizer.decode(tokens[trained_on]) == f"2{END}"
+    without = _tokenizer()
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatTemplate(without, None)
+    assert set(TEMPLATES) == {"chatml", "plain"}
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    rows = "".join(code_chats().splitlines(keepends=True)[:200])
+    return CHATS.prepare(tmp_path_factory.mktemp("packed"), rows, length=512, overlong="drop")
+
+
+def test_the_loss_is_that_of_the_answers_by_hand(packed: Prepared, tmp_path: Path) -> None:
+    _, splits, _ = packed
+    row = next(row for row in splits["train"] if len(row["lengths"]) > 1)
+    batch = collate_of(packed)([row])
+    model: Any = packed[0].build_model({"config": TINY}, packed[2])
+    model.eval()
+    with torch.no_grad():
+        loss = model(**batch)["loss"]
+        start, nats = 0, []
+        for length in row["lengths"]:  # each conversation alone
+            ids = torch.tensor(np.asarray(row["input_ids"])[start : start + length], dtype=torch.long)[None]
+            wanted = np.asarray(row["trained"])[start + 1 : start + length]
+            logs = model(input_ids=ids)["logits"][0, :-1].log_softmax(-1)
+            nats += [-logs[at, ids[0, at + 1]] for at in np.flatnonzero(wanted)]
+            start += length
+    assert float(loss) == pytest.approx(float(torch.stack(nats).mean()), abs=1e-6)
+
+
+def test_answers_are_learned_and_written_for_new_rows(packed: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = packed
+    trainer = trained(packed, tmp_path / "run", {"config": TINY}, 60, per_device_train_batch_size=8, learning_rate=1e-2)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_nats_below_unigram"] > 0.2
+    assert measured["eval_token_accuracy"] > 0.15
+    assert measured["eval_tokens"] == data.info["packing"]["test"]["tokens_trained"]
+    assert measured["eval_nats_per_token"] == pytest.approx(measured["eval_loss"], rel=1e-3)
+    columns = recipe.prediction_columns(np.asarray(trainer.predict(splits["test"]).predictions), data)
+    assert sum(columns["tokens"]) == measured["eval_tokens"]
+    new = [
+        {"prompt": "def f(): pass\nWhich parameter comes first?", "new_tokens": 3},
+        {"prompt": "a?", "new_tokens": 5},
+    ]
+    written = recipe.prediction_columns(np.asarray(trainer.predict(new).predictions), data)["answer"]
+    assert len(written) == 2
+    assert recipe.after_evaluate is not None
+    shown = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["a?"], "sample_tokens": 5})
+    assert shown["files"]["samples.txt"].decode().splitlines() == ["a?", "", *written[1].splitlines()]
+
+
+def test_training_goes_on_bit_for_bit(packed: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = packed
+
+    def make(folder: Path, *callbacks: Any) -> Any:
+        torch.manual_seed(0)
+        model = recipe.build_model({"config": TINY}, data)
+        given: dict[str, Any] = {
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "save_strategy": "steps",
+            "save_steps": 100,
+        }
+        trainer = trainer_of(recipe, data, model, folder, splits["train"], 8, **given)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    prove(make, tmp_path, 5)

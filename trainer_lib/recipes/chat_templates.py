@@ -1,0 +1,162 @@
+"""Conversations as tokens, by a chat template, with the tokens that are trained: those that the assistant writes.
+
+A template that marks what the assistant writes (`{% generation %}`) says it itself. With another one a turn is what
+stands between the text up to it, with the request for an answer, and the text with it; both must be beginnings of the
+whole text, or the conversation is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from trainer_lib.errors import ConfigError, first_line
+from trainer_lib.recipes.conversations import FIELD, Conversation
+
+TURN, END = "<|im_start|>", "<|im_end|>"
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ 'assistant: ' }}"
+        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ message['role'] + ': ' + message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    ),
+}
+"""Templates by name: with the marks of ChatML, which a tokenizer must know, or with none but the token for the end."""
+LOSSES = ("assistant", "last", "all")
+_MARKS = re.compile(r"\{%-?\s*generation\b")
+
+
+class FaultyError(Exception):
+    """A conversation cannot be rendered, or nothing of it would be trained; its text says why."""
+
+
+class ChatTemplate:
+    """The template of a tokenizer, which keeps it.
+
+    Args:
+        tokenizer: a fast one.
+        template: a name of `TEMPLATES`, the text of a template, or None for that of the tokenizer.
+
+    Raises:
+        ConfigError: there is no such template, or the tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        field = f"{FIELD}.template"
+        if template is not None:
+            if template not in TEMPLATES and "{" not in template:
+                remedy = f"Give one of {', '.join(TEMPLATES)}, or the text of a template."
+                raise ConfigError("There is no template of this name.", field=field, value=template, remedy=remedy)
+            tokenizer.chat_template = TEMPLATES.get(template, template)
+        if not tokenizer.chat_template:
+            remedy = f"Set it to one of {', '.join(TEMPLATES)}, or to the text of a template."
+            raise ConfigError("The tokenizer has no chat template.", field=field, remedy=remedy)
+        self.tokenizer = tokenizer
+        self._text = str(tokenizer.chat_template)
+        known = getattr(tokenizer, "added_tokens_decoder", {})
+        self._ends = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
+
+    def render(self, conversation: Conversation, turns: int | None = None, *, asks: bool = False) -> str:
+        """The text of the first turns, or of all; `asks`: with the beginning of the assistant's next one.
+
+        Raises:
+            FaultyError: the template does not take the conversation.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                conversation.messages[:turns],
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=asks,
+            )
+        except Exception as error:  # any that a template or a value in it raises
+            raise FaultyError(f"the template does not take it ({first_line(error)})") from error
+        return text
+
+    def tokenize(self, conversation: Conversation, *, loss_on: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
+        """The tokens int32 ``[tokens]`` of a conversation, and which of them are trained, bool ``[tokens]``.
+
+        Args:
+            loss_on: "assistant": the turns of the assistant, "last": the last of these, "all": every token.
+
+        Raises:
+            FaultyError: the template does not take it or moves text, nothing would be trained, an answer has no end, or
+                the text has two tokens for its beginning.
+        """
+        for name in ("tools", "tool_calls"):
+            used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
+            if used and name not in self._text:
+                raise FaultyError(f"it has {name}, and the template has no place for them")
+        text = self.render(conversation)
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        tokens, starts = np.array(made["input_ids"], np.int32), np.array(made["offset_mapping"]).reshape(-1, 2)[:, 0]
+        if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
+            raise FaultyError("its text begins with two tokens for the beginning")
+        answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
+        parts = self._marked(conversation) if _MARKS.search(self._text) else None
+        if parts is None or len(parts) != len(answers):
+            spans = [self._span(conversation, text, turn) for turn in answers]
+            parts = [((starts >= start) & (starts < stop)).nonzero()[0] for start, stop in spans]
+        trained = np.zeros(len(tokens), bool)
+        for turn, part in list(zip(answers, parts, strict=True))[-1 if loss_on == "last" else 0 :]:
+            if len(part) and int(tokens[part[-1]]) not in self._ends:
+                raise FaultyError(f"turn {turn + 1}: the template ends the answer without a token that means its end")
+            trained[part] = conversation.trained[turn]
+        if loss_on == "all":
+            trained[:] = True
+        if not trained.any():
+            raise FaultyError("nothing of it is trained")
+        return tokens, trained
+
+    def _marked(self, conversation: Conversation) -> list[np.ndarray]:
+        """The numbers of the tokens of each part that the template marks."""
+        made = self.tokenizer.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
+        mask = np.array([0, *made["assistant_masks"], 0])
+        edges = np.flatnonzero(np.diff(mask))
+        return [np.arange(start, stop) for start, stop in edges.reshape(-1, 2)]
+
+    def _span(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
+        """The characters of a turn of the assistant, without the blanks behind the token for its end."""
+        before = self.render(conversation, turn, asks=True) if turn else ""
+        whole = self.render(conversation, turn + 1)
+        for part in (before, whole):
+            if not text.startswith(part):
+                what = "the template writes the turns up to it in another way when others follow"
+                raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known")
+        ends = [token for token in self.tokenizer.get_added_vocab() if whole.rstrip().endswith(token)]
+        return len(before), len(whole.rstrip()) if ends else len(whole)
+
+    def show(self, conversation: Conversation, *, loss_on: str) -> str:
+        """The text with what is trained between ⟦ and ⟧.
+
+        Raises:
+            FaultyError: as `tokenize`.
+        """
+        tokens, trained = self.tokenize(conversation, loss_on=loss_on)
+        edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+        parts = [(self.tokenizer.decode(tokens[start:stop]), trained[start]) for start, stop in pairwise(edges)]
+        return "".join(f"⟦{part}⟧" if is_trained else part for part, is_trained in parts)
+
+    def ask(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens of turns with the beginning of the assistant's answer."""
+        text = self.render(Conversation("", list(messages), [], None, {}), asks=True)
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokens

@@ -1,0 +1,299 @@
+"""The recipe supervised-fine-tuning: a model learns to answer from conversations, whole or by adapters.
+
+    name: helper
+    recipe: supervised-fine-tuning
+    prepare:
+      sources: [chats.jsonl]  # messages, ShareGPT, Alpaca, prompt and completion
+      options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, length: 1024}
+    train:
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 16}}
+      args: {num_train_epochs: 1, learning_rate: 1.0e-4, global_batch_size: 16}
+    evaluate: {splits: [validation, test]}
+
+The loss is on what the assistant writes, the token for its end included. Conversations of training share rows, in which
+none sees another one. What is trained is shown, of five conversations, in `conversations.txt` among the prepared files.
+
+Without `pretrained` or `folder` a byte-level vocabulary is learned from the conversations of training.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.supervised_fine_tuning import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
+from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
+from trainer_lib.recipes.chat_templates import END, LOSSES, TURN, ChatTemplate, FaultyError
+from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults
+from trainer_lib.recipes.held_out_metrics import measure_tokens
+from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
+from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.packed_batches import (
+    NEW_TOKENS,
+    NO_TARGET,
+    WAYS,
+    batch_prompts,
+    collate_documents,
+    collate_packed,
+    continue_prompts,
+)
+from trainer_lib.recipes.packing import Document, new_counts, pack_documents
+from trainer_lib.recipes.table_files import note_form
+from trainer_lib.recipes.tokenizing import (
+    kept_tokenizer,
+    learn_byte_tokenizer,
+    load_fast_tokenizer,
+    note_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+DEFAULTS: dict[str, Any] = {
+    "shape": None,  # of rows (`conversations.SHAPES`); None: by their columns
+    "template": None,  # a name of `chat_templates.TEMPLATES`, or a template; None: the tokenizer's
+    "system": None,  # the first turn of conversations that have no turn of the system
+    "loss_on": "assistant",  # turns of the assistant; or the last of these, or all tokens
+    "faulty": 0.0,  # the share of conversations that may be left out
+    "rename": {},  # name of a column in the files -> its name here
+    "read": {},  # how tables are written (`table_cells.READ`)
+    "files": {},  # split -> its file
+    "split": {},  # by random, group, time or column (`trainer_lib.recipes.splitting`)
+    "pretrained": None,  # name of the model on the Hub whose tokenizer is used
+    "folder": None,  # or its folder
+    "pad_token": None,  # for a tokenizer that has none
+    "vocabulary": 4096,  # tokens of a vocabulary that is learned
+    "length": 1024,  # the most tokens of a row
+    "overlong": None,  # longer conversations: cut, drop or refuse
+    "pack": ["train"],  # splits whose conversations share rows
+    "isolate": "positions",  # keeps conversations of a row apart; or mask
+}
+"""Every option of `prepare`, with its default."""
+PROMPT = "prompt"
+"""The column of new rows with what a user says."""
+_OVERLONG = ("cut", "drop", "refuse")
+_SHOWN = 5
+
+
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the conversations, render them by a chat template, and make rows of tokens with those that are trained.
+
+    Returns:
+        For every split its rows, as `pack_documents` makes them, with `trained`.
+    """
+    chosen = _choose(options)
+    place = one_of(chosen, field=FIELD)
+    if place is not None:
+        require_positions(place, chosen["length"], field=f"{FIELD}.length")
+    splits = ConversationSplits(chosen, out.sources)
+    for name in chosen["pack"]:
+        require_choice(name, tuple(splits.names), field=f"{FIELD}.pack")
+    _refuse_faults(splits, chosen["faulty"])
+    if place is None:
+        chosen["template"] = chosen["template"] or "chatml"
+        read = (conversation for conversation in splits.read("train") if not conversation.fault)
+        texts = (turn["content"] for conversation in read for turn in conversation.messages)
+        tokenizer = learn_byte_tokenizer(texts, vocabulary=chosen["vocabulary"], special=(TURN, END))
+    else:
+        tokenizer = load_fast_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    template = ChatTemplate(tokenizer, chosen["template"])
+    note_tokenizer(tokenizer, out)
+    counts = {name: {**new_counts(), "faulty": 0, "cut": 0, "tokens_trained": 0} for name in splits.names}
+    out.info.update(
+        {name: chosen[name] for name in ("length", "overlong", "isolate", "loss_on", "system")},
+        new_columns={PROMPT: "string", NEW_TOKENS: "int64"},
+        packed=chosen["pack"],
+        shape=splits.shape,
+        packing=counts,  # complete when all rows were read
+        ends={name: getattr(tokenizer, name) for name in ENDS},
+        **note_form({}, chosen, optional=[PROMPT, NEW_TOKENS, "input_ids", "lengths", "trained"]),
+    )
+    out.write_file("conversations.txt", _show(splits, template, chosen["loss_on"]).encode())
+    return {
+        name: pack_documents(
+            _tokenize(splits.read(name), template, chosen, counts[name]),
+            length=chosen["length"],
+            overlong="refuse",  # what is longer was cut or dropped before
+            packed=name in chosen["pack"],
+            counts=counts[name],
+        )
+        for name in splits.names
+    }
+
+
+def _choose(options: PathOptions) -> dict[str, Any]:
+    chosen = choose(options, DEFAULTS, field=FIELD)
+    require_choice(chosen["isolate"], WAYS, field=f"{FIELD}.isolate")
+    require_choice(chosen["loss_on"], LOSSES, field=f"{FIELD}.loss_on")
+    if chosen["overlong"] is not None:
+        require_choice(chosen["overlong"], _OVERLONG, field=f"{FIELD}.overlong")
+    if chosen["length"] < 2:
+        what = "A row needs two tokens, because the first one is not predicted."
+        raise ConfigError(what, field=f"{FIELD}.length", value=chosen["length"], remedy="Give 2 or more.")
+    return chosen
+
+
+def _refuse_faults(splits: ConversationSplits, most: float) -> None:
+    """Raise DataError for conversations that no template can take, all of them at once."""
+    faults, count = Faults(most), 0
+    for conversation in splits.read_all():
+        count += 1
+        if conversation.fault:
+            faults.add(conversation.place, conversation.fault)
+    faults.require_few(count)
+
+
+def _tokenize(
+    conversations: Iterator[Any], template: ChatTemplate, chosen: Mapping[str, Any], counts: dict[str, int]
+) -> Iterator[Document]:
+    """The tokens of conversations; those with a fault are counted and left out, as far as that is allowed."""
+    faults, length, count = Faults(chosen["faulty"]), chosen["length"], 0
+    for conversation in conversations:
+        count += 1
+        try:
+            if conversation.fault:
+                raise FaultyError(conversation.fault)
+            tokens, trained = template.tokenize(conversation, loss_on=chosen["loss_on"])
+            if len(tokens) > length:
+                if chosen["overlong"] == "drop":
+                    counts["documents_dropped"] += 1
+                    counts["tokens_lost"] += len(tokens)
+                    continue
+                tokens, trained = _cut(tokens, trained, length, chosen["overlong"])
+                counts["cut"] += 1
+        except FaultyError as fault:
+            faults.add(conversation.place, str(fault))
+            counts["faulty"] += 1
+            continue
+        counts["tokens_trained"] += int(trained[1:].sum())
+        yield Document(conversation.place, tokens, trained)
+    faults.require_few(count)
+
+
+def _cut(tokens: np.ndarray, trained: np.ndarray, length: int, overlong: str | None) -> tuple[np.ndarray, np.ndarray]:
+    if overlong != "cut":
+        what = f"it has {len(tokens):,} tokens, and a row has {length:,} "
+        raise FaultyError(what + "(prepare.options.overlong=cut or drop, or a greater length)")
+    if not trained[1:length].any():
+        raise FaultyError(f"none of its first {length:,} tokens is trained")
+    return tokens[:length], trained[:length]
+
+
+def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str) -> str:
+    """A text of the first conversations of training with what is trained between ⟦ and ⟧."""
+    shown = ["What is trained stands between ⟦ and ⟧."]
+    for conversation in islice((each for each in splits.read("train") if not each.fault), _SHOWN):
+        try:
+            shown.append(f"{conversation.place}\n{template.show(conversation, loss_on=loss_on)}")
+        except FaultyError as fault:
+            shown.append(f"{conversation.place}\n({fault})")
+    return ("\n" + "-" * 80 + "\n").join(shown) + "\n"
+
+
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
+    """Build the model as causal-language-modeling does."""
+    return build_text_model(options, data)
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch of `input_ids`, `labels`, and `position_ids` or `attention_mask` ``[batch, tokens]``.
+
+    New rows have what a user says in `prompt`, and perhaps `new_tokens`, the most tokens of the answer (64).
+    """
+    pad = data.info["ends"]["pad_token_id"] or 0  # is never a target
+    if PROMPT in rows[0]:
+        template, length = ChatTemplate(kept_tokenizer(data), None), data.info["length"]
+        first = [] if data.info["system"] is None else [{"role": "system", "content": data.info["system"]}]
+        wanted = [int(row.get(NEW_TOKENS, 64)) for row in rows]
+        prompts = [template.ask([*first, {"role": "user", "content": row[PROMPT]}]) for row in rows]
+        for prompt, new in zip(prompts, wanted, strict=True):
+            if not 0 < new < length or len(prompt) + new > length:
+                what = f"column '{PROMPT}': {len(prompt):,} tokens and {new:,} new ones exceed the {length:,} of a row."
+                raise DataError(what, field="rows", value=PROMPT, remedy="Shorten it, or set fewer new_tokens.")
+        ids, mask = batch_prompts(prompts, pad=pad)
+        return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
+    if any(len(row["lengths"]) > 1 for row in rows):
+        return collate_packed(rows, pad=pad, isolate=data.info["isolate"])
+    return collate_documents(rows, pad=pad)
+
+
+class Trainer(TextTrainer):
+    """A Trainer that answers new rows."""
+
+    @override
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        if "prompt_ids" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        batch, built = self._prepare_inputs(inputs), self.model
+        config: Any = getattr(built, "config", None)
+        pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id or 0
+        with torch.no_grad(), self.autocast_smart_context_manager():
+            new = continue_prompts(built, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"], pad=pad)
+        return None, new, None
+
+
+def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tensor:
+    """Reduce logits ``[batch, tokens, vocabulary]`` to ``[batch, 3]``: negative log-likelihood, targets, those right.
+
+    Without labels they are reduced already.
+    """
+    if labels is None:
+        return logits
+    targets, scores = labels[:, 1:], logits[:, :-1]
+    nats = nn.functional.cross_entropy(
+        scores.transpose(1, 2).float(), targets, ignore_index=NO_TARGET, reduction="none"
+    )
+    counts = (targets != NO_TARGET).sum(dim=1), (scores.argmax(-1) == targets).sum(dim=1)
+    return torch.stack((nats.sum(dim=1), *(count.to(nats.dtype) for count in counts)), dim=1)
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure the perplexity of answers, next to that of their tokens' frequencies, and the share of right tokens."""
+    measured = measure_tokens(evaluation.predictions[:, :2], evaluation.label_ids, evaluation.whole_labels)
+    _, targets, right = np.asarray(evaluation.predictions, np.float64).sum(axis=0)
+    return {**measured, "token_accuracy": float(right / max(targets, 1))}
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn ``[rows, 3]`` into columns about the answers of each row, or tokens into the answers to new rows."""
+    if predictions.dtype.kind in "iu":
+        plain = [row[row >= 0].tolist() for row in predictions]
+        return {"answer": kept_tokenizer(data).batch_decode(plain, skip_special_tokens=True)}
+    nats, targets, right = predictions.astype(np.float64).T
+    mean = nats / np.maximum(targets, 1)
+    return {
+        "tokens": targets.astype(np.int64),
+        "nats_per_token": mean,
+        "perplexity": np.exp(np.minimum(mean, 700)),
+        "token_accuracy": right / np.maximum(targets, 1),
+    }
+
+
+def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Answer `evaluate.options.prompts`, each token the most likely one, into `samples.txt`."""
+    chosen = choose(options, {"prompts": [], "sample_tokens": 64}, field="evaluate.options")
+    if not chosen["prompts"]:
+        return {}
+    rows = [{PROMPT: prompt, NEW_TOKENS: chosen["sample_tokens"]} for prompt in chosen["prompts"]]
+    batch = collate(rows, data)
+    device = next(model.parameters()).device
+    ids, mask, wanted = (batch[name].to(device) for name in ("prompt_ids", "prompt_mask", "wanted_tokens"))
+    with torch.no_grad():
+        new = continue_prompts(model, ids, mask, wanted, pad=data.info["ends"]["pad_token_id"] or 0)
+    answers = prediction_columns(new.cpu().numpy(), data)["answer"]
+    samples = [f"{prompt}\n\n{answer}" for prompt, answer in zip(chosen["prompts"], answers, strict=True)]
+    return {"files": {"samples.txt": ("\n" + "-" * 80 + "\n").join(samples).encode()}}
