@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _KEPT_FAILURES = 50
 _WIDEST = 120
 """Characters of a cell, but for those of the last column."""
+_METRICS_WIDTH = 80 - 2 - 2 * 2
+"""Characters of the widest names and texts of metrics that stand side by side."""
 _NARROWEST = 16
 """Characters below which no cell is cut on a narrow terminal."""
 
@@ -87,7 +89,7 @@ def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
 
 
 def _metrics(result: PipelineResult) -> list[Text]:
-    """A table of two measured splits side by side, whichever stage measured them; then one of the next two."""
+    """A table of two measured splits, side by side where they fit; then one of the next ones."""
     splits = {}
     for split, values in result.measured():
         numbers = {
@@ -97,11 +99,17 @@ def _metrics(result: PipelineResult) -> list[Text]:
         }
         splits[split] = with_intervals(numbers)
     lines: list[Text] = []
-    for first in range(0, len(splits), 2):
-        shown_splits = list(splits)[first : first + 2]
-        names = dict.fromkeys(name for split in shown_splits for name in splits[split])
-        rows = [(name, *(splits[split].get(name, "") for split in shown_splits)) for name in names]
-        lines += table([("metric", *shown_splits), *rows], indent="  ")
+    while splits:
+        pair = dict(list(splits.items())[:2])
+        names = dict.fromkeys(name for texts in pair.values() for name in texts)
+        widths = [max(map(len, (split, *texts.values()))) for split, texts in pair.items()]
+        if sum(widths) + max(map(len, names), default=0) > _METRICS_WIDTH:
+            pair = dict(list(pair.items())[:1])
+            names = dict.fromkeys(*pair.values())
+        rows = [(name, *(texts.get(name, "") for texts in pair.values())) for name in names]
+        lines += table([("metric", *pair), *rows], indent="  ")
+        for split in pair:
+            del splits[split]
     return lines
 
 

@@ -110,9 +110,11 @@ def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
     if files:
         return files
-    near = nearest(name, store.children()) if name else None
+    near = nearest(name, store.children()) if name and not listed else None
     raise ConfigError(
-        "There is no such file, and no folder with files of new rows.",
+        "The folder has no files of rows."
+        if listed
+        else "There is no such file, and no folder with files of new rows.",
         field=FIELD,
         value=address,
         remedy=f"Did you mean {near}?" if near else _formats(formats),

@@ -60,7 +60,8 @@ def init(
     files = [str(file) for file in made]
     following = f"trainflow run {shlex.quote(files[0])}"
     record = {"spec": files[0], "files": files, "next": following}
-    return Answer(record, lambda: map(Text, [*(f"  {file}" for file in files), "", f"  next: {following}"]))
+    look = [] if source is None else [f"  Look at the guesses in {files[0]}, which say why."]
+    return Answer(record, lambda: map(Text, [*(f"  {file}" for file in files), "", *look, f"  next: {following}"]))
 
 
 @command("trainflow schema --to schema.json")
