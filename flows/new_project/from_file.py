@@ -1,4 +1,4 @@
-"""Writes a new project for a table that is there: a spec with guesses, and with each the reason as a comment.
+"""Writes a new project for files that are there: a spec with guesses, and with each the reason as a comment.
 
 The guesses are of the first rows: which column is predicted, what each column is, and what looks wrong.
 """
@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import find_row_files
-from trainer_lib.errors import DataError
+from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.table_cells import NOTHING, USUAL, number_of, plain_value
 from trainer_lib.recipes.table_features import fold, iso_dates, looks_like_date
 from trainer_lib.recipes.table_files import Table, is_index, naming_sources
@@ -35,26 +36,65 @@ _FEW = 20  # a label with more different numbers is an amount
 _MOST_NAMES = 50
 _ALONE = 0.99  # of the held-out labels that one column predicts: a suspected leak
 _FEWEST_ROWS = 40
+_BETWEEN = (";", "|", ",")  # several classes in a cell
+_OFTEN = 0.05  # of the cells have one of them
+_IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
+_RATINGS = 11  # whole numbers that may be an order
 _TITLES = 6  # lines above the names of columns that are passed over, and one
 
 
-class Guesses:
-    """What a table seems to be.
+@dataclass
+class Guess:
+    """A guess of what files are.
+
+    Attributes:
+        recipe: the recipe by name.
+        options: `prepare.options`, by their names, with a comment each.
+        comments: what looks wrong, as sentences.
+        by: how rows are cut; empty where the options say it.
+        margin: the metric that a model without any input has 0 of.
+        model: `train.model`.
+    """
+
+    recipe: str = ""
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    comments: list[str] = field(default_factory=list)
+    by: str = "stratified"
+    margin: str = "accuracy_over_majority"
+    model: str = "{hidden: [64], dropout: 0.1}"
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether numbers are missing, or dates."""
+        return "missing" in self.options
+
+
+def _guess_images(address: str) -> Guess:
+    """The guess of a folder of images, whose folders are their classes."""
+    from trainer_lib.recipes.image_files import FOLDER_LABEL, SPLIT, USUAL_SPLITS, find_images
+
+    columns = find_images([address], field="--from").columns
+    classes = Counter(map(str, columns[FOLDER_LABEL]))
+    shown = ", ".join(f"{name} ({rows:,})" for name, rows in classes.most_common(_FEW))
+    found = Guess("image-classification", {"size": (64, "pixels of a side")}, [f"Classes by their folders: {shown}."])
+    found.model = "{channels: [16, 32, 64], augment: {shift: 0.1}}"
+    if {str(name).lower() for name in columns[SPLIT]} <= USUAL_SPLITS:
+        found.by, found.options["split"] = "", ({"by": "column", "column": "split"}, "the folders above are splits")
+    return found
+
+
+class Guesses(Guess):
+    """The guess of a table.
 
     Args:
         address: the file, or a pattern.
         label: the column to predict; None: it is guessed.
-
-    Attributes:
-        options: `prepare.options`, by their names, with a comment each.
-        comments: what looks wrong, as sentences.
-        recipe: the recipe by name.
     """
 
     def __init__(self, address: str, label: str | None) -> None:
-        self.comments: list[str] = []
-        self.options: dict[str, tuple[Any, str]] = {}
+        super().__init__()
         self._ignored: dict[str, str] = {}
+        self._lists: set[str] = set()
         self._numbers: dict[str, np.ndarray] = {}
         self._width = 0  # columns of the first row, without those that folders name
         self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
@@ -63,15 +103,20 @@ class Guesses:
         self.recipe = self._find_recipe()
         for name in [name for name in self._table.columns if name != self._label]:
             self._look_at(name)
-        self._find_merged(self._label, self._table.texts(self._label))
+        if not self.has_several:
+            self._find_merged(self._label, self._table.texts(self._label))
+        if self.has_several:
+            self.by, self.margin = "random", "average_precision_over_chance"
+        elif self.recipe == "tabular-regression":
+            self.by, self.margin = "random", "rmse_below_mean"
         self._write_options()
         self._find_leaks()
         self._find_twice()
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether numbers are missing, or dates."""
-        return "missing" in self.options
+    def has_several(self) -> bool:
+        """Whether a row has any number of classes."""
+        return "target" in self.options
 
     def _read_below_titles(self, address: str) -> Table:
         """The table, whose names may stand below a few lines of titles."""
@@ -124,6 +169,9 @@ class Guesses:
         return table
 
     def _plain(self, table: Table, value: Any, name: str) -> Any:
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            self._lists.add(name)
+            return _BETWEEN[0].join(value)
         try:
             return plain_value(value, name, "", Reading())
         except DataError as error:
@@ -138,18 +186,40 @@ class Guesses:
         lower = {name.lower(): name for name in names}
         known = next((lower[name] for name in _LABELS if name in lower), None)
         usual = [name for name in names if not _ID.fullmatch(name) and len(set(self._table.columns[name])) > 1]
+        usual = [name for name in usual if name not in self._lists]
         found = known or (usual or names)[-1]
         self.options["label"] = found, f"guess: {'its name' if known else 'the last column'}"
         return found
 
     def _find_recipe(self) -> str:
+        for name in self._lists - {self._label}:
+            del self._table.columns[name]
+            self.comments.append(f"Column {name} has lists, and is left out.")
+        if self._label in self._lists or (separator := self._find_separator()):
+            self.options["target"] = "several", "a row has any number of classes"
+            if self._label not in self._lists:
+                self.options["label_separator"] = separator, ""
+            return "tabular-classification"
         values = self._table.numbers(self._label)
         count, known = self._table.count(self._label), values[np.isfinite(values)]
         if gaps := len(self._table) - count:
             self.comments.append(f"{counted(gaps, 'row')} without a label: remove them, prepare-data refuses them.")
         different = len(set(known.tolist()))
+        if len(known) == count and 2 < different <= _RATINGS and not (known % 1).any():
+            self.comments.append("If the numbers of the label are ratings, their order counts: target: order.")
         is_amount = different > (_FEW if (known % 1).any() else max(_FEW, count / 2))
         return "tabular-regression" if is_amount and len(known) == count else "tabular-classification"
+
+    def _find_separator(self) -> str | None:
+        """The mark between several classes in the cells of the label; None: they have one each."""
+        texts = [str(value) for value in self._table.columns[self._label] if isinstance(value, str)]
+        for mark in _BETWEEN:
+            cells = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]
+            parts = Counter(part for cell in cells for part in cell)
+            often = sum(len(cell) > 1 for cell in cells) > _OFTEN * len(texts)
+            if often and len(parts) <= min(_MOST_NAMES, len(set(texts))) and min(parts.values()) > 1:
+                return mark
+        return None
 
     def _look_at(self, name: str) -> None:
         values = [value for value in self._table.columns[name] if value is not None]
@@ -214,6 +284,8 @@ class Guesses:
         elif np.mean([len(text.split()) for text in texts]) >= 3:
             self._kinds["hashed"][name] = 64
             self.comments.append(f"Column {name} has free texts, whose words are hashed; or text-classification.")
+        elif different == len(self._table) and "id" not in self.options:
+            self.options["id"] = name, "guess: all values differ; it is no feature"
         else:
             self._ignored[name] = "texts that nearly all differ"
 
@@ -302,12 +374,10 @@ def spec_for(name: str, folder: Path, address: str, label: str | None) -> tuple[
     Raises:
         ConfigError: there is no such file, or no such column. DataError: it cannot be read.
     """
-    guesses = Guesses(address, label)
     absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
     source = min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len)
+    guesses = _guess_images(absolute) if _is_of_images(absolute) else Guesses(address, label)
     options = [_option(name, value, why) for name, (value, why) in guesses.options.items()]
-    is_class = guesses.recipe == "tabular-classification"
-    margin = "accuracy_over_majority" if is_class else "rmse_below_mean"
     lines = [
         "# yaml-language-server: $schema=schema.json",
         "# Written by trainflow init --from: what stands here is guessed from the first rows. Look at it.",
@@ -321,23 +391,33 @@ def spec_for(name: str, folder: Path, address: str, label: str | None) -> tuple[
         *(["  allow_nan: true"] if guesses.has_gaps else []),
         "  options:",
         *(f"    {line}" for option in options for line in option),
-        f"    split: {{validation: 0.15, test: 0.2, by: {'stratified' if is_class else 'random'}, seed: 0}}",
+        *([f"    split: {{validation: 0.15, test: 0.2, by: {guesses.by}, seed: 0}}"] if guesses.by else []),
         "",
         "train:",
         "  eval_split: validation",
-        "  model: {hidden: [64], dropout: 0.1}",
+        f"  model: {guesses.model}",
         "  args: {seed: 0, num_train_epochs: 20, global_batch_size: 32, learning_rate: 3.0e-3, logging_steps: 10}",
         "  launch: {processes: 1}",
         "",
         "evaluate:",
         "  splits: [validation, test]",
         "  confidence: 0.95",
-        f'  # require: {{test_{margin}_low: "> 0"}}  # or publish nothing',
+        f'  # require: {{test_{guesses.margin}_low: "> 0"}}  # or publish nothing',
         "",
         "predict:",
         "  split: test",
     ]
     return "\n".join(lines) + "\n", guesses.recipe
+
+
+def _is_of_images(address: str) -> bool:
+    """Whether a folder on this machine has images and no table."""
+    try:
+        find_row_files([address])
+    except TrainflowError:
+        folder = Path(address)
+        return folder.is_dir() and any(path.suffix.lower() in _IMAGES for path in folder.rglob("*"))
+    return False
 
 
 def _comments(sentences: Iterable[str]) -> list[str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import cli as cli
 from tests.support.once import once_per_run
+from tests.support.prefect_home import prefect_server as prefect_server
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 from trainer_lib.model_folder.locate import trust_storage
@@ -20,27 +20,6 @@ from trainflow.tasks.stage import manifest as _manifests
 @pytest.fixture(scope="session", autouse=True)
 def _server(shared_server: None) -> None:
     """Keep the session's server up: commands, and flows inside of the test process, share it."""
-
-
-@pytest.fixture(scope="session")
-def prefect_server(shared_server: None) -> Iterator[str]:
-    """The URL of Prefect's API, in place for the rest of the session."""
-    from trainflow.flows.server.api import prefect_api, quiet_environment
-
-    quiet_environment()
-    with prefect_api() as url:
-        from prefect import flow, task
-
-        @task
-        def first() -> int:
-            return 1
-
-        @flow(name="warm-up")
-        def warm_up() -> int:
-            return first()
-
-        warm_up()  # Prefect's background threads start here, not in the first test that would be blamed for them
-        yield url
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,27 @@ def shared_server(prefect_database: Path, _private_tmp: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def prefect_server(shared_server: None) -> Iterator[str]:
+    """The URL of Prefect's API, in place for the rest of the session."""
+    from trainflow.flows.server.api import prefect_api, quiet_environment
+
+    quiet_environment()
+    with prefect_api() as url:
+        from prefect import flow, task
+
+        @task
+        def first() -> int:
+            return 1
+
+        @flow(name="warm-up")
+        def warm_up() -> int:
+            return first()
+
+        warm_up()  # Prefect's background threads start here, not in the first test that would be blamed for them
+        yield url
+
+
 def _make_database(folder: Path) -> None:
     program = (
         "import asyncio\n"

@@ -52,7 +52,7 @@ from trainer_lib.protocol.requests import (
     read_request,
 )
 from trainer_lib.storage import FileEntry
-from trainflow.flows.cli.terminal import _SafeConsole
+from trainflow.flows.cli.terminal import _SafeConsole, stage_sentence
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -305,3 +305,8 @@ def test_a_console_keeps_its_own_colours_alone() -> None:
     console = _SafeConsole(file=out, force_terminal=True, color_system="standard", markup=False, highlight=False)
     console.print("a\x1b[31mb", style="green")
     assert out.getvalue().removeprefix("\x1b[32m").replace("\x1b[0m", "").strip() == "a\\x1b[31mb"
+
+
+def test_the_line_of_a_failure_has_the_first_paragraph_the_others_stand_below_the_summary_once() -> None:
+    event = {"status": "failed", "message": "No number.\n\nAll of them:\n  row 1", "reason": "a retry cannot help"}
+    assert stage_sentence(event, 1.0) == "failed in 1 s: No number. (a retry cannot help)"

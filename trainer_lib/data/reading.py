@@ -44,7 +44,7 @@ class Reading:
         escape: the character before a quote that belongs to a value; None: such a quote is doubled.
         columns: the names of the columns, where no line has them.
         skip_lines: lines before that with the names.
-        sheet: name of the sheet of a workbook; None: its first one.
+        sheet: name of the sheet of a workbook; None: its first one with rows.
         partitions: whether folders such as year=2024 are columns.
         decimal: the mark before the fraction of a number.
         thousands: the mark between its thousands; a space is any space.
@@ -228,13 +228,14 @@ def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -
         raise MissingExtraError(what, extra="excel") from error
     book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
     names = list(book.sheetnames)
-    name = reading.sheet or names[0]
+    name = reading.sheet or next((each for each in names if _has_rows(book[each])), names[0])
     if name not in names:
         remedy = suggestion(name, names)
         raise ConfigError("The workbook has no such sheet.", field=f"{FIELD}.sheet", value=name, remedy=remedy)
     if reading.sheet is None and len(names) > 1:
-        others = ", ".join(names[1:])
-        notes.append(f"Of {file.address} the first sheet is read, '{name}'; it has {others} as well ({FIELD}.sheet).")
+        others = ", ".join(other for other in names if other != name)
+        first = "first sheet" if name == names[0] else "first sheet with rows"
+        notes.append(f"Of {file.address} the {first} is read, '{name}'; it has {others} as well ({FIELD}.sheet).")
     if reading.columns:
         yield 0, list(reading.columns)
     width = len(reading.columns)
@@ -247,3 +248,9 @@ def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -
             filled = cells + [None] * (width - len(cells))
             names = ["" if cell is None else str(cell) for cell in filled]
             yield number + reading.skip_lines, names if is_header else filled
+
+
+def _has_rows(sheet: Any) -> bool:
+    """Whether a sheet has more than a line."""
+    lines = (cells for cells in sheet.iter_rows(min_row=1, values_only=True) if any(cell is not None for cell in cells))
+    return len(list(itertools.islice(lines, 2))) > 1

@@ -38,6 +38,7 @@ from trainer_lib.recipes.image_files import (
     IMAGE,
     MODES,
     SPLIT,
+    USUAL_SPLITS,
     ImageForm,
     ImageReader,
     count_pixels,
@@ -283,7 +284,6 @@ MODEL: dict[str, Any] = {
 """The settings of `build_model` (`train.model`), with their defaults."""
 SIZE = 64
 """Height and width where neither an option nor a model says another."""
-_USUAL_SPLITS = {"train", "training", "validation", "valid", "val", "test"}
 
 
 class ImageRows(TabularRows):
@@ -316,7 +316,7 @@ class ImageRows(TabularRows):
             )
         table = find_images(addresses, field=field)
         above = {str(name).lower() for name in table.columns[SPLIT]}
-        if above <= _USUAL_SPLITS and self.options["split"].get("by") != "column" and not self.options["files"]:
+        if above <= USUAL_SPLITS and self.options["split"].get("by") != "column" and not self.options["files"]:
             names = ", ".join(sorted(above))
             what = f"The folders above those of the classes are called {names}: they are splits, and would be mixed."
             remedy = "Set prepare.options.split={by: column, column: split}."

@@ -28,6 +28,8 @@ MODES = {"rgb": "RGB", "grey": "L"}
 """Colours that an image may be given -> Pillow's mode."""
 FOLDER_LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"
 """The columns of an image folder: an image's folder, its path, the folder above, and where it is on this machine."""
+USUAL_SPLITS = {"train", "training", "validation", "valid", "val", "test"}
+"""Names of folders above those of the classes that are splits."""
 _SIXTEEN_BITS = 1 << 16
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 

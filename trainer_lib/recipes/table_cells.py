@@ -25,7 +25,7 @@ READ: dict[str, Any] = {
     "escape": None,  # before a quote that belongs to a value
     "columns": [],  # names of the columns, where no line has them
     "skip_lines": 0,  # before the line with the names
-    "sheet": None,  # of a workbook; None: its first one
+    "sheet": None,  # of a workbook; None: its first one with rows
     "partitions": False,  # folders such as year=2024 are columns
     "decimal": None,  # before the fraction of a number
     "thousands": None,  # between its thousands
