@@ -14,7 +14,7 @@ import sysconfig
 import token
 import tokenize
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +285,7 @@ def entity_names() -> str:
 
 
 def character_names() -> str:
-    """1,200 characters' names and the names of what they consist of, as CSV (Unicode character database)."""
+    """700 characters' names and the names of what they consist of, as CSV (Unicode character database)."""
     rows: list[tuple[str, str]] = []
     for point in range(0x20000):
         parts = [part for part in unicodedata.decomposition(chr(point)).split() if not part.startswith("<")]
@@ -294,24 +294,7 @@ def character_names() -> str:
         if names and all(names) and name and not name.startswith(("CJK", "HANGUL")):
             rows.append((name.lower(), ", ".join(names).lower()))
     short = [row for row in rows if len(row[1]) <= 100]
-    return _csv(["name", "parts"], (short[index * len(short) // 1200] for index in range(1200)))
-
-
-FILES: dict[str, tuple[str, Callable[[], str | dict[str, bytes]]]] = {
-    "causal-language-modeling": ("docstrings.jsonl", docstrings),
-    "embeddings": ("entities.csv", entity_names),
-    "image-classification": ("digits", digits),
-    "preference-optimization": ("sentences.jsonl", word_orders),
-    "question-answering": ("questions.jsonl", code_questions),
-    "sequence-to-sequence": ("characters.csv", character_names),
-    "supervised-fine-tuning": ("chats.jsonl", code_chats),
-    "tabular-classification": ("wine.csv", wine),
-    "tabular-regression": ("diabetes.csv", diabetes),
-    "text-classification": ("lines.csv", modules),
-    "time-series-forecasting": ("elnino.csv", elnino),
-    "token-classification": ("lines.jsonl", code_lines),
-}
-"""Recipe -> the name of its data's file, and what makes its text; or of a folder, and what makes its files."""
+    return _csv(["name", "parts"], (short[index * len(short) // 700] for index in range(700)))
 
 
 def _sources(modules: Sequence[str]) -> Iterator[str]:
@@ -343,8 +326,10 @@ _RANDOM_LLAMA = """\
 _RANDOM_T5 = """\
   # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
   model: {config: {model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}"""
-_FACTS = {
+TEMPLATES: dict[str, dict[str, Any]] = {
     "causal-language-modeling": {
+        "data": "docstrings.jsonl",
+        "make": docstrings,
         "options": "    length: 128\n    overlong: split  # a longer text becomes pieces; or drop, refuse\n"
         "    vocabulary: 1024",
         "by": "random",
@@ -357,6 +342,8 @@ _FACTS = {
         "source": "docstrings of Python's standard library (PSF licence).",
     },
     "embeddings": {
+        "data": "entities.csv",
+        "make": entity_names,
         "options": "    query: entity\n    positive: character\n    vocabulary: 400\n    max_length: 48",
         "by": "random",
         "model": _RANDOM_BERT,
@@ -368,6 +355,8 @@ _FACTS = {
         "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
     },
     "image-classification": {
+        "data": "digits",
+        "make": digits,
         "options": "    size: 16      # pixels of a side\n    colours: grey",
         "by": "stratified",
         "model": "  model: {channels: [16, 32], augment: {shift: 0.1, rotate: 10.0}}",
@@ -379,6 +368,8 @@ _FACTS = {
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "preference-optimization": {
+        "data": "sentences.jsonl",
+        "make": word_orders,
         "options": "    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.\n"
         "    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}\n"
         "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
@@ -393,6 +384,8 @@ _FACTS = {
         "words in an order that was drawn.",
     },
     "question-answering": {
+        "data": "questions.jsonl",
+        "make": code_questions,
         "options": "    max_length: 128  # tokens of a window; a longer context has several\n    stride: 32",
         "by": "random",
         "model": _RANDOM_BERT,
@@ -404,11 +397,14 @@ _FACTS = {
         "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
     },
     "sequence-to-sequence": {
+        "data": "characters.csv",
+        "make": character_names,
         "options": "    text: name\n    target: parts\n    vocabulary: 600\n    max_length: 48    # tokens to read\n"
         "    target_length: 48 # tokens to write",
         "by": "random",
         "model": _RANDOM_T5,
         "rate": "3.0e-3",
+        "every": 150,  # each evaluation generates
         "margin": "chrf_over_lead",
         "trivial": "the first words of what is read",
         "about": "Names the parts that a character consists of.",
@@ -416,6 +412,8 @@ _FACTS = {
         "source": "names of characters, out of Python's copy of the Unicode character database (Unicode licence).",
     },
     "supervised-fine-tuning": {
+        "data": "chats.jsonl",
+        "make": code_chats,
         "options": "    vocabulary: 800\n    length: 192\n    overlong: cut  # a longer conversation; or drop, refuse",
         "by": "random",
         "model": _RANDOM_LLAMA,
@@ -427,6 +425,8 @@ _FACTS = {
         "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
     },
     "tabular-classification": {
+        "data": "wine.csv",
+        "make": wine,
         "options": "    label: cultivar",
         "by": "stratified",
         "model": "  model: {hidden: [64], dropout: 0.1}",
@@ -438,6 +438,8 @@ _FACTS = {
         "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "tabular-regression": {
+        "data": "diabetes.csv",
+        "make": diabetes,
         "options": "    label: progression",
         "by": "random",
         "model": "  model: {hidden: [64], dropout: 0.1}",
@@ -449,6 +451,8 @@ _FACTS = {
         "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
     },
     "text-classification": {
+        "data": "lines.csv",
+        "make": modules,
         "options": "    text: line\n    label: module",
         "by": "stratified",
         "model": _RANDOM_BERT,
@@ -460,6 +464,8 @@ _FACTS = {
         "source": "lines of four modules of Python's standard library (PSF licence).",
     },
     "time-series-forecasting": {
+        "data": "elnino.csv",
+        "make": elnino,
         "options": "    time: month\n    target: temperature\n    context: 36   # months that a forecast knows\n"
         "    horizon: 6    # months to forecast\n    season: 12",
         "by": "time",
@@ -472,6 +478,8 @@ _FACTS = {
         "source": "the sea's temperature off Peru by month (NOAA, ERSST.V3B, Nino 1+2, public domain).",
     },
     "token-classification": {
+        "data": "lines.jsonl",
+        "make": code_lines,
         "options": "    words: words\n    label: tags",
         "by": "random",
         "model": _RANDOM_BERT,
@@ -483,7 +491,7 @@ _FACTS = {
         "source": "lines of Python's standard library, with tags by its parser (PSF licence).",
     },
 }
-"""Recipe -> what its texts say."""
+"""Recipe -> the name of its data's file or folder, what makes its text or files, and what its texts say."""
 
 
 def check_target(folder: Path, recipe: str) -> None:
@@ -494,8 +502,10 @@ def check_target(folder: Path, recipe: str) -> None:
     """
     from trainflow.flows.spec.spec import PipelineSpec
 
-    if recipe not in _FACTS:
-        raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, _FACTS))
+    if recipe not in TEMPLATES:
+        raise ConfigError(
+            "No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, TEMPLATES)
+        )
     name = folder.absolute().name
     pattern = next(each.pattern for each in PipelineSpec.model_fields["name"].metadata if hasattr(each, "pattern"))
     if not re.match(pattern, name):
@@ -514,9 +524,8 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     """
     check_target(folder, recipe)
     name = folder.absolute().name
-    data, make = FILES[recipe]
     module = "".join(char if char.isalnum() else "_" for char in name.lower())
-    facts = {"name": name, "recipe": recipe, "data": data, "module": module, **_FACTS[recipe]}
+    facts = {"name": name, "recipe": recipe, "module": module, **TEMPLATES[recipe]}
     texts = {
         "pipeline.yaml": _render("pipeline.yaml.j2", facts),
         f"test_{module}.py": _render("test_project.py.j2", facts),
@@ -524,7 +533,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
         "schema.json": _schema(),
         ".gitignore": _GITIGNORE,
     }
-    made = make()
+    data, made = facts["data"], facts["make"]()
     contents = {file: text.encode() for file, text in texts.items()}
     contents |= {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": each for at, each in made.items()}
     _write(folder, contents)

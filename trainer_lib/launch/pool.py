@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.errors import InfrastructureError, Interrupted
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig
@@ -218,5 +219,5 @@ class Progress:
         fields: dict[str, Any] = {}
         if seconds > 0 and done > 0 and gained > 0:
             fields = {"samples_per_second": done / seconds, "eta_s": (1 - share) * seconds / gained}
-            message += f", {fields['samples_per_second']:,.0f} rows/s, {fields['eta_s']:,.0f} s left"
+            message += f", {fields['samples_per_second']:,.0f} rows/s, {describe_seconds(fields['eta_s'])} left"
         self._on_event({**self._furthest, "rows": rows, "message": message, **fields})

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 KEPT = "(trainflow)"
 """Folder of trainflow's recipes among the files of a run or of a model."""
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
-ABOUT = {
-    "causal-language-modeling": "Texts to a model of transformers that continues them.",
-    "embeddings": "Vectors of texts, near where texts belong together, with a model of transformers.",
-    "image-classification": "Images to classes, or to a number.",
-    "preference-optimization": "Answers that are preferred to others, with a model of transformers (DPO).",
-    "question-answering": "The part of a text that answers a question, with a model of transformers.",
-    "sequence-to-sequence": "Texts to other texts, such as summaries, with a model of transformers.",
-    "supervised-fine-tuning": "Conversations to a model of transformers that answers.",
-    "tabular-classification": "Rows of a table to classes.",
-    "tabular-regression": "Rows of a table to a number.",
-    "text-classification": "Texts to classes, or to a number, with a model of transformers.",
-    "time-series-forecasting": "The next steps of one time series or many.",
-    "token-classification": "Words of a text to a tag each, with a model of transformers.",
-}
+_FIRST_LINE = re.compile(r'"""The recipe ([a-z-]+): (.+?)"*$')
+
+
+def _find_recipes() -> dict[str, str]:
+    """Name -> what the recipe is for, from the first line of its file, which is all that is read."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        with path.open(encoding="utf-8") as file:
+            if match := _FIRST_LINE.match(file.readline()):
+                found[match[1]] = match[2][0].upper() + match[2][1:]
+    return found
+
+
+ABOUT = _find_recipes()
 """Name -> what the recipe is for."""
 
 

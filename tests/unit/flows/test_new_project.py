@@ -18,7 +18,7 @@ from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.storage import Store
 from trainflow.flows.cli.options import complete_override, complete_recipe
 from trainflow.flows.new_project import starting
-from trainflow.flows.new_project.starting import FILES, diabetes, elnino, wine
+from trainflow.flows.new_project.starting import diabetes, elnino, wine
 from trainflow.flows.spec.schema import argument_schemas, spec_schema
 from trainflow.flows.spec.spec import load_spec
 
@@ -30,7 +30,7 @@ def validator() -> Any:
     return library.Draft202012Validator(spec_schema())
 
 
-@pytest.mark.parametrize("recipe", sorted(starting._FACTS))
+@pytest.mark.parametrize("recipe", sorted(starting.TEMPLATES))
 def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recipe: str, validator: Any) -> None:
     folder = tmp_path / "my-project"
     files = starting.write_project(folder, recipe)
@@ -49,7 +49,7 @@ def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recip
 
 
 def test_every_named_recipe_can_begin_a_project_and_the_examples_have_its_data() -> None:
-    assert set(starting._FACTS) == set(FILES) == set(ABOUT)
+    assert set(starting.TEMPLATES) == set(ABOUT)
     data = {"tabular/wine": wine(), "tabular/diabetes": diabetes(), "forecasting/elnino": elnino()}
     assert {name: (ROOT / "examples" / f"{name}.csv").read_text() for name in data} == data
 

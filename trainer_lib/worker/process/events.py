@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.arguments.configs.accelerator_config import describe_step
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.loader import has_length
 from trainer_lib.worker.process.session import Events
@@ -145,7 +146,7 @@ class EventsCallback(TrainerCallback):
         message = f"evaluating: batch {self._predicted:,}" + (f" of {batches:,}" if batches else "")
         where = self._where(state) or self._row(batches)
         if not state.max_steps and "eta_s" in where:
-            message += f", {where['eta_s']:,.0f} s left"
+            message += f", {describe_seconds(where['eta_s'])} left"
         self._events.emit("progress", message=message, **where)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
