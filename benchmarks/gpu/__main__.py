@@ -57,7 +57,7 @@ class Lab:
         self._numbers = itertools.count()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2))
         self._begun: dict[str, concurrent.futures.Future[dict[str, Any] | Failed]] = {}
-        processes.prepare()
+        processes.prepare(dry=dry)
         try:
             self.run("imported", 120)
         except Failed:  # CUDA was begun before the fork
@@ -304,11 +304,18 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         record = {"machine": machine, "seconds": round(seconds, 1), "answers": lab.answers}
         lines = [asdict(finding) for finding in findings]
-        (out / "gpu.json").write_text(json.dumps({**record, "findings": lines}, indent=1) + "\n", encoding="utf-8")
-        (out / "gpu.md").write_text(render(machine, seconds, lines), encoding="utf-8")
+        _write(out / "gpu.json", json.dumps({**record, "findings": lines}, indent=1) + "\n")
+        _write(out / "gpu.md", render(machine, seconds, lines))
     print(f"{len(findings)} lines in {time.monotonic() - begun:.0f} s; {out / 'gpu.md'}")
     failed = any(finding.held is False and (not chosen.dry or not finding.goal) for finding in findings)
     return int(failed)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file: a reader has all rows so far, also when the process is killed."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 if __name__ == "__main__":

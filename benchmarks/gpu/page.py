@@ -35,7 +35,10 @@ def describe_machine(dry: bool) -> dict[str, Any]:
 def _version(name: str) -> str | None:
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         return None
-    return metadata.version(name)
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # a folder of that name alone
+        return "of an unknown version"
 
 
 def render(machine: dict[str, Any], seconds: float, findings: Sequence[dict[str, Any]]) -> str:

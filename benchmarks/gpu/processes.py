@@ -22,8 +22,10 @@ MARK = "RESULT "
 FORKS = "TRAINFLOW_GPU_BENCHMARK_FORKS"  # set to 1 in the environment where children may be forked
 
 
-def prepare() -> None:
+def prepare(*, dry: bool) -> None:
     """Let the processes that are started from now on be forked from one with everything imported."""
+    if dry:
+        os.environ["OMP_NUM_THREADS"] = "1"  # several jobs share few cores
     os.environ.update({"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"})
     os.environ[FORKS] = "1"
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.gpu.imported"])
@@ -73,9 +75,8 @@ class Job:
         """Kill the process and those that it started."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it ended, or has not reached its own group yet
-            if self._popen is None:
-                self._process.kill()
+        except ProcessLookupError:  # it ended, or has no group of its own (yet)
+            (self._popen or self._process).kill()
         if self._popen is None:
             self._process.join()
         else:

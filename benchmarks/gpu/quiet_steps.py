@@ -28,24 +28,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 WARM_UP, STRICT, COUNTED = 10, 50, 20
+DRY = 2  # steps that a dry run counts
 BATCH = 8
 
 
 class Blocks(nn.Module):
     """Four causal transformer blocks of width 384: tokens and labels [batch, length] -> loss and logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, dry: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(8192, 384)
-        self.norms = nn.ModuleList(nn.LayerNorm(384) for _ in range(4))
-        self.attention = nn.ModuleList(nn.Linear(384, 3 * 384) for _ in range(4))
-        self.output = nn.ModuleList(nn.Linear(384, 384) for _ in range(4))
+        width, tokens = (48, 256) if dry else (384, 8192)
+        self.head = width // 6
+        self.table = nn.Embedding(tokens, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.attention = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(4))
+        self.output = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
         """Compute the mean cross entropy of the next token."""
         hidden = self.table(input_ids)
         for norm, project, out in zip(self.norms, self.attention, self.output, strict=True):
-            query, key, value = project(norm(hidden)).unflatten(-1, (3, 6, 64)).permute(2, 0, 3, 1, 4)
+            query, key, value = project(norm(hidden)).unflatten(-1, (3, 6, self.head)).permute(2, 0, 3, 1, 4)
             mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             hidden = hidden + out(mixed.transpose(1, 2).flatten(2))
         logits = hidden @ self.table.weight.T
@@ -78,29 +81,30 @@ def _train_strictly(case: str) -> str:
 
 def _count(loop: str, case: str, dry: bool) -> dict[str, Any]:
     activities = [ProfilerActivity.CPU] if dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    profiler = profile(activities=activities)
+    profiler, counted = profile(activities=activities), DRY if dry else COUNTED
+    steps = WARM_UP + counted + 1
 
     def step(number: int) -> None:
         if number == WARM_UP:
             profiler.start()
-        elif number == WARM_UP + COUNTED:
+        elif number == WARM_UP + counted:
             profiler.stop()
 
     if loop == "hand":
-        network = Blocks().to(device(dry))
-        rows = Tokens(BATCH * (WARM_UP + COUNTED + 1), 32 if dry else 256, 256)
-        for number, _ in enumerate(by_hand(network, rows, steps=WARM_UP + COUNTED + 1, batch=BATCH, dry=dry), 1):
+        network = Blocks(dry).to(device(dry))
+        rows = Tokens(BATCH * steps, 32 if dry else 256, 256)
+        for number, _ in enumerate(by_hand(network, rows, steps=steps, batch=BATCH, dry=dry), 1):
             step(number)
     else:
-        _train(loop, case, WARM_UP + COUNTED + 1, dry, on_step_end=lambda state, **_: step(state.global_step))
+        _train(loop, case, steps, dry, on_step_end=lambda state, **_: step(state.global_step))
     counts = {event.key: event.count for event in profiler.key_averages()}
     kernels = sorted({name for name in counts if "flash" in name.lower() or "cudnn" in name.lower()})
-    waits = {wait: sum(count for name, count in counts.items() if wait in name) / COUNTED for wait in WAITS}
+    waits = {wait: sum(count for name, count in counts.items() if wait in name) / counted for wait in WAITS}
     return {"waits_per_step": waits, "attention": [name[:60] for name in kernels][:2]}
 
 
 def _train(loop: str, case: str, steps: int, dry: bool, **hooks: Any) -> None:
-    network = Blocks().to(device(dry))
+    network = Blocks(dry).to(device(dry))
     chosen = CASES[case]
     rows = Tokens(BATCH * steps * chosen.get("gradient_accumulation_steps", 1), 32 if dry else 256, 256)
     with tempfile.TemporaryDirectory() as folder:
