@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Page:
 
 
 PAGES = {
-    "csv": Page(before=(), read_as={"num_train_epochs: 40": "num_train_epochs: 12"}),
+    "csv": Page(before=()),
     "gpus": Page(),
     "own-data": Page(before=(), read_as={"def prepare(": "def build_model(options, data): ...\n\n\ndef prepare("}),
     "packing": Page(),
@@ -118,9 +118,7 @@ class Project:
         folder.mkdir()
         self.scratch.mkdir()
         draw = random.Random(0)
-        houses = [(n, 10000 + n % 9, draw.randint(40, 200), draw.randint(1, 6)) for n in range(240)]
-        rows = [f"{n},{code},{area},{rooms},{900 * area + 9000 * rooms}" for n, code, area, rooms in houses]
-        (folder / "houses.csv").write_text("listing_id,postcode,area,rooms,price\n" + "\n".join(rows) + "\n")
+        (folder / "customers.csv").write_bytes("\r\n".join(_customers(240)).encode("cp1252"))
         points = [f"{draw.random()},{draw.random()},{draw.randint(0, 1)}" for _ in range(40)]
         (folder / "points.csv").write_text("a,b,kind\n" + "\n".join(points) + "\n")
 
@@ -155,6 +153,18 @@ class Project:
         )
         assert done.returncode == 0, f"$ {command}\n{done.stdout}{done.stderr}"
         assert "Traceback" not in done.stderr
+
+
+def _customers(count: int) -> Iterator[str]:
+    """The lines of the table of the page csv."""
+    yield "customer;revenue;since;city;comment;cancelled on;churned"
+    comments = ("waits for an answer", "likes the new tariff", "wants a <b>paper</b> bill")
+    for row in range(count):
+        money = "unknown" if row % 11 == 5 else f"${900 + 37 * row:,}".replace(",", ".") + ",50"
+        since = f"{1 + row % 28:02}/{1 + row % 12:02}/{2018 + row % 5}"
+        city, comment = ("Köln", "köln ", "Graz", "Bern")[row % 4], f"{comments[row % 3]} since week {row * 7 % 53}"
+        end = "2024-01-01;yes" if row % 3 == 0 else ";no"
+        yield f"K-{row:04};{money};{since};{city};{comment};{end}"
 
 
 def _merged(base: Any, more: Any) -> Any:

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 DEFAULTS: dict[str, Any] = {
     "text": "text",  # column of a table that has the texts
     "rename": {},  # name of a column in the files -> its name here
+    "ignore": [],  # columns that are left out
     "read": {},  # how tables are written (`table_cells.READ`)
     "separator": None,  # between two documents of a text file; None: a file is one
     "files": {},  # split -> its file

@@ -85,6 +85,7 @@ class DocumentSplits:
             separator=chosen["separator"],
             field=field,
             read=chosen.get("read"),
+            ignore=chosen.get("ignore", ()),
         )
 
     def _cut(self) -> dict[str, np.ndarray]:
@@ -114,6 +115,7 @@ def read_documents(
     separator: str | None,
     field: str,
     read: Mapping[str, Any] | None = None,
+    ignore: Sequence[str] = (),
 ) -> Iterator[TextDocument]:
     """The documents of all sources, in their order. Text files without a text are passed over.
 
@@ -124,6 +126,7 @@ def read_documents(
         separator: what stands between two documents of a text file; None: a file is one.
         field: the setting that names the sources, for errors.
         read: how tables are written (`table_cells.READ`).
+        ignore: columns of tables that are left out.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or a row has no text.
@@ -138,7 +141,8 @@ def read_documents(
                 yield from _of_text_file(file, separator)
             else:
                 for place, values in read_rows([file], None, reading):
-                    yield _of_row(place, renamed_row(values, rename, place), text)
+                    row = renamed_row(values, rename, place)
+                    yield _of_row(place, {name: row[name] for name in row if name not in ignore}, text)
 
 
 def _find(sources: Sequence[str], field: str) -> Iterator[RowFile]:

@@ -357,6 +357,7 @@ def test_text_files_and_rows_are_documents_in_the_order_of_the_sources(tmp_path:
     found = read(tmp_path / "a.md", tmp_path / "b.txt", rows, rename={"body": "text"})
     assert [each.text for each in found] == ["first", "second\n", "third"]
     assert found[2].values == {"day": 1}
+    assert read(rows, rename={"body": "text"}, ignore=["day"])[0].values == {}
     assert found[0].place.endswith("/a.md")
     assert found[2].place.endswith("rows.jsonl, row 0 (line 1)")
     assert [each.text for each in read(tmp_path, text="body")] == ["first", "second\n", "third"]
