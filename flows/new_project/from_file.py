@@ -22,9 +22,9 @@ from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import DataError, TrainflowError
-from trainer_lib.recipes.table_cells import NOTHING, USUAL, number_of, plain_value
+from trainer_lib.recipes.table_cells import NOTHING, USUAL, is_index, number_of, plain_value
 from trainer_lib.recipes.table_features import fold, iso_dates, looks_like_date
-from trainer_lib.recipes.table_files import Table, is_index, naming_sources
+from trainer_lib.recipes.table_files import Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
 _LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
@@ -285,7 +285,7 @@ class Guesses(Guess):
             self._kinds["hashed"][name] = 64
             self.comments.append(f"Column {name} has free texts, whose words are hashed; or text-classification.")
         elif different == len(self._table) and "id" not in self.options:
-            self.options["id"] = name, "guess: all values differ; it is no feature"
+            self.options["id"] = name, "guess: all values differ"
         else:
             self._ignored[name] = "texts that nearly all differ"
 

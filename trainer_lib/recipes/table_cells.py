@@ -42,6 +42,7 @@ _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
 _COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
 _EITHER = re.compile(r"\d{1,3},\d{3}")
 
+_INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 _LONGEST = 40  # characters of a number
 
 
@@ -126,6 +127,11 @@ def id_of(value: Any, place: str) -> int | str | None:
         what = f"{place}: a row's id is an integer or a text, not a {type(value).__name__}."
         raise DataError(what, field="rows")
     return row_id
+
+
+def is_index(name: str) -> bool:
+    """Whether a column is the index of a table that pandas wrote: it has no name, or one that pandas gave."""
+    return _INDEX.fullmatch(name) is not None
 
 
 def read_exact_text(value: Any, where: str) -> str | None:

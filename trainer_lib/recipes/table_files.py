@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 import tempfile
 import zlib
 from bisect import bisect_right
@@ -37,6 +36,7 @@ from trainer_lib.recipes.table_cells import (
     USUAL,
     as_number,
     as_text,
+    is_index,
     number_of,
     plain_value,
     read_reading,
@@ -48,7 +48,6 @@ from trainer_lib.storage import Store
 
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
-_INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
 """Ending of a file's name -> "sentences"."""
 _AT_ONCE = 10_000  # values that become numbers together
@@ -360,11 +359,6 @@ def count_different(values: np.ndarray) -> int:
     return int(np.count_nonzero(values[1:] != values[:-1])) + (len(values) > 0)
 
 
-def is_index(name: str) -> bool:
-    """Whether a column is the index of a table that pandas wrote: it has no name, or one that pandas gave."""
-    return _INDEX.fullmatch(name) is not None
-
-
 def read_table(
     sources: Sequence[str],
     *,
@@ -539,9 +533,8 @@ class TableForm:
         row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
         for name, kind in self.columns.items():
             if name not in row:
-                near = nearest(name, values)
-                hint = f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
-                raise refuse_row(place, name, f"the model needs the column, which the row does not have; {hint}")
+                what = "the model needs the column, which the row does not have"
+                raise refuse_row(place, name, f"{what}; {_describe_columns(values, name)}")
             row[name] = _read(row[name], kind, name, place, self.reading)
         return row
 
@@ -553,10 +546,14 @@ class TableForm:
         """
         renamed = {self._rename.get(each, each): value for each, value in values.items()}
         if name not in renamed:
-            near = nearest(name, renamed)
-            hint = f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
-            raise refuse_row(place, name, f"there is no such column, and it has the labels; {hint}")
+            what = "there is no such column, and it has the labels"
+            raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
         return _read(renamed[name], "text" if is_text else "number", name, place, self.reading)
+
+
+def _describe_columns(values: Mapping[str, Any], name: str) -> str:
+    near = nearest(name, values)
+    return f"the nearest column is '{near}'" if near else f"its columns are {', '.join(map(str, values))}"
 
 
 def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any:

@@ -204,7 +204,8 @@ def order_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """The mean log loss of the answers whether a row is above each class but the last: near misses cost less.
 
     These cumulative probabilities are sums of the softmax (the logarithmic form of the ranked probability score of
-    Epstein, 1969), so any model of classes learns an order. Arguments are as of `class_loss`.
+    Epstein, 1969), so any model of classes learns an order. Arguments are as of `class_loss`: logits
+    ``[batch, classes]``, labels ``[batch]``.
     """
     labels, logs = labels.reshape(-1), log_softmax(logits.float(), dim=-1)
     up_to = torch.logcumsumexp(logs, dim=1)[:, :-1]
