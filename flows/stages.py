@@ -107,7 +107,7 @@ def _predictions(manifest: StageManifest) -> dict[str, str]:
 
 
 def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
-    return {"published": manifest.facts.published_url}
+    return {"published" if manifest.facts.held is None else "stays": manifest.facts.published_url}
 
 
 # Parameter of the task -> the stage whose manifest it takes.

@@ -399,6 +399,17 @@ class PublishConfig(StageSettings):
     revision: str | None = setting(
         affects="result", default=None, description="Branch on the Hub; unset: main (hf:// only)."
     )
+    only_if: Literal["always", "better"] = setting(
+        affects="result",
+        default="always",
+        description="better: publish only a model that is better than the published one, on the same test rows.",
+    )
+    metric: str | None = setting(
+        affects="result", default=None, description="Metric (<split>_<name>) that only_if: better compares."
+    )
+    greater_is_better: bool | None = setting(
+        affects="result", default=None, description="Whether a greater metric is better; unset: by its name."
+    )
     title: str | None = setting(
         affects="result", default=None, description="Title of the model card; unset: the pipeline's name."
     )
@@ -432,6 +443,11 @@ class PublishConfig(StageSettings):
         description="Publish the recipe and the project files that it imports, so that load_model works; unset: yes, "
         "unless a module is named only at run time, because every Python file of the project would go along.",
     )
+
+    @property
+    def compared_by(self) -> str | None:
+        """The metric by which the model is compared with the published one; None where none is compared."""
+        return self.metric if self.only_if == "better" else None
 
 
 class TrackingConfig(Settings):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from trainer_lib.base.records import to_record
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import render_card, tidy_metrics
@@ -14,7 +15,7 @@ from trainer_lib.hub.card_sections import merge_card
 from trainer_lib.hub.transport import open_hub
 from trainer_lib.model_folder.description import FILE
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
-from trainer_lib.model_folder.lineage import PROVENANCE_FILE
+from trainer_lib.model_folder.lineage import PROVENANCE_FILE, Lineage
 from trainer_lib.protocol.requests import OUTCOMES
 from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.configs import PublishConfig
@@ -30,6 +31,7 @@ from trainflow.tasks.model.portable_model import (
     describe_model,
     refuse_tokens,
 )
+from trainflow.tasks.model.published_model import EVALUATION, judge_publication
 from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
@@ -71,30 +73,49 @@ def push_to_hub(
 
     def work(attempt: StageAttempt) -> StageOutput:
         with published_model(config, context, data, model, attempt) as files:
-            return publish(_content(config, context.name, inputs, trained, files), attempt)
-
-    def publish(bare: Content, attempt: StageAttempt) -> StageOutput:
-        to = publication_target(config, context)
-        code = None if trained is None else trained.description.code_digest
-        hub = open_hub(to, revision=config.revision, private=config.private)
-        card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
-        mine = replace(bare, texts={**bare.texts, CARD: card.encode()})
-        content = add_lineage(mine, describe_lineage(context.name, inputs, code_digest=code))
-        done = hub.publish(content, message=f"Publish {config.title or context.name} ({content.digest[:12]})")
-        if not done.created:
-            message = f"{done.target} holds just this content already: no new revision"
-            _progress.publish({"event": "progress", "stage": STAGE, "message": message})
-        home = f"{Store.open(context.storage).url}/"
-        below = done.url.removeprefix(home) if done.url.startswith(home) else None
-        facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below)
-        # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
-        files = [attempt.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
-        return StageOutput(files, facts=facts)
+            content = _content(config, context.name, inputs, trained, files)
+            code = None if trained is None else trained.description.code_digest
+            lineage = describe_lineage(context.name, inputs, code_digest=code)
+            return _publish(config, context, content, lineage, (data, evaluation), attempt)
 
     def inspect(manifest: StageManifest[PublishFacts]) -> str | None:
         return find_publication_problem(config, context, manifest)
 
     return run_stage(key, context, work, retries=config.retries, inspect=inspect)
+
+
+def _publish(
+    config: PublishConfig,
+    context: StageContext,
+    bare: Content,
+    lineage: Lineage,
+    measured: tuple[StageManifest[PrepareFacts], StageManifest[EvaluateFacts] | None],
+    attempt: StageAttempt,
+) -> StageOutput:
+    """Publish the content with its card and lineage, unless its model is held back by a better one."""
+    to = publication_target(config, context)
+    hub = open_hub(to, revision=config.revision, private=config.private)
+    card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
+    content = add_lineage(replace(bare, texts={**bare.texts, CARD: card.encode()}), lineage)
+    judged, held = judge_publication(config, context, hub, content, *measured, attempt), None
+    if judged is not None and not judged[1].promoted:
+        done, held = judged[0], judged[1].reason
+        _progress.publish({"event": "warning", "stage": STAGE, "message": f"The model is not published: {held}"})
+    else:
+        verdict = {} if judged is None else {"verdict": to_record(judged[1])}
+        content = replace(content, lineage={**content.lineage, **verdict})
+        done = hub.publish(content, message=f"Publish {config.title or context.name} ({content.digest[:12]})")
+    if not done.created and held is None:
+        message = f"{done.target} holds just this content already: no new revision"
+        _progress.publish({"event": "progress", "stage": STAGE, "message": message})
+    home = f"{Store.open(context.storage).url}/"
+    below = done.url.removeprefix(home) if done.url.startswith(home) else None
+    facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below, held)
+    # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
+    files = [attempt.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
+    if judged is not None:
+        files.append(attempt.store.write_bytes("verdict.json", judged[1].to_json().encode()))
+    return StageOutput(files, facts=facts)
 
 
 def _model_with_code(
@@ -134,7 +155,7 @@ def _content(
         # Outcomes hold labels of the data: they stay on the storage, and pictures show them together.
         kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
         more = [entry for entry in kept if entry.path not in _MADE_HERE]
-        files |= {f"evaluation/{entry.path}": Source(evaluation.store(), entry) for entry in more}
+        files |= {f"{EVALUATION}/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
     outcomes = [each for one in rest for each in read_outcomes(one, data.facts.info)]
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]

@@ -229,6 +229,8 @@ def _published_folder(chain: Chain) -> Store | None:
     if manifest is None or not isinstance(manifest.facts, PublishFacts):
         return None
     facts = manifest.facts
+    if facts.held is not None:
+        return None
     if facts.below is not None:
         return chain.storage.child(facts.below)
     is_repository = facts.target.startswith(SCHEME)

@@ -91,6 +91,7 @@ def find_publications(storage: str) -> list[Referrer]:
         for name in Store.open(storage).children(f"{STAGES}/{PUBLISH}")
         if (manifest := look_up_in(storage, PUBLISH, name)) is not None
         and isinstance(manifest.facts, PublishFacts)
+        and manifest.facts.held is None
         and _is_there(manifest.facts)
     ]
 

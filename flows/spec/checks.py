@@ -114,7 +114,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_launches(spec, resolver)
     _check_metrics(spec)
     _check_gates(spec)
-    _check_register(spec, resolver)
+    _check_comparisons(spec, resolver)
     check_adapters(spec)
     spec.notify.check()
 
@@ -343,25 +343,36 @@ def _check_gates(spec: PipelineSpec) -> None:
             )
 
 
-def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
-    """Refuse a metric for the comparison of versions that no evaluation can give: it would fail after the training."""
-    metric, config = spec.register.metric, spec.evaluate
+def _check_comparisons(spec: PipelineSpec, resolver: Resolver) -> None:
+    """Refuse a metric for a comparison of models that no evaluation can give: it would fail after the training."""
     if spec.register.flavor is not None and spec.register.name is None:
         what = "A flavor is for versions in the registry, and the spec registers no model."
         remedy = "Set register.name, or remove the flavor."
         raise ConfigError(what, field="register.flavor", value=spec.register.flavor, remedy=remedy)
-    if metric is None or spec.register.name is None:
-        return
+    if spec.publish.enabled and spec.publish.only_if == "better" and spec.publish.metric is None:
+        what, remedy = (
+            "Models are compared by a metric, and the spec names none.",
+            "Name it: publish.metric=test_accuracy.",
+        )
+        raise ConfigError(what, field="publish.metric", remedy=remedy)
+    published = spec.publish.compared_by if spec.publish.enabled else None
+    for field, metric in (("register.metric", spec.register.compared_by), ("publish.metric", published)):
+        if metric is not None:
+            _check_compared(spec, resolver, field, metric)
+
+
+def _check_compared(spec: PipelineSpec, resolver: Resolver, field: str, metric: str) -> None:
+    config = spec.evaluate
     if not config.enabled:
         raise ConfigError(
-            "The versions are compared by what evaluate measures, which the spec leaves out.",
-            field="register.metric",
+            "The models are compared by what evaluate measures, which the spec leaves out.",
+            field=field,
             value=metric,
             remedy="Leave evaluate on, or remove the metric.",
         )
     split = next((split for split in config.splits if metric.startswith(f"{split}_") and metric != f"{split}_"), None)
     if split is None:
-        raise names_no_split(metric, config.splits, field="register.metric", value=metric)
+        raise names_no_split(metric, config.splits, field=field, value=metric)
     measured = find_measured(spec, resolver)
     names = [f"{each}_{name}" for each in config.splits for name in measured or ()]
     if measured is not None and metric not in names:
@@ -369,7 +380,7 @@ def _check_register(spec: PipelineSpec, resolver: Resolver) -> None:
             "compute_metrics returns no such metric."
             if measured
             else "The recipe has no compute_metrics to measure it.",
-            field="register.metric",
+            field=field,
             value=metric,
             remedy=suggestion(metric, names) if names else "Define compute_metrics, and return it from there.",
         )

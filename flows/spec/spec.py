@@ -195,7 +195,7 @@ class PipelineSpec(Settings):
                 "launch": own.launch or self.train.launch.on_one_machine(),
                 "resamples": own.resamples
                 or (self.register.resamples if self.register.metric else 0)
-                or (_RESAMPLES if own.confidence else 0),
+                or (_RESAMPLES if own.confidence or self.publish.compared_by else 0),
             }
         )
 
@@ -238,6 +238,8 @@ class PipelineSpec(Settings):
         found = {f"evaluate.require.{name}": name for name in self.evaluate.require}
         if self.register.compared_by:
             found["register.metric"] = self.register.compared_by
+        if self.publish.enabled and self.publish.compared_by:
+            found["publish.metric"] = self.publish.compared_by
         wanted = self.tracking.tags.get(OBJECTIVE, "").split()
         found |= {f"sweep.objective.{name}": name for name in wanted}
         chosen = self.train.args.get("metric_for_best_model")

@@ -101,9 +101,10 @@ REFRESH = "refresh"
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
-# Settings of evaluate that older keys do not have -> the value that leaves an evaluation as it was.
+# Settings that older keys do not have -> the value that leaves a result as it was.
 _ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
 _ADDED["importance_seconds"] = 10.0
+_ADDED_TO_PUBLISH = {"only_if": "always", "metric": None, "greater_is_better": None}
 
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")
@@ -319,6 +320,9 @@ def publish_key(
         to=target.url if target else f"hub/{context.name}",
         revision=target.revision if target else config.revision,
     )
+    for name, default in _ADDED_TO_PUBLISH.items():
+        if getattr(config, name) == default:
+            settings.pop(name)
     return stage_key(
         "push-to-hub",
         {

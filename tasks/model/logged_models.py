@@ -102,7 +102,9 @@ def register_model(
         alias=config.alias,
         description="\n\n".join(filter(None, [config.description, _measured(evaluation)])),
         tags={**record.tags, **config.tags},
-        score=None if evaluation is None else _score(evaluation, config),
+        score=None
+        if evaluation is None or config.metric is None
+        else read_score(evaluation, config.metric, config.greater_is_better, field="register.metric"),
         flavor=flavor,
     )
     run.log_model({"registration": to_record(asked), "kept_in": kept_in}, {})
@@ -114,14 +116,12 @@ def _measured(evaluation: StageManifest | None) -> str:
     return ", ".join(f"{to_markdown(name)} {text}" for name, text in with_intervals(found).items())
 
 
-def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
-    """The model's scores in the metric of the comparison.
+def read_score(evaluation: StageManifest, metric: str, greater_is_better: bool | None, *, field: str) -> Score:
+    """The model's scores in the metric of a comparison, which the setting `field` names.
 
     Raises:
         ConfigError: it did not measure it.
     """
-    if config.metric is None:
-        return None
     known: list[str] = []
     for split, values in evaluation.metrics.items():
         path = f"{RESAMPLES}/{split}.json"
@@ -130,20 +130,19 @@ def _score(evaluation: StageManifest, config: RegisterConfig) -> Score | None:
         found = parse_json(evaluation.store().read_bytes(path, limit=_RESAMPLES_BYTES))
         for name, resampled in found["metrics"].items():
             known.append(f"{split}_{name}")
-            if known[-1] == config.metric and name in values:
-                better = config.greater_is_better
+            if known[-1] == metric and name in values:
                 return Score(
-                    metric=config.metric,
+                    metric=metric,
                     value=float(values[name]),
                     rows=found["rows"],
-                    is_greater_better=not is_less_better(name) if better is None else better,
+                    is_greater_better=not is_less_better(name) if greater_is_better is None else greater_is_better,
                     resampled=tuple(resampled),
                 )
     raise ConfigError(
         "The evaluation has no such metric of compute_metrics.",
-        field="register.metric",
-        value=config.metric,
-        remedy=suggestion(config.metric, known) if known else "Return it from compute_metrics.",
+        field=field,
+        value=metric,
+        remedy=suggestion(metric, known) if known else "Return it from compute_metrics.",
     )
 
 

@@ -79,7 +79,6 @@ def describe_lineage(
     keys = {one.stage: read_key(one.store()) for one in manifests}
     model = next((one for one in manifests if isinstance(one.facts, TrainFacts)), None)
     facts = TrainFacts() if model is None else model.facts
-    published = next((one.facts for one in manifests if isinstance(one.facts, PublishFacts)), None)
     sources = keys.get("prepare-data", {}).get("sources")
     tracked, mlflow_id = mlflow or (facts.tracked_run, facts.mlflow_run_id)
     return Lineage(
@@ -102,11 +101,18 @@ def describe_lineage(
         arguments={} if model is None else mask_value("", changed_arguments(model)),
         versions=facts.environment or dict(keys.get("train", {}).get("versions") or {}),
         run=run,
-        publication=None
-        if published is None
-        else PublicationLink(revision=published.revision, content_digest=published.published_digest),
+        publication=_publication_link(manifests),
         files=tuple(files),
     )
+
+
+def _publication_link(manifests: Sequence[StageManifest]) -> PublicationLink | None:
+    """The publication of the run's model; None where it was not published."""
+    facts = (one.facts for one in manifests if isinstance(one.facts, PublishFacts))
+    links = [
+        PublicationLink(revision=one.revision, content_digest=one.published_digest) for one in facts if not one.held
+    ]
+    return links[0] if links else None
 
 
 def add_lineage(content: Content, lineage: Lineage) -> Content:

@@ -136,6 +136,7 @@ class PublishFacts(StageFacts, stage="push-to-hub"):
         published_digest: content digest of the published files.
         created: whether this made a new revision, or the hub held the content already.
         below: path of the publication below the storage; None: it lies elsewhere.
+        held: why this model was not published and that publication stays; None: it has this model.
     """
 
     target: str
@@ -144,6 +145,7 @@ class PublishFacts(StageFacts, stage="push-to-hub"):
     published_digest: str
     created: bool = True
     below: str | None = None
+    held: str | None = None
 
     @override
     def located(self, storage: str) -> StageFacts:

@@ -85,6 +85,9 @@ def track_evaluation(run: TrackedRun, manifest: StageManifest, ran: bool) -> Non
 def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ran: bool) -> None:
     """Tag the run with the address, the revision and the content digest of the publication."""
     facts = manifest.facts
+    if facts.held is not None:
+        run.set_tags({"trainflow.not_published": facts.held})
+        return
     tags = {"url": facts.published_url, "revision": facts.revision, "digest": facts.published_digest}
     run.set_tags({f"trainflow.published_{name}": value for name, value in tags.items()})
 

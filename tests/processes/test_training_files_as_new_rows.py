@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,22 @@ import pytest
 from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.repository import ROOT
 from trainer_lib import load_model
+from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.records import to_record
 from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.model_folder.locate import find_model
-from trainer_lib.protocol.requests import MeasureRowsRequest
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.protocol.requests import (
+    MeasureRowsRequest,
+    MeasureRowsResult,
+    PreparedData,
+    PrepareRequest,
+    RecipeFile,
+)
+from trainer_lib.worker.evaluate import digest_rows
 from trainflow.flows.cli.commands.evaluating import compare_measured
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
@@ -223,6 +235,48 @@ def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str
     assert result.metrics[metric] == pytest.approx(value)
     assert result.metrics[f"{metric}_low"] <= result.metrics[metric] <= result.metrics[f"{metric}_high"]
     assert compare_measured([result, result], 0.95)[metric] == [0.0, 0.0, 0.0]  # the same model, row by row
+
+
+def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(tmp_path: Path) -> None:
+    example, folder = EXAMPLES["wine"], tmp_path / "model"
+    file = _write(tmp_path / "rows.csv", example.rows)
+    publish_recipe(folder, example.recipe, file, example.options, example.model)
+    here = LaunchConfig(kind="in_process", processes=1)
+    asked = PrepareRequest(
+        output=str(tmp_path / "data"),
+        recipe=RecipeFile(str(recipe_file(example.recipe)), str(tmp_path)),
+        options=example.options,
+        sources=(str(file),),
+    )
+    made = launch(asked, here, env={}, on_line=print, on_event=lambda event: None)
+    data, model = PreparedData(asked.output, made.splits, made.info, made.files), find_model(str(folder))
+    measures = MeasureRowsRequest(
+        output=str(tmp_path / "out"),
+        model=str(folder),
+        digest=model.digest(),
+        code=model.description.code_digest,
+        data=data,
+        split="test",
+        metrics=read_metrics(["f1_weighted"]),
+        resamples=50,
+    )
+
+    def measure(request: MeasureRowsRequest) -> MeasureRowsResult:
+        return launch(request, here, env={}, on_line=print, on_event=lambda event: None)
+
+    result, split, classes = measure(measures), ArrowSplit(to_record(data), "test"), made.info["classes"]
+    rows = [{**split[number], "cultivar": classes[split[number]["labels"]]} for number in range(len(split))]
+    same = _write(tmp_path / "same.csv", [{name: row[name] for name in row if name != "labels"} for row in rows])
+    by_file = measure(replace(measures, data=None, sources=tuple(find_row_files([str(same)]))))
+    assert result.rows == by_file.rows == len(split)
+    assert {name: result.metrics[name] for name in ("accuracy", "log_loss", "f1_weighted")} == pytest.approx(
+        {name: by_file.metrics[name] for name in ("accuracy", "log_loss", "f1_weighted")}
+    )
+    assert len(result.resampled["accuracy"]) == len(result.resampled["f1_weighted"]) == 50
+    assert result.digest == digest_rows(data, "test"), "the rows decide the resamples, as in an evaluation"
+    other = replace(data, info={**made.info, "classes": ["another", *classes[1:]]})
+    with pytest.raises(DataError, match="knows no class 'another'"):
+        measure(replace(measures, data=other))
 
 
 NEW: list[dict[str, Any]] = [

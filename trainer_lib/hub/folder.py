@@ -57,6 +57,11 @@ class FolderHub:
         """The newest revision whose files are all intact; None without one."""
         return next((one for one in self.revisions() if not verify_files(one.store, one.commit)), None)
 
+    def find_newest(self) -> Published | None:
+        """The newest intact publication; None where nothing is published."""
+        newest = self.newest()
+        return None if newest is None else self._describe_result(newest, created=False)
+
     def newest_name(self) -> str | None:
         """The name of the newest revision, also where its commit file or its files are damaged; None without one."""
         for name in sorted(self._list_names(), key=_parse_number, reverse=True):

@@ -85,6 +85,21 @@ class HuggingFaceHub:
             is_complete = all(entry.path in tree and _has_same_size(tree[entry.path], entry) for entry in entries)
             return bool(entries) and is_complete and content_digest(entries) == digest
 
+    def find_newest(self) -> Published | None:
+        """Our publication at the head of the branch; None without repository, branch or publication."""
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        with self.errors_translated():
+            api = _open_api(self._token)
+            try:
+                head = str(api.repo_info(self.repo, revision=self.branch, repo_type="model").sha)
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                return None
+            record = self._read_record(api, head)
+            entries = [FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in record.get("files", ())]
+            url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{head}"
+        return Published(self.target, url, head, content_digest(entries), False, tuple(entries)) if entries else None
+
     def read_card(self) -> str | None:
         """The card at the head of the branch; None without repository, branch or card."""
         from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
-from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult
+from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult, PreparedData
 from trainer_lib.recipes.table_features import fold
+from trainer_lib.worker.evaluate import digest_rows
 from trainer_lib.worker.process.session import Work
 
 LABELS = "labels"
@@ -37,11 +41,16 @@ def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
     if compute is None or is_metric_object(compute):
         what = "The model's recipe has no function compute_metrics, so nothing is measured."
         raise ConfigError(what, field="MODEL", value=request.model, remedy="Predict the rows: trainflow predict.")
-    read = list(read_rows(request.sources, None, loaded.form.reading if loaded.form else None))
-    if not read:
-        raise DataError("The files have no rows.", field="DATA", remedy="Give at least one row.")
-    labels, digest = read_labels(read, loaded)
-    rows = [{name: value for name, value in row.items() if name != LABELS} for _, row in read]
+    if request.metrics:
+        compute = NamedMetrics(compute, request.metrics)
+    if request.data is None:
+        read = list(read_rows(request.sources, None, loaded.form.reading if loaded.form else None))
+        if not read:
+            raise DataError("The files have no rows.", field="DATA", remedy="Give at least one row.")
+        labels, digest = read_labels(read, loaded)
+        rows = [{name: value for name, value in row.items() if name != LABELS} for _, row in read]
+    else:
+        rows, labels, digest = read_prepared(request.data, request.split, loaded)
     given = loaded.measured_with(rows, labels)
     remembered = Remembered(compute, digest)
     metrics = parse_metrics(remembered(given))
@@ -68,6 +77,24 @@ def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.nd
         digest.update(repr(sorted((str(name), str(each)) for name, each in row.items())).encode())
         labels.append(_number_of(value, classes, place) if classes else value)
     return np.array(labels, np.int64 if classes else np.dtype(kind)), digest.hexdigest()
+
+
+def read_prepared(data: PreparedData, split: str, loaded: LoadedModel) -> tuple[list[dict[str, Any]], Any, str]:
+    """The rows of a prepared split, their labels ``[rows]`` as the model numbers them, and the digest of the rows.
+
+    Raises:
+        ConfigError: the rows have no labels. DataError: the model does not know the class of a row.
+    """
+    prepared = ArrowSplit(to_record(data), split)
+    if LABELS not in prepared.column_names:
+        what = "The prepared rows have no labels, so no other model is measured on them."
+        raise ConfigError(what, field="split", value=split, remedy="Name the column labels in prepare.")
+    rows = [prepared[number] for number in range(len(prepared))]
+    labels = [row.pop(LABELS) for row in rows]
+    theirs, own = data.info.get("classes"), loaded.description.info.get("classes")
+    if isinstance(theirs, list) and isinstance(own, list) and theirs != own:
+        labels = [_number_of(theirs[label], own, f"{split}, row {number}") for number, label in enumerate(labels)]
+    return rows, np.array(labels), digest_rows(data, split)
 
 
 def _number_of(label: str, classes: list[str], place: str) -> int:

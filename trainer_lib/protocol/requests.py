@@ -506,10 +506,12 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
-    """Measure a trained model on labelled rows of files; `model`, `digest`, `code`, `is_on_cpu` as of `ScoreRequest`.
+    """Measure a trained model on labelled rows; `model`, `digest`, `code`, `is_on_cpu` as of `ScoreRequest`.
 
     Attributes:
         sources: the files with the rows.
+        data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
+        metrics: those that are measured beside those of compute_metrics.
         confidence: the probability that an interval holds its metric.
         resamples: of the rows, for intervals and comparisons.
     """
@@ -521,7 +523,10 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
     model: str
     digest: str
     code: str
-    sources: tuple[RowFile, ...]
+    sources: tuple[RowFile, ...] = ()
+    data: PreparedData | None = None
+    split: str = ""
+    metrics: tuple[MetricCall, ...] = ()
     confidence: float = 0.95
     resamples: int = 1000
     is_on_cpu: bool = False

@@ -46,7 +46,7 @@ from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
-from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult
+from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.held_out_metrics import measure_labels
 from trainer_lib.recipes.targets import SEVERAL
@@ -391,7 +391,7 @@ def _of_all_rows(
         work.events.emit("progress", message=f"evaluating {name}: {counted(len(split), 'row')}")
         # A batch at a time leaves nothing to remember.
         by_batch = trainer.args.batch_eval_metrics or is_metric_object(function)
-        remembered = None if function is None or by_batch else Remembered(function, _digest_rows(request, name))
+        remembered = None if function is None or by_batch else Remembered(function, digest_rows(request.data, name))
         trainer.compute_metrics = remembered or function
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
         trainer.compute_metrics = recipes_own
@@ -524,10 +524,10 @@ def _resample(
     return found, store.write_bytes(f"{RESAMPLES}/{split}.json", json.dumps(record, sort_keys=True).encode())
 
 
-def _digest_rows(request: EvaluateRequest, split: str) -> str:
+def digest_rows(data: PreparedData, split: str) -> str:
     """SHA-256 of a split's rows, which decides how they are drawn."""
-    shards = frozenset(request.data.splits[split].shards)
-    return content_digest(entry for entry in request.data.files if entry.path in shards)
+    shards = frozenset(data.splits[split].shards)
+    return content_digest(entry for entry in data.files if entry.path in shards)
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:

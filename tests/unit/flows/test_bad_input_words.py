@@ -217,9 +217,11 @@ RETURNS = 'return {"error": float(abs(p.predictions - p.label_ids).mean())}'
 def test_a_metric_that_no_evaluation_gives_is_refused_with_the_spec(
     spec: Path, metric: str, wrong: str, do: str
 ) -> None:
-    error = refused(spec, "register.name=line", f"register.metric={metric}")
-    assert error.field == "register.metric"
-    assert wrong in error.message and do in str(error.remedy), error
+    for field, more in (("register.metric", "register.name=line"), ("publish.metric", "publish.only_if=better")):
+        error = refused(spec, more, f"{field}={metric}")
+        assert error.field == field
+        assert wrong in error.message and do in str(error.remedy), error
+    assert "names none" in refused(spec, "publish.only_if=better").message
 
 
 def test_metrics_that_are_known_only_when_they_are_measured_are_accepted(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ OWN: dict[str, Any] = {"recipe": "OTHER", "options": {"x": 1}, "retries": 0}
 THREADS: dict[str, Any] = {"launch": LaunchSettings(threads=1)}
 INFERENCE = {**OWN, **THREADS, "enabled": False, "args": {"eval_use_gather_object": True}}
 MEASURED = {"require": {"test_error": "< 1"}, "resamples": 5, "confidence": 0.9, "metrics": ["f1_macro"]}
+COMPARED = {"only_if": "better", "metric": "test_error", "greater_is_better": False}
 CARD = {"title": "Digits", "description": "What it is for.", "license": "mit", "tags": ["a"], "base_model": "org/base"}
 PLACE = {"to": "hf://org/model", "private": False, "revision": "v2"}
 CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
@@ -105,6 +106,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
     PublishConfig: {
         **OWN,
         **PLACE,
+        **COMPARED,
         **CARD,
         "enabled": False,
         "args": {"bf16_full_eval": True},

@@ -265,13 +265,13 @@ def test_the_metrics_of_a_slice_are_those_of_its_rows(trained: Trained) -> None:
 def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"slices": ("site",), "confidence": 0.9, "resamples": 50}
     digested: list[str] = []
-    real = worker_evaluate._digest_rows
+    real = worker_evaluate.digest_rows
 
     def digest(given: EvaluateRequest, split: str) -> str:
         digested.append(split)
         return real(given, split)
 
-    monkeypatch.setattr(worker_evaluate, "_digest_rows", digest)
+    monkeypatch.setattr(worker_evaluate, "digest_rows", digest)
     stage = trained.evaluate(**more)["test"]
     assert digested == ["test"], "the digest of a split's rows is computed once"
     name = read_metrics(trained.metrics)[1].result
