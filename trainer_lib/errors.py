@@ -287,34 +287,11 @@ class Pruned(Interrupted):
     title = "pruned"
 
 
-# By name, so that a record can name no class but these.
+# By name, so that a record can name no class but those above.
 _CLASSES: dict[str, type[TrainflowError]] = {
-    cls.__name__: cls
-    for cls in (
-        ConfigError,
-        MissingExtraError,
-        CodeError,
-        DataError,
-        NonFiniteError,
-        LossSpikeError,
-        OutOfMemoryError,
-        StorageError,
-        StoreUnreachableError,
-        StorageFullError,
-        StorageGoneError,
-        DamagedError,
-        NewerVersionError,
-        BrokenLineageError,
-        LeaseLostError,
-        InfrastructureError,
-        HangError,
-        Preempted,
-        PreemptedByNotice,
-        NotReproducibleError,
-        GateError,
-        Interrupted,
-        Pruned,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, TrainflowError) and value is not TrainflowError
 }
 
 
