@@ -77,7 +77,9 @@ def _by_trainer(
     chosen = settings(folder, steps=1, batch=batch, dry=dry, bf16=True, per_device_eval_batch_size=batch)
     if generates:
         args = library.Seq2SeqTrainingArguments(**chosen, predict_with_generate=True)
-        trainer = library.Seq2SeqTrainer(model=network, args=args, eval_dataset=rows, data_collator=collate)
+        given = {"model": network, "args": args, "eval_dataset": rows, "data_collator": collate}
+        # Without metrics a Trainer computes the loss alone, and generates nothing.
+        trainer = library.Seq2SeqTrainer(**given, compute_metrics=lambda made: {"rows": len(made.predictions)})
         return lambda: float(trainer.evaluate(**_generation(dry))["eval_loss"])
     args = library.TrainingArguments(**chosen, prediction_loss_only=True)
     trainer = library.Trainer(model=network, args=args, eval_dataset=rows, data_collator=collate)

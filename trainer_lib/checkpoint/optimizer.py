@@ -11,6 +11,7 @@ attributes. These are saved as well, and given back by their own ``load_state_di
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.distributed.sharding import is_sharded, load_like, read_spec
@@ -278,6 +280,15 @@ def _keeper(
     """
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
+        wrapper: Any = tensor
+        if is_traceable_wrapper_subclass(wrapper) and not is_sharded(tensor):
+            names, attributes = wrapper.__tensor_flatten__()
+            return {
+                "__tensor__": key,
+                "class": f"{type(tensor).__module__}:{type(tensor).__name__}",
+                "form": to_json([attributes, list(tensor.shape), list(tensor.stride())], key),
+                "inner": {name: keep(f"{key}.{name}", getattr(tensor, name)) for name in names},
+            }
         if param is None and is_sharded(tensor):
             raise ConfigError(
                 f"The optimizer keeps a sharded tensor in {key!r}, outside of its state by parameter.",
@@ -309,6 +320,11 @@ def _finder(
 
     def find(reference: dict[str, Any]) -> Tensor:
         key = str(reference["__tensor__"])
+        if "class" in reference:
+            parts = {name: find(inner) for name, inner in reference["inner"].items()}
+            attributes, shape, strides = from_json(reference["form"])
+            made: Tensor = _wrapper_class(reference["class"]).__tensor_unflatten__(parts, attributes, shape, strides)
+            return made
         if key not in tensors:
             raise DamagedError(
                 f"The optimizer's tensor {key!r} is not in the checkpoint.",
@@ -324,6 +340,24 @@ def _finder(
         return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device).copy_(tensor)
 
     return find
+
+
+def _wrapper_class(name: str) -> Any:
+    """The class of a tensor that consists of others, such as a quantized one. No module is imported for it.
+
+    Raises:
+        DamagedError: none of torch and torchao, which an optimizer has imported, has such a class.
+    """
+    module, _, attribute = name.partition(":")
+    found = getattr(sys.modules.get(module), attribute, None)
+    known = module.partition(".")[0] in ("torch", "torchao")
+    if not known or not isinstance(found, type) or not issubclass(found, Tensor):
+        raise DamagedError(
+            f"The optimizer's tensors are of a class {name!r} that is not known here.",
+            field="optimizer.json",
+            remedy="Resume with the optimizer that wrote the checkpoint, and the version of its package.",
+        )
+    return found
 
 
 def _default_strides(shape: torch.Size, param: Tensor | None) -> tuple[int, ...]:

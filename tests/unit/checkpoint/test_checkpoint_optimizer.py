@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.optimizers import Lookahead, Outside, Several
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
@@ -83,6 +84,23 @@ class Nested(torch.optim.Optimizer):
                 param.data.add_(mean, alpha=-group["lr"] * state["count"])
 
 
+class Wrapped(torch.optim.Optimizer):
+    """Keeps a tensor that consists of others, as the quantized states of torchao do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            if not self.state[param]:
+                two: Any = TwoTensor
+                self.state[param]["pair"] = two(torch.zeros_like(param), torch.ones_like(param))
+            pair = self.state[param]["pair"]
+            pair.a.mul_(0.9).add_(param.grad)
+            pair.b.add_(pair.a.square())
+            param.data.add_(pair.a / pair.b.sqrt(), alpha=-0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=False),
@@ -97,6 +115,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "nested": lambda p: Nested(p),
+    "wrapped": lambda p: Wrapped(p),
     "lookahead": lambda p: Lookahead(p),
     "several behind one": lambda p: Several(p),
     "state outside of state": lambda p: Outside(p),
@@ -128,6 +147,8 @@ def through_json(snapshot: OptimizerSnapshot) -> OptimizerSnapshot:
 
 
 def same(one: Any, two: Any) -> bool:
+    if isinstance(one, TwoTensor):
+        return isinstance(two, TwoTensor) and same([one.a, one.b], [two.a, two.b])
     if isinstance(one, Tensor):
         return isinstance(two, Tensor) and one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
     if isinstance(one, dict):
@@ -328,6 +349,12 @@ def test_a_snapshot_that_lacks_something_or_has_another_form_is_refused() -> Non
     snapshot.scalars["state"]["w"]["momentum_buffer"]["order"] = [1, 1 << 60]
     with pytest.raises(DamagedError, match="malformed"):
         restore_optimizer(optimizer, {"w": param}, snapshot)
+    wrapped = Wrapped(trainable(model))
+    steps(model, wrapped, batches(), 1)
+    snapshot = through_json(snapshot_optimizer(wrapped, model.named_parameters()))
+    snapshot.scalars["state"]["scale"]["pair"]["class"] = "subprocess:Popen"
+    with pytest.raises(DamagedError, match="class 'subprocess:Popen' that is not known here"):
+        restore_optimizer(wrapped, model.named_parameters(), snapshot)
     for damaged in ({"__tensor__": "x"}, {"__scalar__": ["1", "float32"]}, {"__scalar__": [1, "save"]}):
         with pytest.raises(DamagedError):
             from_json(damaged)
