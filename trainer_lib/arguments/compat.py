@@ -40,10 +40,6 @@ class OldName:
     way_out: str = ""
     read: Callable[[Any], Any] = lambda args: None
 
-    def asks_for_nothing(self, value: Any) -> bool:
-        """Return whether `value` is neutral; the type counts, so 1 is not True."""
-        return any(value == neutral and type(value) is type(neutral) for neutral in self.neutral)
-
 
 def _renamed(new: str, *neutral: Any) -> OldName:
     return OldName(new, neutral, lambda value: {new: value}, read=lambda args: getattr(args, new))
@@ -119,10 +115,6 @@ def _switch(new: str, value: Any, read: Callable[[Any], bool]) -> OldName:
     return OldName(use, (False,), lambda flag: {new: value} if coerce(flag, bool, field=new) else {}, read=read)
 
 
-def _hub_organization(value: Any) -> Changes:
-    return {"push_to_hub_organization": value}  # joined with the model id by `translate`
-
-
 _TRUTH = {"true": True, "false": False}
 _NATIVE = "torch's own mixed precision is always used."
 _SHARE = "warmup_steps (a number below 1 is a share of all steps)"
@@ -137,7 +129,7 @@ OLD_NAMES: Mapping[str, OldName] = {
     "push_to_hub_organization": OldName(
         'hub_model_id="owner/name"',
         (None,),
-        _hub_organization,
+        lambda value: {"push_to_hub_organization": value},  # joined with the model id by `translate`
         read=lambda args: (args.hub_model_id or "").rpartition("/")[0] or None,
     ),
     "warmup_ratio": OldName(
@@ -234,7 +226,8 @@ def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
     """Return the new arguments of one old argument, and warn once. Raises ConfigError when it is not supported."""
     old = OLD_NAMES[name]
     value = _TRUTH.get(value.lower(), value) if isinstance(value, str) else value  # a word of a command line
-    neutral = old.asks_for_nothing(value)
+    # The type counts: 1 is not True.
+    neutral = any(value == each and type(value) is type(each) for each in old.neutral)
     if not neutral and old.translate is None:
         raise ConfigError("This argument no longer exists.", field=name, value=value, remedy=old.way_out)
     warn(name, stacklevel=stacklevel + 1)

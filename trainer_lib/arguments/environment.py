@@ -305,7 +305,12 @@ def _kubeflow(env: Mapping[str, str]) -> Machines | None:
     if not nodes or env.get("LOCAL_RANK"):
         return None
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
-        raise _unreadable("PET_NNODES", nodes, "This is neither a number of machines nor a range.")
+        raise ConfigError(
+            "This is neither a number of machines nor a range.",
+            field="environment variable PET_NNODES",
+            value=nodes,
+            remedy="Correct it, or unset it.",
+        )
     rank = find_number(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "GROUP_RANK")
     if rank is None and nodes != "1":
         raise _missing("PET_NODE_RANK", f"{nodes} machines (PET_NNODES)")
@@ -358,10 +363,6 @@ def _meeting(env: Mapping[str, str], host: str | None) -> tuple[str, int] | None
     port = find_number(env, "MASTER_PORT")
     host = env.get("MASTER_ADDR") or host
     return (host, DEFAULT_PORT if port is None else port) if host else None
-
-
-def _unreadable(name: str, value: str, what: str) -> ConfigError:
-    return ConfigError(what, field=f"environment variable {name}", value=value, remedy="Correct it, or unset it.")
 
 
 def _missing(name: str, beside: str) -> ConfigError:

@@ -172,13 +172,9 @@ def field_hints(cls: type[Any]) -> Mapping[str, Any]:
             # One at a time: typing gives up on all annotations of a class when one cannot be resolved.
             holder = types.SimpleNamespace(__annotations__={name: annotation})
             try:
-                found = typing.get_type_hints(holder, globalns=vars(module) if module else {}, include_extras=True)
-                hints[name] = _accepted(found[name])
+                known = typing.get_type_hints(holder, globalns=vars(module) if module else {}, include_extras=True)
+                marks = [mark.hint for mark in getattr(known[name], "__metadata__", ()) if isinstance(mark, Accepts)]
+                hints[name] = marks[0] if marks else known[name]
             except (NameError, TypeError, AttributeError):
                 hints[name] = Any
     return hints
-
-
-def _accepted(hint: Any) -> Any:
-    marks = [each.hint for each in getattr(hint, "__metadata__", ()) if isinstance(each, Accepts)]
-    return marks[0] if marks else hint

@@ -70,8 +70,10 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
         raise ConfigError(
             f"The file cannot be read: {reason}.", field=field, value=str(path), remedy="Check the path."
         ) from None
+    from trainer_lib.base.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
+
     try:
-        values = parse_json(text) if path.suffix == ".json" else _parse_yaml(text)
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except ValueError as error:
         where = " ".join(str(error).split())
         raise ConfigError(
@@ -86,9 +88,3 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
             remedy="Write one `name: value` per line.",
         )
     return values
-
-
-def _parse_yaml(text: str) -> Any:
-    from trainer_lib.base.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
-
-    return parse_yaml(text)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from importlib import metadata
@@ -44,28 +44,13 @@ class ProcessState:
     Making one of accelerate's would join a process group, select a device and set variables; this one only looks.
     """
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The members of `_PROCESS`."""
+
     def __init__(self, args: ArgumentMembers) -> None:
         self._args = args
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes that train together."""
-        return self._args.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Number of this process in the whole job."""
-        return self._args.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Number of this process on its machine."""
-        return self._args.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this process trains on."""
-        return self._args.device
 
     @property
     def distributed_type(self) -> str:
@@ -77,31 +62,6 @@ class ProcessState:
         if not self.use_distributed:
             return "NO"
         return {"cuda": "MULTI_GPU"}.get(self.device.type, f"MULTI_{self.device.type.upper()}")
-
-    @property
-    def use_distributed(self) -> bool:
-        """True when several processes train together."""
-        return self.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """True for the first process of the job."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True for the first process of its machine."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """True for the last process of the job."""
-        return self.process_index == self.num_processes - 1
-
-    @property
-    def initialized(self) -> bool:
-        """True when the processes can communicate, which a single one always can."""
-        return not self.use_distributed or _group_is_formed()
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Collective; without effect before the Trainer has formed the group."""
@@ -120,6 +80,29 @@ class ProcessState:
         """Print on the first process of each machine."""
         if self.is_local_main_process:
             print(*values, **settings)  # noqa: T201 - what it is for
+
+
+#: Member of `accelerate.PartialState` that is read off the arguments.
+_PROCESS: Mapping[str, Callable[[ArgumentMembers], Any]] = {
+    "num_processes": lambda args: args.world_size,
+    "process_index": lambda args: args.process_index,
+    "local_process_index": lambda args: args.local_process_index,
+    "device": lambda args: args.device,
+    "use_distributed": lambda args: args.world_size > 1,
+    "is_main_process": lambda args: args.process_index == 0,
+    "is_local_main_process": lambda args: args.local_process_index == 0,
+    "is_last_process": lambda args: args.process_index == args.world_size - 1,
+    # The processes can communicate, which a single one always can.
+    "initialized": lambda args: args.world_size == 1 or _group_is_formed(),
+}
+
+
+def _process_member(name: str) -> property:
+    return property(lambda state: _PROCESS[name](state._args))
+
+
+for _name in _PROCESS:
+    setattr(ProcessState, _name, _process_member(_name))
 
 
 class ZeroPlugin:

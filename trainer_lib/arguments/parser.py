@@ -246,7 +246,8 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: D
     if "nargs" in settings:
         group._group_actions[-1].convert = parse
         # A declared list may be one word with commas; an item of a user's list of texts may contain commas.
-        group._group_actions[-1].splits = declared.ours or not _lists_texts(kinds)
+        has_texts = any(str in typing.get_args(k) for k in kinds if typing.get_origin(k) in (list, tuple, set))
+        group._group_actions[-1].splits = declared.ours or not has_texts
 
 
 class _Refused(argparse.ArgumentTypeError):
@@ -255,10 +256,6 @@ class _Refused(argparse.ArgumentTypeError):
     def __init__(self, error: ConfigError) -> None:
         super().__init__(" ".join(part for part in (f"{error.value}:", error.message, error.remedy) if part))
         self.error = error
-
-
-def _lists_texts(kinds: Sequence[Any]) -> bool:
-    return any(str in typing.get_args(kind) for kind in kinds if typing.get_origin(kind) in (list, tuple, set))
 
 
 class _Joined(argparse.Action):

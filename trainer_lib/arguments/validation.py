@@ -7,14 +7,14 @@ follow from others, then looks for contradictions. Every refusal is a `ConfigErr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.arguments.coerce import coerce, coerce_fields
 from trainer_lib.arguments.configs import deepspeed_config as deepspeed
-from trainer_lib.arguments.configs.accelerator_config import ACCELERATOR_KEYS, AcceleratorConfig
+from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig, refuse_unknown
 from trainer_lib.arguments.configs.deepspeed_config import AUTO
 from trainer_lib.arguments.configs.fsdp_config import read_settings
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
@@ -91,7 +91,9 @@ def normalise(args: ArgumentGroups) -> None:
     if isinstance(args.include_num_input_tokens_seen, bool):
         args.include_num_input_tokens_seen = "all" if args.include_num_input_tokens_seen else "no"
     for name in _FREE_MAPPINGS:
-        setattr(args, name, _with_truth_values(getattr(args, name)))
+        settings = getattr(args, name)
+        # YAML 1.2 reads these words as text, and no type is declared here; the text "no" would count as true.
+        setattr(args, name, settings and {key: _TRUTH_WORDS.get(str(value), value) for key, value in settings.items()})
     args.output_dir, args.logging_dir = _expanded(args.output_dir), _expanded(args.logging_dir)
     if not isinstance(args.accelerator_config, str | AcceleratorConfig):
         args.accelerator_config = AcceleratorConfig(args.accelerator_config or {})
@@ -121,16 +123,6 @@ def _expanded(folder: str | None) -> str | None:
     """Return a folder with the home folder in place of "~", which a store would take for a name."""
     in_home = folder is not None and (folder == "~" or folder.startswith("~/"))
     return str(Path(folder).expanduser()) if folder is not None and in_home else folder
-
-
-def _with_truth_values(settings: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return settings of another library's function with yes, no, on and off as truth values.
-
-    YAML 1.2 reads these words as text, and no type is declared here; the text "no" would count as true.
-    """
-    if settings is None:
-        return None
-    return {key: _TRUTH_WORDS.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
 
 
 def _words(name: str, value: Any, allowed: list[str]) -> list[str]:
@@ -324,10 +316,7 @@ def _check_mappings(args: ArgumentGroups) -> None:
     field, config = "accelerator_config", args.accelerator_config
     if not isinstance(config, dict):
         return
-    for key in config:
-        if key not in ACCELERATOR_KEYS:
-            remedy = suggestion(str(key), ACCELERATOR_KEYS)
-            raise ConfigError("No setting has this name.", field=field, value=str(key), remedy=remedy)
+    refuse_unknown(config)
     if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
         raise ConfigError(
             "Its num_steps contradicts gradient_accumulation_steps.",

@@ -76,6 +76,7 @@ class Attempts:
     """Chooses where the next attempt begins, and puts back what the failed one changed.
 
     Attributes:
+        allowed: the micro-batch that memory allows; None = that of the arguments.
         url: the checkpoint that the next attempt continues; None = the start.
         halves: whether a step is tried again with half the micro-batch when memory runs out. Several processes exchange
             more for it: only if asked.
@@ -84,31 +85,27 @@ class Attempts:
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
-        self._allowed: int | None = None
         self._spikes: list[Spike] = []  # the record of the newest rollback, until a training takes it over
         self._resumed: str | None = None
         self._first_step: int | None = None
         self._backup: Backup | None = None
         self._keeps_start = True
+        self.allowed: int | None = None
         self.url: str | None = None
         self.halves = False
 
     # -- the micro-batch that memory allows ---------------------------------------------------------------------------
 
-    def forget_limit(self) -> None:
-        """Start again with the micro-batch of the arguments: they have changed."""
-        self._allowed = None
-
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
-        return min(batch_size, self._allowed or batch_size)
+        return min(batch_size, self.allowed or batch_size)
 
     def adopt_limit(self, saved: Any) -> None:
         """Use the micro-batch that a checkpoint records, when it is smaller: memory need not run out again."""
         trainer = self._trainer
         may_change = trainer.args.auto_find_batch_size or follows_global_batch(trainer.args)
         if may_change and isinstance(saved, int) and 0 < saved < trainer._train_batch_size:
-            self._allowed = saved
+            self.allowed = saved
 
     # -- attempts -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +145,9 @@ class Attempts:
             backup = backup if self._keeps_start else None
         else:
             self._halve(run, str(error))
-            self.url = self._resumed = self._newest_checkpoint(run) or self.url
+            has_saved = run.saved_step > run.first_step and not self._trainer.args.save_only_model
+            newest = internals.checkpoints.newest_committed() if has_saved else None
+            self.url = self._resumed = self.url if newest is None else newest.url
             self._spikes, self._first_step = [], None
         run.source.close()  # before the next attempt makes a source of the same loader
         if isinstance(run.source, ForeignLoader):
@@ -195,18 +194,11 @@ class Attempts:
                 step=step,
                 remedy="Use gradient_checkpointing, bf16 or shorter samples, or shard the model.",
             )
-        self._allowed = size // 2
+        self.allowed = size // 2
         _log.warning(
             "Memory ran out in step %d with micro-batches of %d: training continues with %d (global batch %d): %s",
-            *(step, size, self._allowed, global_batch, reason),
+            *(step, size, self.allowed, global_batch, reason),
         )
-
-    def _newest_checkpoint(self, run: TrainingRun) -> str | None:
-        """URL of the newest checkpoint that this training committed; None when there is none to resume from."""
-        if run.saved_step <= run.first_step or self._trainer.args.save_only_model:
-            return None
-        newest = self._internals.checkpoints.newest_committed()
-        return None if newest is None else newest.url
 
     # -- loss spikes --------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,8 @@ class OutsideParameters:
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         trainer = self._trainer
         for name, value in trainer.__dict__.items():
-            several = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
+            is_list = isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value)
+            several = value.items() if isinstance(value, Mapping) else enumerate(value) if is_list else ()
             for key, each in [(None, value), *several]:
                 if isinstance(each, nn.Module) and each is not trainer.model and each is not trainer.model_wrapped:
                     yield (name if key is None else f"{name}.{key}"), each
@@ -163,10 +164,6 @@ class OutsideParameters:
                     remedy="Train with the loss that the checkpoint was written with, or start from the beginning.",
                 )
             own.copy_(saved)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, nn.Module) for each in value)
 
 
 _STEPPED_BEFORE = "Detected call of `lr_scheduler.step"

@@ -66,7 +66,7 @@ class Evaluator:
         if is_set(trainer, "gather_function"):
             _refuse_own_gathering(trainer.gather_function)
         loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-        internals.forward.use_past(None)
+        internals.forward.past = None
         # As in transformers: an evaluation inside training takes the weights as they are.
         casts = full_eval_dtype(trainer.args) is not None and not trainer.is_in_train
         restore = back_up_weights(trainer.model) if casts else None
@@ -92,7 +92,7 @@ class Evaluator:
             if restore is not None:
                 restore()
             internals.engine.strategy.after_inference(trainer.model_wrapped)
-            internals.forward.use_past(None)
+            internals.forward.past = None
 
     @contextlib.contextmanager
     def mode_kept(self) -> Iterator[None]:

@@ -10,7 +10,6 @@ standard deviations.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
@@ -80,16 +79,6 @@ class SpikeWatch:
         """Restore what `state` returned."""
         self._recent.clear()
         self._recent.extend(float(each) for each in losses)
-
-
-def spikes_to_json(spikes: Iterable[Spike]) -> list[dict[str, Any]]:
-    """The records as a checkpoint holds them."""
-    return [dataclasses.asdict(each) for each in spikes]
-
-
-def spikes_from_json(records: Iterable[Any]) -> list[Spike]:
-    """The records out of a checkpoint."""
-    return [Spike(int(each["after"]), int(each["step"]), str(each["reason"])) for each in records]
 
 
 # Without any log the lists would grow for the whole run.

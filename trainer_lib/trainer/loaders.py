@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,7 +190,10 @@ class Loaders:
         global_batch = trainer.get_total_train_batch_size(args) * batch_size // trainer._train_batch_size
         if isinstance(dataset, IterableDataset) or not has_length(dataset):
             return self._stream_loader(dataset, collate, batch_size, global_batch=global_batch)
-        order = self._order_of(_call_sampler(sampler_fn, dataset), dataset)
+        sampler = _call_sampler(sampler_fn, dataset)
+        order: Order = SequentialOrder(len(dataset))
+        if sampler is not None:
+            order = sampler.order if isinstance(sampler, OrderSampler) else SamplerOrder(sampler, args.seed)
         plan = BatchPlan.cut(
             order.num_samples,
             global_batch=global_batch,
@@ -225,17 +228,6 @@ class Loaders:
             options=self._options(training=trains),
             dummy_batches=dummy_batches and share.size > 1,
         )
-
-    def _order_of(self, sampler: Sampler[int] | None, dataset: Sized) -> Order:
-        if sampler is None:
-            return SequentialOrder(len(dataset))
-        return sampler.order if isinstance(sampler, OrderSampler) else SamplerOrder(sampler, self._trainer.args.seed)
-
-    def train_source(self) -> TrainSource:
-        """The source of the loop's micro-batches: our loader, or the user's loader behind an adapter."""
-        loader = self._trainer.get_train_dataloader()
-        self._trainer.callback_handler.train_dataloader = loader
-        return self.source_of(loader)
 
     def source_of(self, loader: Any) -> TrainSource:
         """A loader as the training loop reads it: our own, or any other behind an adapter."""

@@ -37,6 +37,7 @@ from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 from trainer_lib.trainer.checkpoints.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeFound, SpikeWatch, StepHistory
+from trainer_lib.trainer.model.forward import LossRule
 from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
 from trainer_lib.trainer.trainer_checks import without_length
 from trainer_lib.trainer.weighting import LossScale, StepWeights
@@ -137,7 +138,7 @@ class TrainingLoop:
             while run.epoch < run.num_epochs and not trainer.control.should_training_stop:
                 batches = run.open_epoch()
                 samples: list[Any] = []
-                internals.forward.use_past(run.take_past())
+                internals.forward.past, run.restored_past = run.restored_past, None
                 fire("on_epoch_begin")
                 while trainer.state.global_step < run.max_steps:
                     stop.begin_step()  # the flags of all ranks travel while the step computes
@@ -168,11 +169,6 @@ class TrainingLoop:
         if self._internals.run is None:
             raise InfrastructureError("The training loop runs outside of train().")
         return self._internals.run
-
-    def loss_since_log(self) -> torch.Tensor:
-        """The sum of the losses since the last log ``[]``."""
-        run = self._internals.run
-        return torch.zeros(()) if run is None else run.history.sum_since_log()
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class TrainingLoop:
         weights.computing = True
         # `weights` is the loop's target: `training_step` and `accelerator.sync_gradients` read the micro-step there.
         for weights.micro_step, batch in enumerate(samples):
-            if weights.needs_substitute():
+            if weights.num_items and not weights.items[weights.micro_step]:  # its own loss would be 0/0
                 if internals.world.comm.world_size == 1 and internals.engine.strategy.skips_micro_steps:
                     continue
                 batch = weights.substitute(batch, samples)
@@ -338,7 +334,12 @@ class TrainingLoop:
     def _close_epoch(self, run: TrainingRun, *, exhausted: bool) -> None:
         step = self._trainer.state.global_step
         if run.step_in_epoch == 0:
-            self._stop_without_data(run)
+            if step == run.first_step:
+                raise DataError(
+                    "The training data gave no batch.", field="train_dataset", remedy="Give data that is not empty."
+                )
+            _log.warning("The training data gave no more batches at step %d: stopping there.", step)
+            self._trainer.control.should_training_stop = True
         elif not run.weights.has_targets and (exhausted or run.step_in_epoch == run.source.steps_per_epoch):
             run.history.collect(step)
             run.history.require_targets(step, run.step_in_epoch)
@@ -346,15 +347,6 @@ class TrainingLoop:
             run.note_pass(run.step_in_epoch * (run.source.global_batch or 1))
             self._trainer.state.epoch = run.epoch + 1.0
         run.close_epoch(exhausted=exhausted or self._trainer.control.should_epoch_stop)
-
-    def _stop_without_data(self, run: TrainingRun) -> None:
-        step = self._trainer.state.global_step
-        if step == run.first_step:
-            raise DataError(
-                "The training data gave no batch.", field="train_dataset", remedy="Give data that is not empty."
-            )
-        _log.warning("The training data gave no more batches at step %d: stopping there.", step)
-        self._trainer.control.should_training_stop = True
 
     def _save_and_stop(self) -> None:
         step = self._trainer.state.global_step
@@ -450,13 +442,15 @@ def begin_run(
         raise InfrastructureError("The training loop runs outside of train().")
     engine.start_training(measures_norm=not internals.signatures.overridden.isdisjoint(_NORMS))
     loaded = _open_checkpoint(internals, url)  # before the loader is made: it may lower the micro-batch
-    source = internals.loaders.train_source()
-    max_steps, num_epochs = _planned_length(trainer, source, trainer.callback_handler.train_dataloader)
+    loader = trainer.callback_handler.train_dataloader = trainer.get_train_dataloader()
+    source = internals.loaders.source_of(loader)
+    max_steps, num_epochs = _planned_length(trainer, source, loader)
     internals.checkpoints.claim_folder(SavePlan.of(args, max_steps, source.steps_per_epoch), resumed=loaded)
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
         internals.restore.load_model(loaded.url)
-    internals.forward.find_rule()
+    computes_own = "compute_loss" in internals.signatures.overridden
+    internals.forward.rule = LossRule.of(trainer, computes_own=computes_own)
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)

@@ -17,19 +17,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.distributed.communicator import Communicator, Pending
 from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
-from trainer_lib.trainer.history import Spike, StepHistory, spikes_from_json, spikes_to_json
+from trainer_lib.trainer.history import Spike, StepHistory
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
-
-if TYPE_CHECKING:
-    pass
 
 
 class StopAgreed(Exception):  # control flow inside the Trainer; never leaves it
@@ -235,11 +232,6 @@ class TrainingRun:
             self.pass_samples = samples
             self.micros_per_epoch = -(-samples // (self.source.global_batch or 1)) * self.micros_per_step
 
-    def take_past(self) -> Any:
-        """The restored memory of the model, once; None at the start of an epoch."""
-        past, self.restored_past = self.restored_past, None
-        return past
-
     def current_save(self) -> Saving:
         """The save under way or just finished. Raises InfrastructureError when there was none."""
         if self.saving is None:
@@ -256,7 +248,7 @@ class TrainingRun:
             "pass_samples": self.pass_samples,
             "source": self.source.state(),
             "history": self.history.state(),
-            "spikes": spikes_to_json(self.spikes),
+            "spikes": [asdict(spike) for spike in self.spikes],
         }
 
     def load_position(self, data: dict[str, Any], *, from_position: bool) -> None:
@@ -265,7 +257,8 @@ class TrainingRun:
         self.samples = self.first_samples = int(data.get("samples_seen", 0))
         self.note_pass(int(data.get("pass_samples", 0)))
         self.history.load_state(data.get("history", {}))
-        self.spikes = spikes_from_json(data.get("spikes", []))
+        records = data.get("spikes", [])
+        self.spikes = [Spike(int(each["after"]), int(each["step"]), str(each["reason"])) for each in records]
         if not from_position:
             self.step_in_epoch = 0
             return

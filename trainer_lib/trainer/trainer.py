@@ -134,7 +134,7 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         apply_tf32(args)
         internals.engine.set_up(args, world)
         internals.model.set_up_smoothing(args)
-        internals.attempts.forget_limit()
+        internals.attempts.allowed = None
         internals.loaders.forget()
         if hasattr(self, "callback_handler"):  # the Trainer is built, so this is a trial of a search
             self.create_accelerator_and_postprocess()

@@ -264,10 +264,6 @@ class StepWeights:
         """Whether the micro-batch under way has items of this rank, and is not a dummy batch."""
         return self.micro_step >= len(self.items) or self.items[self.micro_step] > 0
 
-    def needs_substitute(self) -> bool:
-        """Whether the micro-batch under way has no targets while the step has some, so its loss would be 0/0."""
-        return not self.items[self.micro_step] and bool(self.num_items)
-
     def substitute(self, batch: Any, batches: list[Any]) -> Any:
         """A micro-batch of the step that has targets, to compute at weight 0; `batch` itself when there is none."""
         return next((each for each, items in zip(batches, self.items, strict=True) if items), batch)

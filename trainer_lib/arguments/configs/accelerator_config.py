@@ -24,7 +24,7 @@ these numbers asks here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -85,9 +85,7 @@ class AcceleratorConfig(dict[str, Any]):
         return self.get(name, _USUAL[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _USUAL:
-            remedy = suggestion(name, ACCELERATOR_KEYS)
-            raise ConfigError("No setting has this name.", field=_FIELD, value=name, remedy=remedy)
+        refuse_unknown([name])
         self[name] = value
 
     @classmethod
@@ -121,10 +119,7 @@ class BatchSettings:
             ConfigError: the file cannot be read, or a setting is unknown or not supported.
         """
         values = dict(AcceleratorConfig.from_file(config) if isinstance(config, str) else config or {})
-        for key in values:
-            if key not in ACCELERATOR_KEYS:
-                remedy = suggestion(str(key), ACCELERATOR_KEYS)
-                raise ConfigError("No setting has this name.", field=_FIELD, value=str(key), remedy=remedy)
+        refuse_unknown(values)
         # Taken apart, so that its settings are checked under their dotted names like the others.
         group = values.pop(_ACCUMULATION, None) or {}
         if not isinstance(group, Mapping):
@@ -174,6 +169,14 @@ class BatchSettings:
                 value=True,
                 remedy="Call torch.distributed.init_process_group first, or remove it.",
             )
+
+
+def refuse_unknown(names: Iterable[object]) -> None:
+    """Raise ConfigError for a name that is not a setting."""
+    for name in names:
+        if name not in ACCELERATOR_KEYS:
+            remedy = suggestion(str(name), ACCELERATOR_KEYS)
+            raise ConfigError("No setting has this name.", field=_FIELD, value=str(name), remedy=remedy)
 
 
 def _flag(name: str, value: Any) -> bool | None:

@@ -558,19 +558,14 @@ def resolve_setting(
         written = written[index] if index < len(written) else None
     if written is None or written == AUTO:
         return None
-    check_number(prefix + key, written)
+    if isinstance(written, bool) or not isinstance(written, int | float):
+        raise refused(prefix + key, written, "This is not a number.", 'Write a number, or "auto".')
     current = resolved.get(argument, getattr(args, argument))
     # In `resolved`: two sections of a file may give one argument, such as the learning rate.
     if written != current and (is_given(args, argument) or argument in resolved):
         raise contradiction(prefix + key, written, argument, current)
     resolved[argument] = written
     return written
-
-
-def check_number(key: str, value: Any) -> None:
-    """Raise ConfigError unless `value` is a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refused(key, value, "This is not a number.", 'Write a number, or "auto".')
 
 
 def contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:

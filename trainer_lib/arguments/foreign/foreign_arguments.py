@@ -53,7 +53,10 @@ def adopt_arguments(args: Any) -> TrainingArguments:
     own = {name: getattr(args, name) for name in _added_fields(type(args), base)}
     _refuse_other_meanings(own)
     adopted: TrainingArguments = target(**asked)
-    for name, value in {**_set_besides(args, usual), **own}.items():
+    fields = {field.name for field in dataclasses.fields(args)}
+    # What was set on the object besides its fields, and not by transformers.
+    besides = {name: value for name, value in vars(args).items() if name not in fields and name not in vars(usual)}
+    for name, value in {**besides, **own}.items():
         if not isinstance(getattr(type(adopted), name, None), property):
             object.__setattr__(adopted, name, value)
     return adopted
@@ -142,14 +145,10 @@ def _asked(args: Any, usual: Any, target: type) -> dict[str, Any]:
         asked[field.name] = given[0]
     if args.use_cpu:
         asked["use_cpu"] = True  # `usual` has it too, because it decides what else is usual
-    if asked.get("fsdp") is True and not {"auto_wrap_policy", "min_num_params"} & _said(asked.get("fsdp_config")):
+    sharding = asked.get("fsdp_config") or {}
+    if asked.get("fsdp") is True and not any(sharding.get(key) for key in ("auto_wrap_policy", "min_num_params")):
         asked["fsdp"] = "full_shard auto_wrap"  # there, layers are wrapped unless a policy says otherwise
     return asked
-
-
-def _said(config: Any) -> set[str]:
-    """The keys of a mapping that have a value."""
-    return {key for key, value in (config or {}).items() if value}
 
 
 def _difference(value: Any, usual: Any) -> tuple[Any] | None:
@@ -169,9 +168,3 @@ def _plain(value: Any) -> Any:
     if type(value).__name__ == "AcceleratorConfig":
         return dict(value.to_dict())
     return value
-
-
-def _set_besides(args: Any, usual: Any) -> dict[str, Any]:
-    """Values that were set on the object besides its fields, and not by transformers."""
-    fields = {field.name for field in dataclasses.fields(args)}
-    return {name: value for name, value in vars(args).items() if name not in fields and name not in vars(usual)}

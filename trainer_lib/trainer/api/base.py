@@ -129,7 +129,8 @@ class TrainerBase:
         "The pushes in the background: `is_done()` and `wait_until_done()`; None when nothing was pushed yet.",
     )
     _tr_loss: _Derived[torch.Tensor] = _Derived(
-        lambda self: self._trainflow.loop.loss_since_log(), "The sum of the losses since the last log, ``[]``."
+        lambda self: torch.zeros(()) if (run := self._trainflow.run) is None else run.history.sum_since_log(),
+        "The sum of the losses since the last log, ``[]``.",
     )
     _total_loss_scalar: float = 0.0  # an override that logs by itself adds up here
     _initial_global_step: _Derived[int] = _Derived(

@@ -70,7 +70,11 @@ class PresentSettings:
                 then, now = rate_then, self._rate
             reached = float(group["lr"])
             group.update(settings)
-            _set_rate(group, reached * float(now) / float(then) if then else float(now))
+            rate = reached * float(now) / float(then) if then else float(now)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         if self._bases:
             self._schedule.base_lrs = list(self._bases)
         if hasattr(self._schedule, "_last_lr"):
@@ -90,13 +94,6 @@ def _placed_like(present: Any, saved: Any) -> Any:
     if isinstance(saved, list) and isinstance(present, list) and len(saved) == len(present):
         return [_placed_like(*pair) for pair in zip(present, saved, strict=True)]
     return saved
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 _log = logging.getLogger(__name__)
@@ -240,8 +237,7 @@ class Restore:
         strategy, snapshots = self._internals.engine.strategy, self._internals.snapshots
         keep: set[str] = set()
         if (frozen := loaded.commit.meta.get("frozen")) is not None:
-            snapshots.forget_fingerprint()
-            if frozen != snapshots.frozen_fingerprint():
+            if frozen != snapshots.frozen_fingerprint(again=True):
                 raise ConfigError(
                     "The adapters were trained on other base weights than this model has.",
                     field=_FIELD,

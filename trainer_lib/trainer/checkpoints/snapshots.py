@@ -157,19 +157,19 @@ class Snapshots:
             trained = dict(self._internals.engine.strategy.gathered(trained))
         return self.model_files(trained) if self._internals.world.save_group.rank == 0 else {}
 
-    def frozen_fingerprint(self) -> str | None:
-        """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective."""
+    def frozen_fingerprint(self, *, again: bool = False) -> str | None:
+        """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective.
+
+        Args:
+            again: other weights may have been loaded since the last call.
+        """
         trainer, strategy = self._trainer, self._internals.engine.strategy
         # Kept, because it gathers the whole model, and the frozen base does not change between saves.
-        if self._frozen is None or self._frozen[0] is not trainer.model:
+        if again or self._frozen is None or self._frozen[0] is not trainer.model:
             state = strategy.gathered(strategy.local_state(trainer.model_wrapped))
             digest = self._internals.world.comm.broadcast_json(models.frozen_fingerprint(trainer.model, state))
             self._frozen = trainer.model, digest
         return self._frozen[1]
-
-    def forget_fingerprint(self) -> None:
-        """Compute the fingerprint again when it is needed: other weights may have been loaded."""
-        self._frozen = None
 
     def size_bytes(self) -> int:
         """Bytes of the tensors in a snapshot, on this rank."""

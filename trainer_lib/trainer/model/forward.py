@@ -133,15 +133,6 @@ class Forward:
         self.past: Any = None
         self._needs_autograd = False
 
-    def find_rule(self) -> None:
-        """Find what losses are, before a training."""
-        computes_own = "compute_loss" in self._internals.signatures.overridden
-        self.rule = LossRule.of(self._trainer, computes_own=computes_own)
-
-    def use_past(self, past: Any) -> None:
-        """Give the model this memory with the next batch; None for no memory."""
-        self.past = past
-
     def _keep_past(self, outputs: Any) -> None:
         """Keep the output at `past_index` for the next batch, without its graph."""
         index = self._trainer.args.past_index
@@ -281,7 +272,8 @@ class Forward:
         trainer, names = self._trainer, self._trainer.label_names
         has_labels = isinstance(inputs, MAPPINGS) and bool(names)
         has_labels = has_labels and all(inputs.get(name) is not None for name in names)
-        computes_loss = has_labels or self._loss_without_labels(inputs)
+        asked = inputs.get("return_loss") if isinstance(inputs, MAPPINGS) else None
+        computes_loss = has_labels or bool(trainer.can_return_loss if asked is None else asked)
         inputs = trainer._prepare_inputs(inputs)
         if ignore_keys is None:
             ignore_keys = list(self._internals.facts.ignored_outputs)
@@ -323,10 +315,6 @@ class Forward:
         # Compiled graphs are shared with training; sharded models gather their weights by autograd's hooks.
         shares = self._trainer.args.torch_compile or self._internals.engine.strategy.forward_communicates
         return not self._needs_autograd and not shares and self._internals.world.device.type in ("cpu", "cuda")
-
-    def _loss_without_labels(self, inputs: Any) -> bool:
-        given = inputs.get("return_loss") if isinstance(inputs, MAPPINGS) else None
-        return bool(self._trainer.can_return_loss if given is None else given)
 
     def _loss_and_outputs(
         self, model: nn.Module, inputs: Any, computes_loss: bool

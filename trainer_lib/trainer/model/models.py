@@ -302,20 +302,16 @@ def check_settings(model: nn.Module, args: TrainingArguments) -> None:
     if args.neftune_noise_alpha is not None:
         input_embedding(model, args.neftune_noise_alpha)
     if args.use_liger_kernel:
-        _liger_kernels(model, args.liger_kernel_config)
+        liger_kernels(model, args.liger_kernel_config)
 
 
-def apply_liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> None:
-    """Replace layers of a transformers model by those of the package liger_kernel, in place.
+def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
+    """The module of liger_kernel that replaces layers of a transformers model.
 
     Raises:
         MissingExtraError: the package is not installed.
         ConfigError: it has no kernels for this model, or not those that `config` names.
     """
-    _liger_kernels(model, config)._apply_liger_kernel_to_instance(model=innermost(model), **(config or {}))
-
-
-def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
     inner = innermost(model)
     if not is_transformers(inner):
         raise ConfigError(
@@ -352,12 +348,6 @@ def _liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
                 remedy=f"There are {offered}.",
             )
     return kernels
-
-
-def cache_settings(model: nn.Module) -> list[Any]:
-    """The parts of the model's configuration that have `use_cache`, the switch that keeps keys and values."""
-    config = getattr(model, "config", None)
-    return [each for each in (config, getattr(config, "text_config", None)) if hasattr(each, "use_cache")]
 
 
 def input_embedding(model: nn.Module, alpha: float) -> nn.Module:

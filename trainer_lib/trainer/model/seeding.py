@@ -58,8 +58,9 @@ def capture_seeds(model: nn.Module) -> dict[str, list[int]]:
 
 def restore_seeds(model: nn.Module, saved: Mapping[str, list[int]]) -> None:
     """Restore seeds that `capture_seeds` returned; a name that the model does not have is ignored."""
-    if _GLOBAL in saved and _global_seed() is None:
-        _create_global_seed()
+    create = getattr(sys.modules.get("keras.src.random.seed_generator"), "global_seed_generator", None)
+    if _GLOBAL in saved and _global_seed() is None and callable(create):
+        create()
     with torch.no_grad():
         for name, seed in _seeds(model).items():
             if name in saved:
@@ -102,9 +103,3 @@ def _global_seed() -> torch.Tensor | None:
     generator = None if state is None else state.get_global_attribute("global_seed_generator")
     value = getattr(getattr(generator, "state", None), "value", None)
     return value if isinstance(value, torch.Tensor) else None
-
-
-def _create_global_seed() -> None:
-    create = getattr(sys.modules.get("keras.src.random.seed_generator"), "global_seed_generator", None)
-    if callable(create):
-        create()

@@ -168,13 +168,17 @@ class TrainedModel:
         """Set kernels, recomputation and caching for training."""
         model, args = self._trainer.model, self._trainer.args
         if args.use_liger_kernel:
-            models.apply_liger_kernels(model, args.liger_kernel_config)
+            config = args.liger_kernel_config
+            kernels = models.liger_kernels(model, config)
+            kernels._apply_liger_kernel_to_instance(model=models.innermost(model), **(config or {}))
         if args.gradient_checkpointing:
             models.enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)
         # Keeping keys and values wastes memory in training. `hooked` puts the settings back.
-        self._caches = [(config, config.use_cache) for config in models.cache_settings(model)]
-        for config, _ in self._caches:
-            config.use_cache = args.use_cache
+        own: Any = getattr(model, "config", None)
+        parts: tuple[Any, ...] = (own, getattr(own, "text_config", None))
+        self._caches = [(part, part.use_cache) for part in parts if hasattr(part, "use_cache")]
+        for part, _ in self._caches:
+            part.use_cache = args.use_cache
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
