@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,26 @@ def losses(training: Trainer) -> list[float]:
 
 
 # ----------------------------------------------------------------------------------------------------- like one process
+def held_bytes(strategy: Any, model: torch.nn.Module) -> dict[str, int]:
+    """The bytes that this process holds: parameters (between steps), and masters with optimizer state."""
+
+    def size(tensors: Iterable[Any]) -> int:
+        return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
+
+    # In stage 3 the parameter itself is empty, and `ds_tensor` is this rank's share.
+    parameters = size(getattr(each, "ds_tensor", each) for each in model.parameters())
+    partitions = strategy._partitions
+    state = partitions.zero.optimizer.state
+    optimizer = sum(size([flat, *(state.get(flat) or {}).values()]) for flat in partitions.flats())
+    return {"parameters": parameters, "optimizer": optimizer}
+
+
 def tokens(folder: str, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     training = train_on_tokens(folder, **settings)
     training.save_model(f"{folder}/exported")
     strategy: Any = training._trainflow.engine.strategy
-    held = strategy.held_bytes(training.model_wrapped) if settings else None
+    held = held_bytes(strategy, training.model) if settings else None
     kind = strategy.describe()["strategy"], type(training.model_wrapped).__name__
     return {"logs": logged(training), "held": held, "kind": kind}
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
-from trainer_lib.checkpoint.sharded import LocalShard
 from trainer_lib.checkpoint.snapshot import Snapshot, select_part
 from trainer_lib.checkpoint.values import render_json
 from trainer_lib.distributed.xla import memory_address
@@ -60,7 +59,8 @@ class HostCopy:
         Raises:
             OutOfMemoryError: the host has no room for the copy.
         """
-        distinct = _distinct_tensors(tensors.values())
+        plain = [each for each in tensors.values() if each.layout is torch.strided and not each.is_meta]
+        distinct = {_memory_key(each): each.detach() for each in plain}
         block = self._require_block(bytes_to_copy(distinct.values()))
         copies: dict[Hashable, Tensor] = {}
         begin = 0
@@ -131,11 +131,15 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
     def copies_of(group: str) -> dict[str, Tensor]:
         return {name: tensor for (file, name), tensor in copies.items() if file == group}
 
+    parts = own.parts
+    if parts is not None:
+        held = copies_of(layout.SHARD_INDEX)
+        parts = replace(parts, rows={name: replace(rows, values=held[name]) for name, rows in parts.rows.items()})
     return replace(
         own,
         model=copies_of(layout.MODEL),
         optimizer=None if optimizer is None else replace(optimizer, tensors=copies_of(layout.OPTIMIZER)),
-        parts=_replace_rows(own.parts, copies_of(layout.SHARD_INDEX)),
+        parts=parts,
         extra=copies_of(layout.extra_file(rank)),
         # By deepcopy, because a schedule's state may hold what JSON cannot.
         scheduler=copy.deepcopy(own.scheduler),
@@ -149,20 +153,10 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
     )
 
 
-def _replace_rows(parts: LocalShard | None, copies: Mapping[str, Tensor]) -> LocalShard | None:
-    if parts is None:
-        return None
-    return replace(parts, rows={name: replace(rows, values=copies[name]) for name, rows in parts.rows.items()})
-
-
 def _copy_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
     """Copy a value by way of JSON, which is several times faster than `copy.deepcopy`."""
     written: dict[str, Any] = parse_json(render_json(name, value))
     return written
-
-
-def _distinct_tensors(tensors: Iterable[Tensor]) -> dict[Hashable, Tensor]:
-    return {_memory_key(each): each.detach() for each in tensors if each.layout is torch.strided and not each.is_meta}
 
 
 def _memory_key(tensor: Tensor) -> Hashable:

@@ -81,14 +81,9 @@ def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, 
     return run_on_all_ranks(comm, lambda: _merge(entries))
 
 
-def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 of the safetensors file of these tensors ``[...]``, which is not written."""
-    sink: Any = _DigestSink()
-    write_safetensors(sink, tensors)
-    return str(sink.digest.hexdigest())
-
-
 class _DigestSink:
+    """Takes the bytes of a file that is not written, for its SHA-256."""
+
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
@@ -195,8 +190,12 @@ def save_checkpoint(
         LeaseLostError: another process took the folder over while this one was writing.
         ConfigError: the state cannot be written without pickle.
     """
-    with _new_claim() as claim:
+    claim = Holder.this_process()
+    _saving.add(claim.id)
+    try:
         return _Save(root, snapshot, comm, claim, keep).run_phases(add)
+    finally:
+        _saving.discard(claim.id)
 
 
 class _Save:
@@ -252,7 +251,10 @@ class _Save:
         gathered = self.comm.gather_json([[asdict(entry) for entry in entries], shard]) or []
         files = [FileEntry(**record) for records, _ in gathered for record in records]
         if self.snapshot.parts is not None:
-            index = self._on_first_rank(lambda: _write_index(self.store, [each for _, each in gathered]))
+            shards = [part for _, part in gathered]
+            index = self._on_first_rank(
+                lambda: _write_json(self.store, layout.SHARD_INDEX, build_index(shards), indent=None)
+            )
             files += [index] if index is not None else []
         return files
 
@@ -269,16 +271,6 @@ class _Save:
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _new_claim() -> Iterator[Holder]:
-    claim = Holder.this_process()
-    _saving.add(claim.id)
-    try:
-        yield claim
-    finally:
-        _saving.discard(claim.id)
 
 
 def _check_file_names(names: Mapping[str, bytes]) -> None:
@@ -359,7 +351,9 @@ def _leave_out(snapshot: Snapshot, added: Mapping[str, FileEntry]) -> Snapshot:
     if snapshot.parts is not None or (present := added.get(layout.MODEL)) is None:
         return replace(snapshot, files=files)
     # The added file may hold other weights, or the same under other names.
-    is_same = present.sha256 == digest_of_tensors(snapshot.model)
+    sink: Any = _DigestSink()
+    write_safetensors(sink, snapshot.model)
+    is_same = present.sha256 == sink.digest.hexdigest()
     return replace(snapshot, files=files, model_file=None if is_same else layout.OWN_MODEL)
 
 
@@ -394,10 +388,6 @@ def _write_shared(store: Store, snapshot: Snapshot) -> list[FileEntry]:
     entries.extend(store.write_bytes(name, data) for name, data in snapshot.files.items())
     entries.extend(_write_json(store, layout.rng_file(rank), rng) for rank, rng in enumerate(snapshot.more_rngs, 1))
     return entries
-
-
-def _write_index(store: Store, shards: list[dict[str, Any]]) -> FileEntry:
-    return _write_json(store, layout.SHARD_INDEX, build_index(shards), indent=None)
 
 
 def _write_tensors(store: Store, name: str, tensors: Mapping[str, Tensor]) -> FileEntry:

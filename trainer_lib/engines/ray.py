@@ -112,7 +112,11 @@ class Ray:
         self._marker = _marker(job)
         self._bundle = _bundle(job)
         self._since = time.monotonic()
-        self._connect(job.config.address)
+        address = job.config.address or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            self._ray = join_cluster(address)
+        except NO_CLUSTER as error:
+            raise self._unreachable(address, _in_one_line(error)) from error
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of the machines."""
@@ -157,13 +161,6 @@ class Ray:
             self._ray.kill(agent)
         # Ray frees the group of a driver that leaves.
         self._ray.shutdown()
-
-    def _connect(self, address: str | None) -> None:
-        address = address or os.environ.get("RAY_ADDRESS") or "auto"
-        try:
-            self._ray = join_cluster(address)
-        except NO_CLUSTER as error:
-            raise self._unreachable(address, _in_one_line(error)) from error
 
     def _unreachable(self, address: str, reason: str) -> ConfigError:
         versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"

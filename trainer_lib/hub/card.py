@@ -119,12 +119,13 @@ def render_card(card: Card) -> str:
     from trainer_lib.base.yaml_text import dump_yaml
 
     head = dump_yaml(_render_head(card))
+    usage = [part for part in (_render_loading(card), _render_weights(card)) if part]
     parts = [
         f"---\n{head}---",
         # A line break would end the heading.
         f"# {to_markdown(_title(card))}",
         mark_section("description", mask(card.description.strip())),
-        mark_section("use", _render_usage(card)),
+        mark_section("use", "\n\n".join(["## Use", *usage]) if usage else ""),
         mark_section("results", _render_results(card)),
         _LIMITATIONS,
         mark_section("training", _render_training(card)),
@@ -273,11 +274,6 @@ def _render_curve(entries: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name in ("loss", "eval_loss") if any(name in steps[step] for step in kept)]
     rows = [[f"{step:,}", *(_format_value(steps[step].get(name)) for name in names)] for step in kept]
     return _render_table(["optimizer step", *names], rows)
-
-
-def _render_usage(card: Card) -> str:
-    parts = [_render_loading(card), _render_weights(card)]
-    return "## Use\n\n" + "\n\n".join(part for part in parts if part) if any(parts) else ""
 
 
 def _render_loading(card: Card) -> str:

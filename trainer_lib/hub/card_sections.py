@@ -37,7 +37,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     Raises:
         ConfigError: the head of the present card, which is at `field`, is not YAML.
     """
-    new = _sections(generated)
+    new = {section["name"]: section[0] for section in _SECTION.finditer(generated)}
     if present is None or not present.strip() or not new:
         return generated
     head, text = split_card(present, field=field)
@@ -85,10 +85,6 @@ def insert_section(card: str, name: str, text: str) -> str:
 def move_pictures(card: str, folder: str) -> str:
     """The card as it stands above `folder`, in which the pictures of its own sections are."""
     return _SECTION.sub(lambda found: _RELATIVE_PICTURE.sub(rf"\1{folder}/", found[0]), card)
-
-
-def _sections(card: str) -> dict[str, str]:
-    return {found["name"]: found[0] for found in _SECTION.finditer(card)}
 
 
 def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], str]:

@@ -76,20 +76,19 @@ class CardDetails:
 
 
 class PushQueue:
-    """A queue of pushes. Its threads are daemons: a push under way does not keep the process alive."""
+    """A queue of pushes. Its threads are daemons: a push under way does not keep the process alive.
+
+    Attributes:
+        newest: the push that was queued last; None before the first.
+    """
 
     def __init__(self) -> None:
-        self._last: Future[str] | None = None
+        self.newest: Future[str] | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a push is under way or waiting."""
-        return self._last is not None and not self._last.done()
-
-    @property
-    def has_pushed(self) -> bool:
-        """Whether there was a push."""
-        return self._last is not None
+        return self.newest is not None and not self.newest.done()
 
     def is_done(self) -> bool:
         """Whether no push is under way; `huggingface_hub` and transformers use this name."""
@@ -102,8 +101,8 @@ class PushQueue:
     def submit(self, push: Callable[[], str]) -> Future[str]:
         """Run `push` after the ones before it. The future holds what it returns or raises."""
         # A chain of futures in place of a pool, whose threads Python would wait for at exit.
-        before, future = self._last, Future[str]()
-        self._last = future
+        before, future = self.newest, Future[str]()
+        self.newest = future
 
         def run() -> None:
             if before is not None:
@@ -120,10 +119,10 @@ class PushQueue:
 
     def wait(self, *, unless: Callable[[], bool], poll_s: float = 0.2) -> bool:
         """Wait for all pushes, or until `unless()` is true; return whether all pushes ended."""
-        while self.is_busy and self._last is not None:
+        while self.is_busy and self.newest is not None:
             if unless():
                 return False
-            wait([self._last], timeout=poll_s)
+            wait([self.newest], timeout=poll_s)
         return True
 
 
@@ -160,7 +159,7 @@ class Publisher:
     @property
     def push_in_progress(self) -> PushQueue | None:
         """The queue of pushes; None when nothing was pushed yet."""
-        return self.queue if self.queue.has_pushed else None
+        return self.queue if self.queue.newest is not None else None
 
     # -- the target ---------------------------------------------------------------------------------------------------
 
@@ -202,15 +201,6 @@ class Publisher:
             field = "hub_model_id" if args.hub_model_id else "output_dir"
             raise ConfigError(what, field=field, value=target, remedy=f"{remedy}, or the URL of a folder.")
         return target.removeprefix(SCHEME)
-
-    def _open_hub(self, token: str | None, revision: str | None) -> FolderHub | HuggingFaceHub:
-        # push_to_hub is off, or the Hub could not be reached when training began.
-        if self._trainer.hub_model_id is None:
-            self._trainer.init_hf_repo(token)
-        target, branch = str(self._trainer.hub_model_id), revision or self._trainer.args.hub_revision
-        if is_folder(target):
-            return FolderHub(target, branch=branch, field="hub_model_id")
-        return self._open_repository(target, token, branch)
 
     def _open_repository(self, target: str, token: str | None, branch: str | None = None) -> HuggingFaceHub:
         from trainer_lib.hub.huggingface import HuggingFaceHub
@@ -317,7 +307,13 @@ class Publisher:
             _log_failed_push(failure)
 
     def _publish(self, content: Content, message: str, token: str | None = None, revision: str | None = None) -> str:
-        return self._open_hub(token, revision).publish(content, message=message).url
+        # push_to_hub is off, or the Hub could not be reached when training began.
+        if self._trainer.hub_model_id is None:
+            self._trainer.init_hf_repo(token)
+        target, branch = str(self._trainer.hub_model_id), revision or self._trainer.args.hub_revision
+        if is_folder(target):
+            return FolderHub(target, branch=branch, field="hub_model_id").publish(content, message=message).url
+        return self._open_repository(target, token, branch).publish(content, message=message).url
 
     def _exported_content(self, checkpoint: Store | None) -> Content:
         """The files of output_dir without checkpoints and hidden files: the model, and what the user put there."""

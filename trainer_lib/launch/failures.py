@@ -139,7 +139,8 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     stopped.sort(key=lambda record: record.get("step") is None)  # a rank that was stopped twice may not know its step
     # First what the owner itself ended: it explains every record that follows.
     if ending.hung_s is not None:
-        return _hung(run_dir, ending)
+        silence = f"There was no progress for {ending.hung_s:.0f} s"
+        return _stood_still(run_dir, ending, silence, "train.launch.timeout_s")
     if ending.cancelled:
         return _cancelled(stopped, ending)
     agent = run_dir.read_json("agent.json") or {}
@@ -164,10 +165,6 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     for record in [*stopped, *records]:
         return from_record(record)
     return _launcher_failed(guard, ending)
-
-
-def _hung(run_dir: RunDir, ending: Ending) -> TrainflowError:
-    return _stood_still(run_dir, ending, f"There was no progress for {ending.hung_s:.0f} s", "train.launch.timeout_s")
 
 
 def _waited_in_vain(run_dir: RunDir, ending: Ending, records: list[dict[str, Any]]) -> TrainflowError | None:

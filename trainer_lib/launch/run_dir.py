@@ -177,8 +177,7 @@ class RunDir:
 
     def read_stacks(self) -> dict[str, str]:
         """Return the stack that each rank wrote, by rank, without empty ones."""
-        texts = {path.stem.removeprefix("stack-"): path.read_text(errors="replace") for path in self._stack_paths()}
-        return {rank: text for rank, text in texts.items() if text}
+        return {rank: text for rank, text in self._read_by_rank("stack-*.txt").items() if text}
 
     def write_stack(self, rank: str, text: str) -> None:
         """Write the stack of a rank on another machine."""
@@ -190,11 +189,16 @@ class RunDir:
 
     def read_traces(self) -> dict[str, str]:
         """Return the collective trace that each rank wrote, by rank, as JSON text."""
-        paths = [path for path in self.path.glob("trace-*.json") if path.stem.removeprefix("trace-").isdigit()]
-        return {path.stem.removeprefix("trace-"): path.read_text(errors="replace") for path in paths}
+        return self._read_by_rank("trace-*.json")
 
-    def _stack_paths(self) -> list[Path]:
-        return [path for path in self.path.glob("stack-*.txt") if path.stem.removeprefix("stack-").isdigit()]
+    def _read_by_rank(self, pattern: str) -> dict[str, str]:
+        files = {path.stem.rpartition("-")[2]: path for path in self.path.glob(pattern)}
+        return {rank: path.read_text(errors="replace") for rank, path in files.items() if rank.isdigit()}
+
+    def find_workers(self) -> list[Process]:
+        """Return the workers of this machine that have recorded themselves."""
+        recorded = map(read_process, self.path.glob("worker-*.pid"))
+        return [process for process in recorded if process is not None]
 
     def request_stacks(self) -> None:
         """Ask every rank, on all machines, to write its stack."""

@@ -146,7 +146,9 @@ class Supervisor:
                 hung_s = silent_s
                 self._run_dir.request_stacks()
                 self._command_guard("stacks")
-                self._listen_for(STACKS_S if self._alone else NODES_STACKS_S)
+                deadline = time.monotonic() + (STACKS_S if self._alone else NODES_STACKS_S)
+                while time.monotonic() < deadline and self._guard.poll() is None:
+                    self._listen(POLL_S)
                 self._command_guard("kill")
         self._drain()
         return hung_s
@@ -169,11 +171,6 @@ class Supervisor:
             step = event.get("step")
             self._step = step if isinstance(step, int) else self._step
             self._listener.on_event(event)
-
-    def _listen_for(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and self._guard.poll() is None:
-            self._listen(POLL_S)
 
     def _split(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")

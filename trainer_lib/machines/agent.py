@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from typing_extensions import override
 
 from trainer_lib.guard import is_alive
-from trainer_lib.launch.run_dir import RunDir, read_process
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.machines.rendezvous import open_store
 
 LOOPBACK = "127.0.0.1"
@@ -101,9 +101,8 @@ class DeathWatch(threading.Thread):
     def run(self) -> None:
         # Twice as often as torchrun looks, so that a death is seen before torchrun ends the other workers.
         while not self._closed.wait(LOOK_S):
-            for path in self._run_dir.path.glob("worker-*.pid"):
-                process = read_process(path)
-                if process is not None and not is_alive(process):
+            for process in self._run_dir.find_workers():
+                if not is_alive(process):
                     self._died.setdefault(process.pid, time.time())
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError,
 from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch import nodes
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.run_dir import RunDir, read_process
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.variables import thread_variables, threads_of
 from trainer_lib.launch.supervise import Ending, OomWatch
@@ -96,19 +96,11 @@ class Watch(threading.Thread):
         self._over_since = self._over_since or now
         if now - self._over_since < PATIENCE_S:
             return False
-        for path in self._run_dir.path.glob("worker-*.pid"):
-            process = read_process(path)
-            if process is not None and is_alive(process):
+        for process in self._run_dir.find_workers():
+            if is_alive(process):
                 self._ended.add(process.pid)
                 send_signal(process, signal.SIGKILL)
         return True
-
-    def _ask_workers(self) -> None:
-        """Have this machine's workers write their stacks into the run directory."""
-        for path in self._run_dir.path.glob("worker-*.pid"):
-            process = read_process(path)
-            if process is not None:
-                send_signal(process, signal.SIGUSR1)
 
 
 class FollowerWatch(Watch):
@@ -134,7 +126,8 @@ class FollowerWatch(Watch):
         if not self._asked and self._rendezvous.get("stacks"):
             self._asked = True
             self._run_dir.request_stacks()  # the workers write their traces when they see this
-            self._ask_workers()
+            for process in self._run_dir.find_workers():
+                send_signal(process, signal.SIGUSR1)
             # The workers need a moment to write.
             time.sleep(STACKS_S)
             self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_stacks())

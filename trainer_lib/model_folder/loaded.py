@@ -33,7 +33,14 @@ from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
 from trainer_lib.protocol.recipe_names import KEPT, installed_recipe
-from trainer_lib.protocol.requests import PredictRequest, PreparedData, PreparedSplit, RecipeFile
+from trainer_lib.protocol.requests import (
+    MeasureRowsRequest,
+    PredictRequest,
+    PreparedData,
+    PreparedSplit,
+    RecipeFile,
+    ScoreRequest,
+)
 from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.predict import single_output
@@ -201,6 +208,15 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
         tensors = open_checkpoint(found.checkpoints, found.checkpoint, Checkpoint).read_model()
         load_tensors(loaded.model, tensors, f"{found.checkpoints.url}/{found.checkpoint}")
     loaded.model.eval()
+    return loaded
+
+
+def load_same(request: ScoreRequest | MeasureRowsRequest) -> LoadedModel:
+    """Load the model of a request. Raises ConfigError when it is not the one that the command has looked at."""
+    loaded = load_model(request.model, trust_code=request.code)
+    if loaded.digest != request.digest:
+        what = "The model was replaced while the command began."
+        raise ConfigError(what, field="MODEL", value=request.model, remedy="Run it again.")
     return loaded
 
 

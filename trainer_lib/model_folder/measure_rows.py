@@ -16,7 +16,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
 from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.model_folder.loaded import LoadedModel, load_model
+from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult, PreparedData
 from trainer_lib.recipes.table_features import fold
 from trainer_lib.worker.evaluate import digest_rows
@@ -33,10 +33,7 @@ def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
         DataError: a row has no label, or one that the model does not know.
     """
     request = work.request
-    loaded = load_model(request.model, trust_code=request.code)
-    if loaded.digest != request.digest:
-        what = "The model was replaced while the command began."
-        raise ConfigError(what, field="MODEL", value=request.model, remedy="Run it again.")
+    loaded = load_same(request)
     compute = loaded.compute_metrics
     if compute is None or is_metric_object(compute):
         what = "The model's recipe has no function compute_metrics, so nothing is measured."

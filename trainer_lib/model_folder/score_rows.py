@@ -27,7 +27,7 @@ from trainer_lib.data.row_sources import FIELD
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
-from trainer_lib.model_folder.loaded import LoadedModel, load_model
+from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import ScoreRequest, ScoreResult
 from trainer_lib.recipes.table_cells import read_reading
 from trainer_lib.recipes.table_files import read_table
@@ -46,10 +46,7 @@ _ERROR_CHARACTERS = 500
 def run(work: Work[ScoreRequest]) -> ScoreResult:
     """Predict the rows of all files that no other worker takes; returns when every part is finished."""
     request = work.request
-    loaded = load_model(request.model, trust_code=request.code)
-    if loaded.digest != request.digest:
-        what = "The model was replaced while the command began."
-        raise ConfigError(what, field="MODEL", value=request.model, remedy="Run it again.")
+    loaded = load_same(request)
     scoring = _Scoring(work, loaded)
     try:
         with objects_set_aside():

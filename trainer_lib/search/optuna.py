@@ -146,6 +146,8 @@ class OptunaSearch:
     def _open_study(self) -> None:
         if self._comm.rank != 0:
             return
+        from sqlalchemy.exc import SQLAlchemyError
+
         optuna, options = self._optuna, {name: self._options[name] for name in _STUDY if name in self._options}
         try:
             if isinstance(options.get("storage"), str):
@@ -158,7 +160,7 @@ class OptunaSearch:
                 value=options.get("study_name"),
                 remedy="Give load_if_exists=True to continue it, or another name.",
             ) from None
-        except (ImportError, OSError, ValueError, optuna.exceptions.OptunaError, *_database_errors()) as error:
+        except (ImportError, OSError, ValueError, optuna.exceptions.OptunaError, SQLAlchemyError) as error:
             raise ConfigError(
                 f"The study cannot be opened: {' '.join(str(error).split())}",
                 field="storage",
@@ -316,9 +318,3 @@ class OptunaSearch:
                 for trial in trials
             ],
         }
-
-
-def _database_errors() -> tuple[type[Exception], ...]:
-    from sqlalchemy.exc import SQLAlchemyError
-
-    return (SQLAlchemyError,)

@@ -63,7 +63,8 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
         given = arguments(work, "train", folder)
         micro_batch = rows_at_a_time(given, data_parallel_size=work.request.processes)
         args = arguments(_alone(work, micro_batch), "train", folder)
-        process_bytes = _loaded_bytes(train_set)
+        train_set[0]  # as a process that is about to build its model has read
+        process_bytes = read_resident_bytes()
         device = choose_device(use_cpu=args.use_cpu)
         notes: list[str] = []
         model = _build_without_values(work, args, DataInfo(prepared), notes)
@@ -79,12 +80,6 @@ def _alone(work: Work[EstimateRequest], micro_batch: int) -> Work[EstimateReques
     own = {**_ALONE, "per_device_train_batch_size": micro_batch}
     kept = {name: value for name, value in work.request.args.items() if name not in own}
     return replace(work, request=replace(work.request, args={**kept, **own}))
-
-
-def _loaded_bytes(data: ArrowSplit) -> int:
-    """The resident memory of a process that is about to build its model."""
-    data[0]
-    return read_resident_bytes()
 
 
 def _build_without_values(
@@ -123,7 +118,7 @@ def _on_fake_device(model: nn.Module, device: torch.device) -> nn.Module:
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
-    with _fake_mode():
+    with _mode():
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -138,17 +133,11 @@ def _on_fake_device(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-@contextmanager
-def _fake_mode() -> Iterator[None]:
-    # One mode for all: fake tensors of two modes do not mix.
-    with _mode():
-        yield
-
-
 _modes: list[Any] = []
 
 
 def _mode() -> Any:
+    """The one mode for all: fake tensors of two modes do not mix."""
     if not _modes:
         from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -237,7 +238,8 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
         changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
         args = arguments(changed, "evaluate", folder)
         function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
-        _check_slices(work.request, splits)
+        for column, (name, split) in itertools.product(work.request.slices, splits.items()):
+            find_slices(column, split.column_values(column), split=name)
         if args.fsdp or args.deepspeed or not (work.request.metrics or work.request.named):
             return
         alone = args.batch_eval_metrics or is_metric_object(function)
@@ -255,12 +257,6 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
             return
         message = f"The metrics could not be tried before the training ({first_line(trial.failure)})."
         work.events.emit("warning", message=message)
-
-
-def _check_slices(request: EvaluateRequest, splits: Mapping[str, ArrowSplit]) -> None:
-    for column in request.slices:
-        for name, split in splits.items():
-            find_slices(column, split.column_values(column), split=name)
 
 
 @dataclass

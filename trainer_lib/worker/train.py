@@ -27,7 +27,7 @@ from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice
 from trainer_lib.protocol.preemption import NoticeWatch
-from trainer_lib.protocol.requests import Proof, StopEarly, TrainRequest, TrainResult
+from trainer_lib.protocol.requests import TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
@@ -37,11 +37,6 @@ from trainer_lib.worker.process.session import Work
 if TYPE_CHECKING:
     from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
-
-
-def proof_callbacks(proof: Proof | None) -> list[TrainerCallback]:
-    """The callbacks of a training that is part of a proof; none for any other."""
-    return [] if proof is None else [ProofCallback(proof.stop_at, kill=proof.kill)]
 
 
 class ProofCallback(TrainerCallback):
@@ -131,8 +126,12 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     events = events_callback(work, args)
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)
-    stops = stopping_callbacks(request.stop_early)  # before those of a proof, which saves where these stop
-    callbacks = [*stops, *proof_callbacks(request.proof), events, slow_ranks(work)]
+    stop_early, proof = request.stop_early, request.proof
+    stops = [] if stop_early is None else [EarlyStoppingCallback(stop_early.patience, stop_early.threshold)]
+    # A proof saves where these stop, so its own comes after them.
+    proofs = [] if proof is None else [ProofCallback(proof.stop_at, kill=proof.kill)]
+    slow_ranks = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
+    callbacks: list[TrainerCallback] = [*stops, *proofs, events, slow_ranks]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
@@ -165,16 +164,6 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return result
-
-
-def slow_ranks(work: Work[TrainRequest]) -> StragglerCallback:
-    """The callback that warns of processes that the others wait for."""
-    return StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
-
-
-def stopping_callbacks(asked: StopEarly | None) -> list[EarlyStoppingCallback]:
-    """The callback that ends a training early; none where that is not asked for."""
-    return [] if asked is None else [EarlyStoppingCallback(asked.patience, asked.threshold)]
 
 
 def tell_of_stop(work: Work[TrainRequest], trainer: Trainer, stops: Sequence[EarlyStoppingCallback]) -> None:

@@ -98,7 +98,8 @@ def read_source(store: Store) -> Source:
     scaler = _require_mapping(read_torch_file(store, "scaler.pt"), f"{where}scaler.pt") if has_scaler else None
     rngs, rng_files = _read_rngs(store, names)
     tensors, weight_files = _read_weights(store, names)
-    copied = {name for name in names if _is_copied(name)}
+    copied = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED)}
+    copied -= {name for name in copied if any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUNNABLE)}
     used = {*_READ, *rng_files, *weight_files, *copied}
     return Source(
         url=store.url,
@@ -220,11 +221,6 @@ def _check_kind(store: Store) -> set[str]:
 
 def _refuse_folder(store: Store, message: str, remedy: str) -> ConfigError:
     return ConfigError(message, field="source", value=store.url, remedy=remedy)
-
-
-def _is_copied(name: str) -> bool:
-    patterns = any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED)
-    return patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUNNABLE)
 
 
 def _read(store: Store, name: str) -> bytes:

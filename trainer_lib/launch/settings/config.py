@@ -26,23 +26,14 @@ def _option(default: Any, description: str, **bounds: float) -> Any:
 
 
 @dataclass(frozen=True)
-class _AtLeast:
-    """The smallest number that a field of several types takes, as pydantic reads it."""
+class _Rule:
+    """A rule for the numbers, or the texts, that a field of several types takes, as pydantic reads it."""
 
-    least: int
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return {**handler(source), "ge": self.least}
-
-
-@dataclass(frozen=True)
-class _Matching:
-    """The pattern of the text that a field of several types takes, as pydantic reads it."""
-
-    pattern: str
+    name: str
+    value: int | str
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        return {**handler(source), "pattern": self.pattern}
+        return {**handler(source), self.name: self.value}
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,13 @@ class LaunchConfig:
         "in_process runs the work inside the calling process (for tests and notebooks); environment joins what Slurm, "
         "Kubernetes, Kubeflow, SkyPilot, dstack, MPI or an enclosing torchrun has started, and is refused elsewhere.",
     )
-    processes: Annotated[int, _AtLeast(1)] | Literal["auto"] = _option(
+    processes: Annotated[int, _Rule("ge", 1)] | Literal["auto"] = _option(
         "auto",
         "Number of worker processes on each machine; auto: one per GPU, or on a CPU two where there are two cores.",
     )
-    threads: Annotated[int, _AtLeast(1)] | None = _option(None, "CPU threads per process; unset: cores are shared out.")
+    threads: Annotated[int, _Rule("ge", 1)] | None = _option(
+        None, "CPU threads per process; unset: cores are shared out."
+    )
     max_restarts: int = _option(0, "Restarts of lost workers before the stage fails.", ge=0)
     grace_s: float = _option(60.0, "Seconds from SIGTERM to SIGKILL when workers are stopped.", gt=0)
     timeout_s: float | None = _option(
@@ -82,15 +75,15 @@ class LaunchConfig:
     device_order: Literal["PCI_BUS_ID", "FASTEST_FIRST"] | None = _option(
         None, "How CUDA numbers the GPUs (CUDA_DEVICE_ORDER)."
     )
-    per_device: Annotated[int, _AtLeast(1)] | Literal["any"] | None = _option(
+    per_device: Annotated[int, _Rule("ge", 1)] | Literal["any"] | None = _option(
         None,
         "Launches of this user that may use one device of this machine at a time; the others wait. unset: 1 on a GPU, "
         "any number on a CPU, which counts as one device.",
     )
-    nodes: Annotated[int, _AtLeast(1)] | Annotated[str, _Matching(r"^\d+(:\d+)?$")] = _option(
+    nodes: Annotated[int, _Rule("ge", 1)] | Annotated[str, _Rule("pattern", r"^\d+(:\d+)?$")] = _option(
         1, 'Machines that train together; "1:4" is at least one and at most four. Training only.'
     )
-    node_rank: Annotated[int, _AtLeast(0)] | None = _option(
+    node_rank: Annotated[int, _Rule("ge", 0)] | None = _option(
         None, "Which machine this is; 0 (or unset) leads and runs the pipeline, the others join."
     )
     rendezvous: str | None = _option(None, "host:port of the leading machine, where the others find it.")

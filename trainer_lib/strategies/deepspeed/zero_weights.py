@@ -105,20 +105,6 @@ class ZeroWeights(Strategy):
                 partitions.store_part(each, kept[name])
         partitions.refresh_model()
 
-    def held_bytes(self, model: nn.Module) -> dict[str, int]:
-        """Return the bytes that this process holds: parameters (between steps), and masters with optimizer state."""
-        parameters = 0
-        for each in self.unwrap(model).parameters():
-            # In stage 3 the parameter itself is empty, and `ds_tensor` is this rank's share.
-            tensor: Tensor = getattr(each, "ds_tensor", each)
-            parameters += tensor.numel() * tensor.element_size()
-        optimizer = 0
-        inner: Any = None if self._partitions is None else self._partitions.zero.optimizer
-        for flat in self._partitions.flats() if self._partitions is not None else ():
-            values = [flat, *(inner.state.get(flat) or {}).values()]
-            optimizer += sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
-        return {"parameters": parameters, "optimizer": optimizer}
-
     def _parts(self) -> Partitions:
         if self._partitions is None:
             raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")

@@ -28,7 +28,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import GUARD, OWNER, Process, descendants, is_alive, send_signal
-from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir, read_process
+from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.protocol.requests import Request, read_request
 
@@ -417,8 +417,11 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
         typed.rank = rank
     timed_out = secondary and is_collective_timeout(error)
     if timed_out:
-        with suppress(OSError):
-            _show_stacks(run_dir)
+        with suppress(OSError):  # one of this machine's ranks stands still: all write their stacks and traces
+            run_dir.request_stacks()
+            for process in run_dir.find_workers():
+                send_signal(process, signal.SIGUSR1)
+            time.sleep(STACKS_S)
     with suppress(OSError):  # the owner may be gone, and the run directory with it
         run_dir.write_json(
             f"error-rank{rank}.json",
@@ -427,13 +430,3 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send_signal(process, signal.SIGKILL)
     return typed.exit_code
-
-
-def _show_stacks(run_dir: RunDir) -> None:
-    """Have every rank of this machine write its stacks and its collective trace: one of them stands still."""
-    run_dir.request_stacks()
-    for path in run_dir.path.glob("worker-*.pid"):
-        process = read_process(path)
-        if process is not None:
-            send_signal(process, signal.SIGUSR1)
-    time.sleep(STACKS_S)
