@@ -242,8 +242,7 @@ def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
 def read_json_mapping(text: str, *, field: str, secret: bool = False) -> dict[str, Any]:
     """Return a mapping written as JSON on a command line, with texts that are numbers or truth values as such.
 
-    Raises:
-        ConfigError: the text is not JSON.
+    Raises ConfigError when it is not JSON.
     """
     found: dict[str, Any] = _json(text, field, secret)
     return {key: _typed(value) for key, value in found.items()}

@@ -36,8 +36,7 @@ class ArgumentSetters(ArgumentMembers):
     def validate(self) -> None:
         """Convert every field to its declared type and check all of them; building a Trainer calls it again.
 
-        Raises:
-            ConfigError: a value is refused, or two arguments contradict each other.
+        Raises ConfigError for a value that is refused, and for arguments that contradict each other.
         """
         validate(self)
 
@@ -341,11 +340,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> Self:
-        """Make arguments from a JSON or YAML file.
-
-        Raises:
-            ConfigError: the file cannot be read, or an argument is refused; the field is `<file name>.<name>`.
-        """
+        """Make arguments from a JSON or YAML file. Raises ConfigError, whose field is `<file name>.<name>`."""
         file = Path(path)
         return cls.from_dict(io.read_mapping(file, field="file"), prefix=file.name)
 

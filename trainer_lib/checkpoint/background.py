@@ -69,15 +69,9 @@ class BackgroundSaver:
     def start(self, root: Store, snapshot: Snapshot, *, after_commit: Callable[[], None]) -> None:
         """Copy the snapshot and begin to write it. Collective. On return its tensors may change.
 
-        Args:
-            root: the folder of checkpoints.
-            snapshot: what this rank contributes.
-            after_commit: called in the thread once the checkpoint is committed.
-
-        Raises (the same on every rank):
-            ConfigError: a part of the state cannot be written.
-            OutOfMemoryError: the host has no room for the copy.
-            RuntimeError: an earlier save is not finished: a mistake of the caller.
+        `after_commit` is called in the thread. On every rank alike, raises ConfigError when a part of the state cannot
+        be written, OutOfMemoryError when the host has no room for the copy, and RuntimeError while an earlier save
+        runs.
         """
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
@@ -102,9 +96,7 @@ class BackgroundSaver:
     def finish(self) -> CheckpointInfo:
         """Wait for the save under way and return what it committed. Collective.
 
-        Raises:
-            TrainflowError: as `save_checkpoint` does, the same on every rank; whatever else ended the thread.
-            RuntimeError: no save is under way: a mistake of the caller.
+        Raises what `save_checkpoint` raises, the same on every rank, and RuntimeError when no save is under way.
         """
         pending, self._unfinished = self._unfinished, None
         if pending is not None:  # every rank asked at the last step boundary, so every rank has to take the answer
@@ -114,11 +106,7 @@ class BackgroundSaver:
     def finish_without_agreement(self) -> CheckpointInfo:
         """Wait for the save under way and return what it committed; no message to other ranks' main threads.
 
-        For the way out of a training that failed: the other ranks may have failed elsewhere, or gone on.
-
-        Raises:
-            TrainflowError: as `save_checkpoint` does; whatever else ended the thread.
-            RuntimeError: no save is under way: a mistake of the caller.
+        For the way out of a training that failed: the other ranks may have failed elsewhere. Raises as `finish`.
         """
         if self._job is None:
             raise RuntimeError("No save is under way.")

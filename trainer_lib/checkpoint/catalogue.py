@@ -121,13 +121,7 @@ def find_newest_intact(
 def rotate_checkpoints(
     root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None
 ) -> list[str]:
-    """Delete the oldest checkpoints until `keep` are left; returns the deleted names, oldest first.
-
-    The arguments, and which checkpoints are never deleted, are those of `list_excess`.
-
-    Raises:
-        StorageError: the store cannot be read, or a checkpoint cannot be deleted.
-    """
+    """Delete the checkpoints that `list_excess` lists; returns the deleted names, oldest first. Raises StorageError."""
     victims = [info.name for info in list_excess(root, keep=keep, protect=protect, just_written=just_written)]
     return [name for name in victims if withdraw_if_unread(root.child(name))]
 
@@ -243,14 +237,9 @@ def list_linked(root: Store) -> list[str]:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The path or URL of the newest committed checkpoint in a folder; None when there is none.
+    """The path or URL of the newest committed checkpoint in a folder, a path or any fsspec URL; None without one.
 
-    Args:
-        folder: a local path or any fsspec URL.
-
-    Raises:
-        ConfigError: `folder` is not a path or URL that can be opened.
-        StorageError: the store cannot be read.
+    Raises ConfigError when the folder cannot be opened, and StorageError when it cannot be read.
     """
     newest = next(_iterate(Store.open(folder, field="folder")), None)
     return None if newest is None else newest.url
@@ -266,15 +255,7 @@ def _list_names(root: Store) -> list[str]:
 def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:
     """Replace a damaged checkpoint's commit file by a record of the damage, so that it is reported only once.
 
-    A store that cannot be written leaves it as it is.
-
-    Args:
-        root: the folder of checkpoints.
-        name: the checkpoint's folder.
-        problems: what is wrong, one line per file.
-
-    Returns:
-        One line that reports the damage, for a log.
+    `problems` has a line for each file. Returns a line for a log. A store that cannot be written leaves it as it is.
     """
     store = root.child(name)
     return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_record_damage(store, problems)}"

@@ -91,12 +91,7 @@ def is_own_file(path: str) -> bool:
 
 
 def damaged_file(where: str, reason: str) -> DamagedError:
-    """The error for a committed file that is not as it was committed.
-
-    Args:
-        where: the file's URL.
-        reason: what is wrong, a clause ("it is missing").
-    """
+    """The error for a file at a URL that is not as it was committed; `reason` is a clause ("it is missing")."""
     return DamagedError(
         f"The file is damaged: {reason}.",
         field=where,

@@ -53,13 +53,9 @@ def snapshot_optimizer(
 ) -> OptimizerSnapshot:
     """Take the state of an optimizer; its tensors are referenced, not copied.
 
-    Args:
-        optimizer: any torch optimizer.
-        named_params: name → parameter `[...]`, as `Module.named_parameters` gives them; a tied parameter goes by its
-            first name.
-
-    Raises:
-        ConfigError: a parameter has no name, or its state holds something that is neither a tensor nor JSON.
+    `named_params`: name → parameter `[...]`, as `Module.named_parameters` gives them; a tied parameter goes by its
+    first name. Raises ConfigError when a parameter has no name, or its state holds something that is neither a tensor
+    nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     groups, scalars = _describe(optimizer, _pairs(named_params), tensors, "")
@@ -107,16 +103,10 @@ def restore_optimizer(
     named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
     snapshot: OptimizerSnapshot,
 ) -> None:
-    """Restore a snapshot into an optimizer over the same parameters, whose order may have changed.
+    """Restore a snapshot into an optimizer over the same parameters `[...]`, whose order may have changed.
 
-    Args:
-        optimizer: the optimizer; its state and its groups' settings are replaced.
-        named_params: name → parameter `[...]`, by the same names as when it was saved.
-        snapshot: the saved state; its tensors are copied.
-
-    Raises:
-        ConfigError: the parameters or groups differ from the saved ones; the message names them.
-        DamagedError: the snapshot refers to tensors that it does not hold.
+    Parameters go by the names that they were saved under; the tensors of `snapshot` are copied. Raises ConfigError,
+    which names the parameters or groups that differ, and DamagedError when the snapshot lacks a tensor.
     """
     _restore(optimizer, _pairs(named_params), snapshot)
 

@@ -148,8 +148,7 @@ class Checkpoint:
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
         """Read a rank's extra tensors (of callbacks, of `past_index`): name → `[...]` on the CPU; empty without any.
 
-        Raises:
-            DamagedError: the file is not as it was committed.
+        Raises DamagedError when the file is not as it was committed.
         """
         name = layout.extra_file(rank)
         return read_safetensors(self._store, name, expect=self._require_entry(name)) if name in self._entries else {}
@@ -239,10 +238,7 @@ class Checkpoint:
 def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
     """Open a committed checkpoint on every rank. Collective; every rank reads for itself.
 
-    Raises (the same on every rank):
-        ConfigError: the folder is not a committed checkpoint; the message says what it is, if that is known.
-        DamagedError: the commit or a small file is damaged; tensors are checked when they are read.
-        StorageError: the store cannot be read.
+    Raises as `open_checkpoint`, the same on every rank; tensors are checked when they are read.
     """
     return run_on_all_ranks(comm, lambda: open_checkpoint(root, name, Checkpoint))
 

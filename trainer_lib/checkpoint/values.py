@@ -65,14 +65,9 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
 
 
 def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None) -> Any:
-    """Decode what `to_json` encoded.
+    """Decode what `to_json` encoded; `find` returns the tensor `[...]` for a reference.
 
-    Args:
-        value: parsed JSON.
-        find: returns the tensor `[...]` for a reference; without it references are refused.
-
-    Raises:
-        DamagedError: `value` holds a reference without a tensor, or is not what `to_json` writes.
+    Raises DamagedError for a reference without a tensor, and for what `to_json` does not write.
     """
     try:
         return _decode(value, find)
@@ -81,15 +76,9 @@ def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None
 
 
 def render_json(name: str, value: object, *, indent: int | None = None) -> str:
-    """Render a part of the state as JSON text.
+    """Render a part of the state, plain numbers, texts, lists and dicts, as JSON text.
 
-    Args:
-        name: the file or part, for error messages.
-        value: plain numbers, texts, lists and dicts.
-        indent: spaces per level; None for one line.
-
-    Raises:
-        ConfigError: `value` holds anything else.
+    `name`: the file or part, for errors; `indent`: spaces per level. Raises ConfigError for anything else.
     """
     try:
         text = json.dumps(value, indent=indent)

@@ -29,9 +29,7 @@ _STYLE = """<style>
 def draw_outcome(found: Mapping[str, Any], classes: Sequence[str], split: str) -> dict[str, str]:
     """The drawings of a split's outcomes by name: confusion, reliability, roc and precision-recall, or residuals.
 
-    Args:
-        found: as `trainer_lib.evaluation.outcomes` gives them.
-        classes: names of the classes; empty for numbers.
+    `found` is as `trainer_lib.evaluation.outcomes` gives it; `classes` is empty for numbers.
     """
     if found["kind"] == "several":
         return {}

@@ -166,10 +166,8 @@ class Publisher:
     def prepare_target(self) -> None:
         """With `push_to_hub`: create the target before anything is spent on training. Collective.
 
-        A Hub that cannot be reached is tried again at the first push.
-
-        Raises:
-            ConfigError: the name or the token is refused.
+        A Hub that cannot be reached is tried again at the first push. Raises ConfigError for a name or token that is
+        refused.
         """
         if not self._trainer.args.push_to_hub:
             return
@@ -181,8 +179,7 @@ class Publisher:
     def create_target(self, token: str | None = None) -> str:
         """Create the repository or folder of `hub_model_id`; return its full name. On the main process.
 
-        Raises:
-            ConfigError: the name or the token is refused. StorageError: the Hub cannot be reached.
+        Raises ConfigError when the name or the token is refused, and StorageError when the Hub cannot be reached.
         """
         target = self._target_name()
         if is_folder(target):
@@ -282,8 +279,7 @@ class Publisher:
     def wait_for_url(self, future: Future[str] | None) -> str:
         """Wait for a push that `push_export` queued; return its URL on every rank. Collective.
 
-        Raises:
-            ConfigError: the target refuses the push. StorageError: it cannot be reached.
+        Raises ConfigError when the target refuses the push, and StorageError when it cannot be reached.
         """
         comm = self._comm()
         url: str = comm.broadcast_json(run_on_all_ranks(comm, lambda: None if future is None else future.result()))

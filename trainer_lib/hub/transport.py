@@ -77,8 +77,7 @@ def publish(
 ) -> Published:
     """Make `content` the newest revision at an address, unless the newest one holds it already.
 
-    Raises:
-        ConfigError: the address is malformed, or the hub refuses the content. StorageError: the hub cannot be reached;
-            the call can be repeated.
+    Raises ConfigError when the address is malformed or the content refused, and StorageError, after which the call can
+    be repeated.
     """
     return open_hub(to, revision=revision, private=private).publish(content, message=message)

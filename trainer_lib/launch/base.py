@@ -279,10 +279,7 @@ def run_here(
 ) -> R:
     """Carry out the request in this process and return its result. Output goes where this process prints.
 
-    Threads take turns: the process has one environment, one random state and one default device.
-
-    Raises:
-        TrainflowError: the failure of the request.
+    Threads take turns: the process has one environment, random state and default device. Raises TrainflowError.
     """
     # Imported by name at the last moment: importing `launch` must not import the worker, and with it torch.
     worker = importlib.import_module("trainer_lib.worker.process.session")

@@ -105,8 +105,7 @@ _waiting: list[WarmWorker] = []  # at most one: it has torch in memory
 def expect(launches: Iterable[tuple[str, LaunchConfig]]) -> None:
     """Have workers start before their launches, in this order, where a launch has one process on this machine.
 
-    Args:
-        launches: verbs and resolved configurations. They replace those of an earlier call.
+    Verbs and resolved configurations replace those of an earlier call.
     """
     with _lock:
         _expected[:] = [(verb, config) for verb, config in launches if _can_be_warm(config)]

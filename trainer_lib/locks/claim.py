@@ -43,18 +43,9 @@ def read_claim(store: Store) -> Holder | None:
 
 
 def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holder | None:
-    """Claim a folder for writing.
+    """Claim a folder for writing: None when it is ours now, else the process that holds it. Raises StorageError.
 
-    Args:
-        store: the folder.
-        claim: our own process.
-        in_use: whether the writer of another claim is still writing; if not, its claim is succeeded.
-
-    Returns:
-        None when the folder is ours now, else the process that holds it.
-
-    Raises:
-        StorageError: the store cannot be read or written.
+    `in_use` says whether the writer of another claim is still writing; if not, its claim is succeeded.
     """
     name, ours = WRITING, claim.to_bytes()
     while not store.create(name, ours):

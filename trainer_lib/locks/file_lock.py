@@ -13,12 +13,8 @@ from pathlib import Path
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file, and return whether that worked: not while another open file holds a lock that excludes it.
 
-    Args:
-        descriptor: the open file. A lock that it holds already becomes the other kind.
-        shared: others may have a shared lock, too.
-
-    Raises:
-        OSError: the file system has no locks.
+    A lock that it holds already becomes the other kind. Others may have a `shared` lock, too. Raises OSError where the
+    file system has no locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

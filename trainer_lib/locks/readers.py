@@ -34,14 +34,8 @@ KEEP = "KEEP.json"
 def keep_checkpoint(store: Store, why: str) -> bool:
     """Mark a checkpoint as one that every rotation leaves alone; False when it is not there any more.
 
-    Unlike the mark of a reader, ``KEEP.json`` outlives its process.
-
-    Args:
-        store: the checkpoint's folder.
-        why: a sentence for a person who looks into the folder.
-
-    Raises:
-        StorageError: the store cannot be read or written.
+    Unlike the mark of a reader, ``KEEP.json`` outlives its process; `why` is for a person who looks into the folder.
+    Raises StorageError.
     """
     # First a look, so that the mark does not make the folder of a removed checkpoint again.
     if not store.exists(COMMIT):
@@ -54,20 +48,12 @@ def keep_checkpoint(store: Store, why: str) -> bool:
 
 
 def end_keeping(store: Store) -> None:
-    """Take the mark of a checkpoint away; nothing happens where there is none.
-
-    Raises:
-        StorageError: the store cannot be written.
-    """
+    """Take the mark of a checkpoint away; nothing happens where there is none. Raises StorageError."""
     store.delete(KEEP)
 
 
 def is_kept(store: Store) -> bool:
-    """Whether a checkpoint is marked as one to keep.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """Whether a checkpoint is marked as one to keep. Raises StorageError."""
     return KEEP in store.children()
 
 
@@ -99,12 +85,7 @@ def list_readers(store: Store) -> list[Holder]:
 
 
 def is_protected(store: Store, *, even_kept: bool = False) -> bool:
-    """Whether a checkpoint must not be removed now: a process is reading it, or it is kept (`keep_checkpoint`).
-
-    Args:
-        store: the checkpoint's folder.
-        even_kept: a mark that keeps it does not count.
-    """
+    """Whether a checkpoint must not be removed now: a process is reading it or, unless `even_kept`, it is kept."""
     names = store.children()
     return (KEEP in names and not even_kept) or bool(_readers(store, names))
 

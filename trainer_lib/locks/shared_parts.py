@@ -48,11 +48,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._keep_beating, name="trainflow-heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Beat once, here, and go on in a thread.
-
-        Raises:
-            TrainflowError: what the first beat raised.
-        """
+        """Beat once, here, and go on in a thread. Raises what the first beat raises."""
         self._beat()
         self._thread.start()
 

@@ -153,8 +153,7 @@ class LoadedModel:
     def columns_of(self, spool: PredictionSpool, order: Sequence[int] | None = None) -> dict[str, Sequence[Any]]:
         """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, a value for each row.
 
-        Args:
-            order: the places of the rows that the outputs are of; None: they are in the rows' order.
+        `order`: the places of the rows that the outputs are of; None: they are in the rows' order.
         """
         tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
         return self._work.recipe.prediction_columns(single_output(tree), self._data)

@@ -166,9 +166,7 @@ def find_model(address: str) -> FoundModel:
 def open_link(address: str, *, field: str) -> Store:
     """The folder of a run, a stage, a checkpoint or a publication that an address means, also from inside of it.
 
-    Args:
-        address: as a command shows it: of a stage its model or its predictions, of a run its report.
-        field: the argument, for errors.
+    Commands show such addresses: of a stage its model or its predictions, of a run its report. `field` is for errors.
     """
     store = Store.open(address, field=field)
     outer = Store.open(_INSIDE.sub(r"\1\4", store.url.rstrip("/")), field=field)

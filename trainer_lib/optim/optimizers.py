@@ -52,10 +52,7 @@ def get_decay_parameter_names(model: nn.Module) -> list[str]:
 def parameter_groups(model: nn.Module, weight_decay: float, decay_names: Collection[str]) -> list[dict[str, Any]]:
     """Divide the trainable parameters into a group that decays and one that does not; leave out an empty group.
 
-    Args:
-        model: the model.
-        weight_decay: decay of the first group, per optimizer step.
-        decay_names: names of the parameters that decay.
+    `weight_decay` is per optimizer step.
     """
     wanted = set(decay_names)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -266,11 +266,9 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
 
 
 def matches(targets: str | list[str], module_name: str) -> bool:
-    """Return whether a module is a target of `optim_target_modules`.
+    """Return whether a module, by its dotted name, is a target of `optim_target_modules`.
 
-    Args:
-        targets: "all-linear", a regular expression for the whole name, or a list of expressions or parts of a name.
-        module_name: the module's dotted name.
+    `targets`: "all-linear", a regular expression for the whole name, or a list of expressions or parts of a name.
     """
     if isinstance(targets, str):
         return targets.replace("_", "-") == "all-linear" or re.fullmatch(targets, module_name) is not None

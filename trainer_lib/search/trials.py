@@ -150,8 +150,7 @@ class TrialRunner:
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report an evaluation of the running trial to the search; outside of a search, do nothing. Collective.
 
-        Raises:
-            TrialPruned: the search stops this trial; on every rank at the same evaluation.
+        Raises TrialPruned when the search stops the trial; on every rank at the same evaluation.
         """
         if self._current is None:
             return

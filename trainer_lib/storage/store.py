@@ -200,8 +200,7 @@ class Store:
     def pinned(self) -> Iterator[None]:
         """Inside the block, neither make a local folder again after it was renamed or removed, nor write there.
 
-        Raises:
-            StorageError: it cannot be made; later, each write raises a StorageGoneError.
+        Raises StorageError when it cannot be made; each later write raises a StorageGoneError.
         """
         with contextlib.ExitStack() as stack:
             if isinstance(self._backend, LocalBackend):
@@ -255,9 +254,7 @@ class Store:
     def read_bytes(self, rel: str, *, limit: int | None = None) -> bytes:
         """Read a whole file.
 
-        Raises:
-            StorageError: the file is absent, or the store fails.
-            DamagedError: it has more than `limit` bytes.
+        Raises StorageError when it is absent or the store fails, DamagedError when it has more than `limit` bytes.
         """
         data = self.read_if_exists(rel, limit=limit)
         if data is None:

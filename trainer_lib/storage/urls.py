@@ -103,14 +103,10 @@ def _nearest(scheme: str) -> str:
 
 
 def checked_address(address: str, *, field: str, unset: str) -> str:
-    """Return the address of a server, such as ``http://host:9000``.
+    """Return the address of a server, such as ``http://host:9000``, from the environment variable `field`.
 
-    Args:
-        field: the environment variable that holds it.
-        unset: what is used without the variable, for the remedy.
-
-    Raises:
-        ConfigError: it is of another form, which a client would refuse much later and in its own words.
+    `unset` says what is used without it. Raises ConfigError for another form, which a client would refuse much later
+    and in its own words.
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:

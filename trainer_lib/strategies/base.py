@@ -78,12 +78,7 @@ class Strategy:
         """Return the module to predict with.
 
         Its forward must not communicate unless `forward_communicates`: ranks may have different numbers of batches.
-
-        Args:
-            alone: other ranks do not predict at all, so the forward must not communicate in any case.
-
-        Raises:
-            ConfigError: `alone`, and the forward cannot do without the other ranks.
+        With `alone` it must not in any case, since other ranks do not predict at all; ConfigError where it has to.
         """
         return model
 

@@ -278,11 +278,7 @@ class EvaluationMethods(DataMethods):
         return metrics
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """In a search, report an evaluation of the trial.
-
-        Raises:
-            TrialPruned: the search stops this trial; on every rank.
-        """
+        """In a search, report an evaluation of the trial. Raises TrialPruned, on every rank, when it is stopped."""
         self._trainflow.trials.report(step, metrics)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:

@@ -117,9 +117,8 @@ class StepHistory:
     ) -> None:
         """Add a step: this rank's loss ``[]``, and the gradients' norm ``[]``, equal on every rank.
 
-        Args:
-            has_targets: whether the step has any on all ranks together; equal on every rank.
-            empty_batches: micro-batches of this rank without targets.
+        `has_targets`: whether the step has any on all ranks together; `empty_batches`: micro-batches of this rank
+        without any.
         """
         self._losses.append(loss)
         self._norms.append(norm)
@@ -220,8 +219,7 @@ class StepHistory:
     def take(self, *, hide_nonfinite: bool) -> dict[str, float]:
         """The log entry of the collected steps, which are then dropped: mean loss, last norm, non-finite steps so far.
 
-        Args:
-            hide_nonfinite: leave non-finite losses out of the mean; they are counted either way.
+        `hide_nonfinite` leaves non-finite losses out of the mean; they are counted either way.
         """
         losses = [loss for loss, _ in self._since_log if math.isfinite(loss) or not hide_nonfinite]
         entry = {"loss": sum(losses) / len(losses) if losses else math.nan, "grad_norm": self._since_log[-1][1]}

@@ -83,23 +83,18 @@ class Events:
         self.fire("on_init_end")
 
     def fire(self, event: str, *more: Any, state: TrainerState | None = None) -> None:
-        """Call one event of every callback and keep the control that they return.
+        """Call one event ("on_step_end") of every callback and keep the control that they return.
 
-        Args:
-            event: name of the method, such as "on_step_end".
-            more: what the event takes beside arguments, state and control.
-            state: given to the callbacks in place of the current one.
+        `more`: what it takes beside arguments, state and control; `state`: in place of the current one.
         """
         trainer = self._trainer
         call = getattr(trainer.callback_handler, event)
         trainer.control = call(trainer.args, trainer.state if state is None else state, trainer.control, *more)
 
     def report(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Pass values to the trackers of `report_to` alone, on the main process; the log history has no entry of them.
+        """Pass numbers by name to the trackers of `report_to` alone, on the main process; the log history has none.
 
-        Args:
-            values: numbers by name.
-            step: the step that they belong to; default: the Trainer's.
+        `step`: that they belong to; default: the Trainer's.
         """
         trainer = self._trainer
         state = trainer.state if step is None else dataclasses.replace(trainer.state, global_step=step)

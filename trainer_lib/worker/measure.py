@@ -19,11 +19,7 @@ Arrays = Mapping[str, np.ndarray[Any, Any] | list[Any]]
 
 
 def run(work: Work[MeasureRequest]) -> MeasureResult:
-    """Read both files of each pair and measure their differences.
-
-    Raises:
-        DamagedError: a file is not what its name says. StorageError: it cannot be read.
-    """
+    """Read both files of each pair and measure their differences. Raises DamagedError and StorageError."""
     return MeasureResult(tuple(_measure(pair) for pair in work.request.files))
 
 

@@ -90,11 +90,7 @@ class AcceleratorConfig(dict[str, Any]):
 
     @classmethod
     def from_file(cls, name: str) -> Self:
-        """Read the settings from a JSON or YAML file.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
+        """Read the settings from a JSON or YAML file. Raises ConfigError when it cannot be read."""
         return cls(read_mapping(Path(name), field=_FIELD))
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,15 +197,10 @@ def _accumulation_flag(name: str, value: Any) -> bool | None:
 
 
 def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
-    """Return the samples of one optimizer step over all processes.
+    """Return the samples of one optimizer step over all processes, those that train on different samples.
 
-    Args:
-        args: coerced arguments.
-        data_parallel_size: processes that train on different samples.
-        settings: the settings in `args.accelerator_config`, if the caller has read them already.
-
-    Raises:
-        ConfigError: `accelerator_config` names a file that cannot be read, or holds a setting that is not served.
+    `settings`: what `args.accelerator_config` holds, where the caller has read it. Raises ConfigError when it cannot be
+    read, or holds a setting that is not served.
     """
     if args.global_batch_size:
         return args.global_batch_size
@@ -221,19 +212,14 @@ def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings:
 def micro_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
     """Return the samples that one process trains on at a time; arguments and errors as in `total_batch_size`.
 
-    Raises:
-        ConfigError: also when `split_batches` asks for a share that is not a whole number of samples.
+    Raises ConfigError also when `split_batches` asks for a share that is not a whole number.
     """
     settings = settings or BatchSettings.of(args.accelerator_config)
     return settings.share(args.per_device_train_batch_size, data_parallel_size, field="per_device_train_batch_size")
 
 
 def rows_at_a_time(args: ArgumentGroups, *, data_parallel_size: int) -> int:
-    """Return the samples that a process really trains on at a time: its share of the global batch may be smaller.
-
-    Raises:
-        ConfigError: as in `micro_batch_size`.
-    """
+    """Return the samples that a process really trains on at a time: its share of the global batch may be smaller."""
     share = -(-total_batch_size(args, data_parallel_size=data_parallel_size) // data_parallel_size)
     return min(micro_batch_size(args, data_parallel_size=data_parallel_size), share)
 

@@ -224,11 +224,7 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
 
 
 def read(given: Any) -> dict[str, Any]:
-    """Return a configuration as a mapping: a copy of the given one, or the content of the file that it names.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no mapping.
-    """
+    """Return a configuration: a copy of a mapping, or the content of a file. Raises ConfigError when it has none."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     return io.read_mapping(Path(str(given)).expanduser(), field="deepspeed")
@@ -541,17 +537,8 @@ def resolve_setting(
 ) -> Any:
     """Return the number that the file gives for an argument, and record it in `resolved`; None when it gives none.
 
-    Args:
-        args: coerced arguments.
-        given: a section of the file.
-        key: the setting in that section.
-        argument: the argument that means the same.
-        resolved: argument -> value that the file decides; extended here.
-        prefix: the section's name with a dot, for errors.
-        index: position of the number, when the setting is a list.
-
-    Raises:
-        ConfigError: the setting is not a number, or contradicts the argument.
+    `given` is a section of the file and `prefix` its name with a dot, for errors; `index` is the place of the number
+    where the setting is a list. Raises ConfigError for what is not a number, or contradicts the argument.
     """
     written = given.get(key)
     if isinstance(written, list | tuple) and index is not None:

@@ -45,12 +45,7 @@ class Slot:
 
 
 def list_slots(state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> list[list[Slot]]:
-    """List the slots of each group, in order.
-
-    Args:
-        state: number → state of that parameter.
-        groups: the parameter groups; ``params`` lists numbers.
-    """
+    """List the slots of each group, in order; `state` and the ``params`` of `groups` are by number."""
     return [[Slot(number, _shape(state.get(number, {}))) for number in group["params"]] for group in groups]
 
 

@@ -87,11 +87,7 @@ def is_foreign(names: Iterable[str]) -> bool:
 
 
 def recognise_folder(store: Store) -> Foreign | None:
-    """Recognise a folder by the names in it; None when it is of no known kind.
-
-    Raises:
-        StorageError: the store cannot be read.
-    """
+    """Recognise a folder by the names in it; None when it is of no known kind. Raises StorageError."""
     names = store.children()
     for kind in _KINDS:
         if any(fnmatch.fnmatchcase(name, sign) for sign in kind.signs for name in names):

@@ -85,12 +85,7 @@ def read_torch_file(store: Store, rel: str) -> Any:
 
 
 def refuse_file(where: str, reason: str) -> DamagedError:
-    """The error for a file that cannot be imported.
-
-    Args:
-        where: the file's URL.
-        reason: what is wrong, a clause ("it is compressed").
-    """
+    """The error for a file at a URL that cannot be imported; `reason` is a clause ("it is compressed")."""
     return DamagedError(
         f"The file is refused: {reason}.",
         field=where,

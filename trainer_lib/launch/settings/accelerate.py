@@ -53,11 +53,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def merge_arguments(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
-    """Return the arguments with those that the configuration file sets.
-
-    Raises:
-        ConfigError: the arguments contradict the file; both values are named.
-    """
+    """Return the arguments with those that the file sets. Raises ConfigError, which names both, where they differ."""
     return launched.merge(args, argument_variables(read_config(path)), prefix=prefix)
 
 

@@ -69,13 +69,8 @@ class Exchange:
     def gather(self, tree: Any, *, contributes: bool = True, field: str = "gather") -> Any:
         """Every rank's tensors ``[batch, ...]``, joined along their first dimension in the order of the ranks.
 
-        Args:
-            tree: tensors of equal shapes beyond their first dimension; a scalar ``[]`` counts as one row.
-            contributes: whether this rank's rows are part of the result.
-            field: the method that the caller used, for errors.
-
-        Raises:
-            ConfigError: shapes or dtypes differ between ranks.
+        A scalar ``[]`` counts as one row. Without `contributes`, this rank's rows are left out. `field`: the caller's
+        method. Raises ConfigError when other dimensions or dtypes differ between ranks.
         """
         leaves = leaves_of(tree, field=field)
         table = self._shapes(leaves, contributes=contributes)

@@ -21,8 +21,7 @@ _ACCELERATE = "accelerate"
 def unwrap_prepared(prepared: Any) -> Any:
     """The original of a loader, optimizer or schedule from `accelerator.prepare`; anything else as it is.
 
-    Raises:
-        ConfigError: an Accelerator other than the Trainer's has divided the loader among the processes.
+    Raises ConfigError when another Accelerator has divided the loader among the processes.
     """
     if _ACCELERATE not in sys.modules:
         return prepared

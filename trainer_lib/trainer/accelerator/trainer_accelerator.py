@@ -222,11 +222,8 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def gather(self, tensor: Any) -> Any:
         """Every rank's tensors ``[batch, ...]``, joined to ``[sum of batches, ...]``; a scalar is one row.
 
-        Args:
-            tensor: a tensor, or lists, tuples and mappings of them. First dimensions may differ between ranks.
-
-        Raises:
-            ConfigError: other dimensions or dtypes differ between ranks.
+        Lists, tuples and mappings keep their form. First dimensions may differ between ranks; ConfigError when others
+        or dtypes do.
         """
         return tensor if self.num_processes == 1 else self._exchange.gather(tensor)
 

@@ -380,8 +380,7 @@ def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
 def non_embedding_parameters(model: nn.Module, numel: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
     """Number of parameters that multiply with every token: all but the tables of embeddings.
 
-    Args:
-        numel: elements of a parameter ``[...]``; of a sharded one, those of the whole.
+    `numel`: elements of a parameter ``[...]``; of a sharded one, those of the whole.
     """
     count = getattr(model, "num_parameters", None)
     if callable(count) and is_transformers(innermost(model)):

@@ -87,14 +87,9 @@ def _prepare_keras(model: Any, work: Work[Any]) -> None:
 
 
 def require_module(model: Any, work: Work[Any], function: str, *, field: str, remedy: str) -> nn.Module:
-    """Return the model that a user's function has built.
+    """Return the model that a user's function has built; ConfigError when it is not a torch.nn.Module.
 
-    Args:
-        function: name of the function, for the message of the error.
-        field: the setting that names the function's file.
-
-    Raises:
-        ConfigError: it is not a torch.nn.Module.
+    `function` is its name, and `field` the setting that names its file, both for the error.
     """
     if isinstance(model, nn.Module):
         return model
