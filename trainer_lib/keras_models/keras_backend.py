@@ -163,7 +163,11 @@ class KerasOptimizer(torch.optim.Optimizer):
         with placed_on(device):
             if not optimizer.built:
                 optimizer.build(self._variables)
-        _refuse_other_model(optimizer, self._variables)
+        try:  # Keras' own check, which it makes at its first step: here it is made before training
+            optimizer._check_variables_are_known(self._variables)
+        except ValueError as error:
+            message = "The Keras optimizer was built for the variables of another model."
+            raise _refusal(message, type(optimizer).__name__, "Make a new optimizer for this model.") from error
         for variable in optimizer.variables:
             variable.value.data = variable.value.data.to(device)  # the user may have built it for another device
         super().__init__([variable.value for variable in self._variables], {"lr": 0.0})
@@ -307,15 +311,6 @@ def _refuse_own_loops(optimizer: Any) -> None:
             name, remedy = attribute, remedy_of_it
     if name is not None:
         raise _refusal("The Keras optimizer does by itself what the Trainer does.", name, remedy)
-
-
-def _refuse_other_model(optimizer: Any, variables: Sequence[Any]) -> None:
-    # Keras' own check, which is made at its first step: here it is made before training.
-    try:
-        optimizer._check_variables_are_known(list(variables))
-    except ValueError as error:
-        message = "The Keras optimizer was built for the variables of another model."
-        raise _refusal(message, type(optimizer).__name__, "Make a new optimizer for this model.") from error
 
 
 def _divide(optimizer: Any, variables: Sequence[Any]) -> tuple[dict[Any, _Live], dict[str, torch.Tensor]]:

@@ -147,7 +147,9 @@ class SharedParts:
                 yield from self._begin(part)
             else:
                 # The others are ahead of us: one look each finds all that they have finished, and that they work on.
-                taken, has_others = self._finished.list_finished(block) | self._list_claimed(block), True
+                # What is claimed, or was: on a disk an empty folder stays.
+                claimed = {int(name) for name in self._folder.children(block_name(block)) if name.isdigit()}
+                taken, has_others = self._finished.list_finished(block) | claimed, True
         return has_others
 
     def end_at(self, total: int) -> None:
@@ -185,10 +187,6 @@ class SharedParts:
 
     def _child(self, part: int) -> Store:
         return self._folder.child(block_name(part // BLOCK), f"{part:08d}")
-
-    def _list_claimed(self, block: int) -> set[int]:
-        """The parts that are claimed, or were: on a disk an empty folder stays."""
-        return {int(name) for name in self._folder.children(block_name(block)) if name.isdigit()}
 
     def _claim(self, part: int) -> bool:
         if claim_folder(self._child(part), self._holder, self._is_at_work) is not None:

@@ -207,7 +207,7 @@ def _is_run(store: Store, found: FoundModel) -> bool:
     places = found.description.places
     if parts[-2:-1] != [_RUNS] or places.code != SOURCE or not _TRAINED.fullmatch(places.weights):
         return False
-    if not store.exists(_RUN_FILE) or not is_trusted(_above(store, 2).url):
+    if not store.exists(_RUN_FILE) or not _note(_above(store, 2).url)[0].is_file():
         return False
     commit = read_commit(_above(found.weights, 1))
     return commit is not None and commit.kind == "stage" and commit.meta.get("key") == key
@@ -261,11 +261,6 @@ def trust_storage(url: str) -> None:
     with contextlib.suppress(OSError):
         note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         note.write_text(f"{address}\n", encoding="utf-8")
-
-
-def is_trusted(url: str) -> bool:
-    """Whether this user has run a pipeline on a storage, at this address."""
-    return _note(url)[0].is_file()
 
 
 def _note(url: str) -> tuple[Path, str]:

@@ -86,15 +86,12 @@ class GreedyLR:
         """
         before = self.get_last_lr()
         self._schedule.step(metrics, epoch)
-        self._repair_window()
-        if self.verbose and self.get_last_lr() != before:
-            logger.info("evaluation %d: learning rate %s -> %s", self._schedule.last_epoch, before, self.get_last_lr())
-
-    def _repair_window(self) -> None:
         # The window's sum is kept by adding and subtracting: one NaN would stay in it after leaving the window.
         window = self._schedule.state_dict().get(_WINDOW)
         if window and not math.isfinite(window["sum"]):
             self._schedule.load_state_dict({_WINDOW: {**window, "sum": sum(window["values"])}})
+        if self.verbose and self.get_last_lr() != before:
+            logger.info("evaluation %d: learning rate %s -> %s", self._schedule.last_epoch, before, self.get_last_lr())
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of every parameter group."""

@@ -149,7 +149,11 @@ def train_trial(config: dict[str, Any], sent: Any = None) -> None:
     except Exception as error:
         report_failure(error, _report)
         return
-    process.run("ray", config, _read_pointer())
+    checkpoint, pointer = tune.get_checkpoint(), None
+    if checkpoint is not None:
+        with checkpoint.as_directory() as folder:
+            pointer = read_json(Path(folder) / _POINTER, dict)
+    process.run("ray", config, pointer)
 
 
 def _make_process(sent: Mapping[str, Any]) -> TrialProcess:
@@ -170,14 +174,6 @@ def _report(values: dict[str, Any], pointer: Mapping[str, Any] | None) -> None:
     with tempfile.TemporaryDirectory(prefix="trainflow-trial-") as folder:
         (Path(folder) / _POINTER).write_text(json.dumps(dict(pointer)), encoding="utf-8")
         tune.report(values, checkpoint=tune.Checkpoint.from_directory(folder))
-
-
-def _read_pointer() -> dict[str, Any] | None:
-    checkpoint = tune.get_checkpoint()
-    if checkpoint is None:
-        return None
-    with checkpoint.as_directory() as folder:
-        return read_json(Path(folder) / _POINTER, dict)
 
 
 class _Stops(tune.Stopper):  # type: ignore[misc]  # Ray is not there for every type check
@@ -316,7 +312,9 @@ class RaySearch:
 
     def run(self) -> BestRun:
         """Run all trials; return the best."""
-        with _kept(), _cluster():
+        # Ray sets variables and installs handlers of its own, and does not put back what was there.
+        handled = signals_kept(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        with variables_kept(_VARIABLES, *_SET_BY_RAY), handled, _cluster():
             resources, stops = self._check_resources(), _Stops(self._options.get("stop"))
             sent = {"directions": self._settings.directions, **self._send()}
             with warnings.catch_warnings(), _quiet(logging.getLogger(_ANALYSIS)):
@@ -426,14 +424,6 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    """Ray sets variables and installs handlers of its own, and does not put back what was there."""
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    with variables_kept(_VARIABLES, *_SET_BY_RAY), signals_kept(*handled):
-        yield
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.callbacks.base import DefaultFlowCallback, TrainerCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
@@ -40,7 +39,11 @@ _new: Any = None  # the Trainer that this process makes
 
 def take_apart(trainer: Any) -> dict[str, Any]:
     """The parts of a Trainer as it is now, by names that a user knows; its model is not among them."""
-    parts: dict[str, Any] = {"class": type(trainer), "args": _arguments_of_trials(trainer.args)}
+    args = copy.copy(trainer.args)
+    # Trials are not pushed; their processes need no token.
+    args.disable_tqdm, args.push_to_hub, args.hub_token = True, False, None
+    args.output_dir = absolute_output(args.output_dir)
+    parts: dict[str, Any] = {"class": type(trainer), "args": args}
     parts |= {name: getattr(trainer, name) for name in _GIVEN}
     parts |= {f"{_ADDED}{name}": value for name, value in _added(trainer).items()}
     made = {DefaultFlowCallback, PrinterCallback, ProgressCallback, *reporters(trainer.args.report_to or ())}
@@ -88,14 +91,6 @@ def put_together(cls: Any, fetch: Callable[[], Mapping[str, Any]]) -> Any:
     shown = (PrinterCallback, ProgressCallback)
     handler.callbacks[:] = [each for each in callbacks if each is not None and type(each) not in shown]
     return trainer
-
-
-def _arguments_of_trials(given: TrainingArguments) -> TrainingArguments:
-    args = copy.copy(given)
-    # Trials are not pushed; their processes need no token.
-    args.disable_tqdm, args.push_to_hub, args.hub_token = True, False, None
-    args.output_dir = absolute_output(given.output_dir)
-    return args
 
 
 def absolute_output(output_dir: object) -> str:

@@ -339,18 +339,13 @@ def make_folders(path: Path, mode: int = 0o777) -> None:
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
         folder = folder.parent
-    if missing:
-        _require_pinned(path)
+    for root, *identity in _pins() if missing else ():
+        if path.is_relative_to(root) and _identity(Path(root)) != identity:
+            raise FolderGoneError(errno.ESTALE, os.strerror(errno.ESTALE), root)
     for folder in reversed(missing):
         # Another process may be making the same folders.
         folder.mkdir(mode if folder == path else 0o777, exist_ok=True)
         _sync_folder(folder.parent)
-
-
-def _require_pinned(path: Path) -> None:
-    for root, *identity in _pins():
-        if path.is_relative_to(root) and _identity(Path(root)) != identity:
-            raise FolderGoneError(errno.ESTALE, os.strerror(errno.ESTALE), root)
 
 
 def _write_new(path: Path, data: bytes, *, flags: int = os.O_EXCL) -> None:

@@ -161,7 +161,9 @@ class S3Writer:
         with contextlib.suppress(FileNotFoundError):
             answer = self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": parts})
             tag = answer.get("ETag")
-        self._check_visible(tag)
+        seen = self._call("head_object")
+        if seen["ContentLength"] != self._size or (tag is not None and seen.get("ETag") != tag):
+            raise OSError(errno.EIO, f"the store has {seen['ContentLength']} of {self._size} bytes, or another file")
         self._started = False
 
     def abort(self) -> None:
@@ -227,11 +229,6 @@ class S3Writer:
             if len(part) == size:
                 return part
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def _check_visible(self, tag: str | None) -> None:
-        seen = self._call("head_object")
-        if seen["ContentLength"] != self._size or (tag is not None and seen.get("ETag") != tag):
-            raise OSError(errno.EIO, f"the store has {seen['ContentLength']} of {self._size} bytes, or another file")
 
 
 class _Body:

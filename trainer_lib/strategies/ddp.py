@@ -83,19 +83,16 @@ class DdpStrategy(Strategy):
         parameters = [each for each in model.parameters() if each.requires_grad]
         present = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=self.device)
         used = self.comm.sum_tensor(present).tolist()
-        gradients = [_gradient(each) for each, count in zip(parameters, used, strict=True) if count]
-        for gradient in gradients:
-            gradient.div_(self.comm.world_size)
+        gradients = []
+        for parameter, count in zip(parameters, used, strict=True):
+            if count:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad.div_(self.comm.world_size))
         for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
             work.wait()
         if isinstance(model, DistributedDataParallel):
             model.require_forward_param_sync = True  # otherwise buffers would stay local from now on
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 def _options(args: TrainingArguments) -> dict[str, Any]:

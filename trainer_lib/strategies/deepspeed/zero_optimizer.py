@@ -79,7 +79,9 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
                     state[key] = torch.zeros_like(flat, dtype=value.dtype)
                 self._partitions.store_part(given, value, key)
             else:
-                state[key] = _later(state.get(key), _placed(value, flat, self._inner))
+                # A count of steps, the larger one: the parameters of one flat step together from here on.
+                present, placed = state.get(key), _placed(value, flat, self._inner)
+                state[key] = placed if present is None or placed >= present else present
 
     def __delitem__(self, parameter: Tensor) -> None:
         raise TypeError("The state of a single parameter cannot be removed: it is a part of a larger tensor.")
@@ -123,11 +125,6 @@ def _placed(value: Any, flat: Tensor, inner: torch.optim.Optimizer) -> Any:
         return value
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     return value.to(flat.device if on_device else "cpu", copy=True)
-
-
-def _later(present: Any, value: Any) -> Any:
-    """Return the larger of two counts of steps: the parameters of one flat step together from here on."""
-    return value if present is None or value >= present else present
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -194,7 +194,10 @@ def main(argv: list[str]) -> int:
     if WARM_SOCKET in os.environ:
         _await_launch(verb)
     run_dir = RunDir(Path(path))
-    _take_local_rank()
+    # Each of a machine's tasks has an agent that knows only itself: the launcher says which one it is.
+    local, _, world = os.environ.get("TRAINFLOW_LOCAL_RANK", "").partition("/")
+    if local:
+        os.environ.update({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world})
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run_dir.record_process(f"worker-{rank}", os.getpid())
     _leaving.begin()
@@ -240,13 +243,6 @@ def _await_launch(verb: str) -> None:
     guard = os.environ[GUARD]
     os.environ.clear()
     os.environ.update({**parse_json(data, dict), GUARD: guard})
-
-
-def _take_local_rank() -> None:
-    """Take the local rank from the launcher: each of a machine's tasks has an agent that knows only itself."""
-    local, _, world = os.environ.get("TRAINFLOW_LOCAL_RANK", "").partition("/")
-    if local:
-        os.environ.update({"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": world})
 
 
 def _check_world(world_size: int) -> None:
