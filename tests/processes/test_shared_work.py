@@ -346,8 +346,7 @@ PUBLISHER = """
 import os, signal, sys
 from pathlib import Path
 from trainer_lib.storage import Store
-from tests.support.publishing import digits_content
-from trainer_lib.hub.transport import publish
+from tests.support.publishing import digits_content, publish
 
 content = digits_content(Path(sys.argv[2]))
 write, create = Store.open_write, Store.create

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trainer_lib.hub.base import Content, Source
+from trainer_lib.hub.base import Content, Published, Source
+from trainer_lib.hub.transport import open_hub
 from trainer_lib.storage import Store
 
 
@@ -14,3 +15,10 @@ def digits_content(folder: Path, weights: bytes = b"weights", readme: bytes = b"
     store = Store.open(folder)
     entry = store.write_bytes("model/model.safetensors", weights)
     return Content({"model.safetensors": Source(store, entry)}, {"README.md": readme}, {"run": os.urandom(4).hex()})
+
+
+def publish(
+    to: str, content: Content, *, message: str, revision: str | None = None, private: bool | None = None
+) -> Published:
+    """Make `content` the newest revision at an address, as the stage does."""
+    return open_hub(to, revision=revision, private=private).publish(content, message=message)

@@ -288,9 +288,9 @@ def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
     return None
 
 
-def is_whole_job(environ: Mapping[str, str] | None = None) -> bool:
+def is_whole_job() -> bool:
     """Whether Slurm's variables describe a job of one task, so that one process alone is all of it."""
-    env = os.environ if environ is None else environ
+    env = os.environ
     if not (env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID")):
         return False
     in_step = bool(env.get("SLURM_STEP_ID", env.get("SLURM_STEPID")))

@@ -131,7 +131,6 @@ def list_excess(
     *,
     keep: int | None,
     protect: Collection[str],
-    digests: bool = True,
     just_written: str | None = None,
 ) -> list[CheckpointInfo]:
     """List the checkpoints beyond `keep`, oldest first.
@@ -145,7 +144,6 @@ def list_excess(
         root: the folder of checkpoints.
         keep: how many stay; None or less than 1 keeps all.
         protect: folder names that stay.
-        digests: compare every byte to find the newest intact one; False compares presence and sizes.
         just_written: a checkpoint whose digests were computed just now, while it was written: its sizes are enough.
 
     Raises:
@@ -157,7 +155,7 @@ def list_excess(
     count = len(infos) - keep
     if count <= 0:
         return []
-    spared = {*protect, *_newest_needed(root, infos, just_written, digests=digests)}
+    spared = {*protect, *_newest_needed(root, infos, just_written)}
     # Oldest first.
     free = (info for info in reversed(infos) if info.name not in spared and not is_kept(root.child(info.name)))
     return [info for info in itertools.islice(free, count) if not is_protected(root.child(info.name))]
@@ -168,16 +166,14 @@ def is_resumable(info: CheckpointInfo) -> bool:
     return info.commit.entry(OPTIMIZER) is not None
 
 
-def _newest_needed(
-    root: Store, infos: list[CheckpointInfo], just_written: str | None, *, digests: bool
-) -> Iterator[str]:
+def _newest_needed(root: Store, infos: list[CheckpointInfo], just_written: str | None) -> Iterator[str]:
     """Names of the newest intact checkpoint, of all newer ones, and of the newest intact one to resume from."""
     found_intact = False
     for info in infos:  # newest first
         if found_intact and not is_resumable(info):
             continue
         # Every byte of the newest only: the bytes of an older one were compared when it was the newest.
-        every_byte = digests and not found_intact and info.name != just_written
+        every_byte = not found_intact and info.name != just_written
         is_intact = not verify_files(root.child(info.name), info.commit, digests=every_byte)
         if is_intact or not found_intact:
             yield info.name  # a damaged newest one stays: the next resume reports it and sets it aside

@@ -53,15 +53,12 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def write_safetensors(
-    writer: DigestingWriter, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
-) -> dict[str, int]:
+def write_safetensors(writer: DigestingWriter, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Write tensors of any shape, device and memory layout, one at a time.
 
     Args:
         writer: the open file.
         tensors: name → tensor `[...]`.
-        metadata: further entries of the header's ``__metadata__``.
 
     Returns:
         For every name the position of its first byte in the file; tied names share one.
@@ -74,7 +71,7 @@ def write_safetensors(
     stored, aliases = _separate_ties(tensors)
     # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
     order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # As metadata, because the format allows one name for each range of bytes.
     if aliases:
         header["__metadata__"][ALIASES] = json.dumps(aliases, sort_keys=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.hub.base import Content, Published
 from trainer_lib.hub.folder import FolderHub
 
 if TYPE_CHECKING:
@@ -62,22 +61,11 @@ def _is_repository(repo: str) -> bool:
     return not repo.endswith(".git") and not any(part.endswith(("-", ".")) for part in repo.split("/"))
 
 
-def open_hub(to: str, *, revision: str | None = None, private: bool | None = None, field: str = "publish.to") -> Hub:
+def open_hub(to: str, *, revision: str | None = None, private: bool | None = None) -> Hub:
     """Open the hub at an address, without contacting it. `private` applies to a repository that has to be created."""
-    target = parse_target(to, revision=revision, field=field)
+    target = parse_target(to, revision=revision)
     if target.repo is None:
-        return FolderHub(target.url, branch=target.revision, field=field)
+        return FolderHub(target.url, branch=target.revision)
     from trainer_lib.hub.huggingface import HuggingFaceHub
 
-    return HuggingFaceHub(target.repo, branch=target.revision, private=private, field=field)
-
-
-def publish(
-    to: str, content: Content, *, message: str, revision: str | None = None, private: bool | None = None
-) -> Published:
-    """Make `content` the newest revision at an address, unless the newest one holds it already.
-
-    Raises ConfigError when the address is malformed or the content refused, and StorageError, after which the call can
-    be repeated.
-    """
-    return open_hub(to, revision=revision, private=private).publish(content, message=message)
+    return HuggingFaceHub(target.repo, branch=target.revision, private=private)

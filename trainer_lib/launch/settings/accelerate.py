@@ -52,9 +52,9 @@ def read_config(path: str) -> dict[str, Any]:
     return {**config, "distributed_type": kind}
 
 
-def merge_arguments(args: Mapping[str, Any], path: str, *, prefix: str = "train.args") -> dict[str, Any]:
+def merge_arguments(args: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the arguments with those that the file sets. Raises ConfigError, which names both, where they differ."""
-    return launched.merge(args, argument_variables(read_config(path)), prefix=prefix)
+    return launched.merge(args, argument_variables(read_config(path)), prefix="train.args")
 
 
 def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
