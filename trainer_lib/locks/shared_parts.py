@@ -94,18 +94,21 @@ class SharedParts:
         store: the job's folder.
         finished: which parts are finished, by any process.
         total: number of parts; None: it is not known, and the one that finds the end calls `end_at`.
+        ttl_s: seconds without a beat after which another process may take over a part of this one.
         poll_s: seconds between two looks at the parts of others, once none is left to begin.
     """
 
-    def __init__(self, store: Store, finished: Finished, *, total: int | None = None, poll_s: float = 0.5) -> None:
+    def __init__(
+        self, store: Store, finished: Finished, *, total: int | None = None, ttl_s: float = TTL_S, poll_s: float = 0.5
+    ) -> None:
         self._folder = store.child(CLAIMS)
         self._finished = finished
         self._total = total
         self._poll_s = poll_s
-        self._holder = Holder.this_process(TTL_S)
+        self._holder = Holder.this_process(ttl_s)
         self._beats: dict[str, tuple[bytes | None, float]] = {}
         self._held: int | None = None
-        self._heartbeat = Heartbeat(self._beat, TTL_S / 3, "this process")  # two beats may fail before it expires
+        self._heartbeat = Heartbeat(self._beat, ttl_s / 3, "this process")  # two beats may fail before it expires
 
     def __enter__(self) -> Self:
         self._heartbeat.start()

@@ -126,12 +126,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     events = events_callback(work, args)
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)
-    stop_early, proof = request.stop_early, request.proof
-    stops = [] if stop_early is None else [EarlyStoppingCallback(stop_early.patience, stop_early.threshold)]
-    # A proof saves where these stop, so its own comes after them.
-    proofs = [] if proof is None else [ProofCallback(proof.stop_at, kill=proof.kill)]
-    slow_ranks = StragglerCallback(report=lambda message: work.events.emit("warning", message=message))
-    callbacks: list[TrainerCallback] = [*stops, *proofs, events, slow_ranks]
+    stops = stopping_callbacks(request)
+    callbacks = [*stops, events, StragglerCallback(report=lambda text: work.events.emit("warning", message=text))]
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
@@ -166,10 +162,18 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     return result
 
 
-def tell_of_stop(work: Work[TrainRequest], trainer: Trainer, stops: Sequence[EarlyStoppingCallback]) -> None:
+def stopping_callbacks(request: TrainRequest) -> list[TrainerCallback]:
+    """The callback that ends a training early; then that of a proof, which saves where the first stops."""
+    early, proof = request.stop_early, request.proof
+    stops: list[TrainerCallback] = [] if early is None else [EarlyStoppingCallback(early.patience, early.threshold)]
+    return stops if proof is None else [*stops, ProofCallback(proof.stop_at, kill=proof.kill)]
+
+
+def tell_of_stop(work: Work[TrainRequest], trainer: Trainer, stops: Sequence[TrainerCallback]) -> None:
     """Say where the training stopped, and which weights it gives, if it stopped early."""
     state, metric = trainer.state, trainer.args.metric_for_best_model
-    ran_out = any(stop.early_stopping_patience_counter >= stop.early_stopping_patience for stop in stops)
+    early = [stop for stop in stops if isinstance(stop, EarlyStoppingCallback)]
+    ran_out = any(stop.early_stopping_patience_counter >= stop.early_stopping_patience for stop in early)
     if not ran_out or state.best_metric is None:
         return
     ended = f"stopped early at step {state.global_step:,} of {state.max_steps:,}"
