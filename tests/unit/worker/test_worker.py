@@ -139,7 +139,7 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     steps = [event["step"] for event in shown]
     assert steps == sorted(steps)
     assert (25 in steps, steps[-1], shown[-1]["eta_s"]) == (True, 115, 0)
-    assert re.fullmatch(r"evaluating: batch 4 of \d+, \d+ s left", shown[3]["message"])
+    assert re.fullmatch(r"evaluating: batch 4 of \d+, [\d.]+ s left", shown[3]["message"])
     assert "eta_s" not in shown[0]
     assert 0.5 < result.metrics["test"]["accuracy"] <= 1
     assert result.metrics["test"]["loss"] > 0
