@@ -29,6 +29,7 @@ from trainer_lib.recipes.table_files import Table, naming_sources
 _ROWS = 20_000  # that are looked at
 _LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
 _ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|Nr)")
+_BLANK = re.compile(r"\s")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # which YAML reads as something else
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
@@ -105,6 +106,7 @@ class Guesses(Guess):
             self._look_at(name)
         if not self.has_several:
             self._find_merged(self._label, self._table.texts(self._label))
+        self._keep_a_feature()
         if self.has_several:
             self.by, self.margin = "random", "average_precision_over_chance"
         elif self.recipe == "tabular-regression":
@@ -284,10 +286,18 @@ class Guesses(Guess):
         elif np.mean([len(text.split()) for text in texts]) >= 3:
             self._kinds["hashed"][name] = 64
             self.comments.append(f"Column {name} has free texts, whose words are hashed; or text-classification.")
-        elif different == len(self._table) and "id" not in self.options:
+        elif different == len(self._table) and "id" not in self.options and not any(map(_BLANK.search, texts)):
             self.options["id"] = name, "guess: all values differ"
         else:
             self._ignored[name] = "texts that nearly all differ"
+
+    def _keep_a_feature(self) -> None:
+        """Hash the words of the column of texts, where without it no feature is left."""
+        others = {self._label, *self._ignored, *self.options.get("id", ())[:1]}
+        texts = [name for name, why in self._ignored.items() if why == "texts that nearly all differ"]
+        if texts and others >= self._table.columns.keys():
+            del self._ignored[texts[0]]
+            self._kinds["hashed"][texts[0]] = 64
 
     def _find_merged(self, name: str, texts: Sequence[str]) -> None:
         names = set(texts) - NOTHING

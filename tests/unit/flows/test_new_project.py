@@ -179,6 +179,8 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
 @pytest.mark.parametrize(
     ("content", "label", "recipe", "words"),
     [
+        ("text,labels\n" + "".join(f"row {row},{'a;' * (row % 2)}{'b' * (row % 3 == 0)}\n" for row in range(60)), None,
+         "tabular-classification", "hashed: {text: 64}"),
         ("x,size\n" + "".join(f"{row},{row * 1.5}\n" for row in range(50)), None, "tabular-regression", "last column"),
         ('a,"n"\n' + "".join(f'{row % 2},"{row},000"\n' for row in range(1, 50)), "a",
          "tabular-classification", "thousands"),
