@@ -124,6 +124,12 @@ EXAMPLES = {
         {"label": "answer"},
         {"hidden": [4]},
     ),
+    "survey": Example(
+        "tabular-classification",
+        [{"size": row % 9, "likes": "; ".join(["red"] * (row % 2) + ["blue"] * (row % 3 == 0))} for row in range(40)],
+        {"label": "likes", "target": "several", "label_separator": ";"},
+        {"hidden": [4]},
+    ),
     "texts": Example("text-classification", _texts(), {"text": "text", "label": "labels", **CUT}, BERT),
     "entities": Example(
         "embeddings", _table("embeddings/entities.csv", 60), {"query": "entity", "positive": "character"}, BERT
@@ -201,7 +207,7 @@ def test_a_model_predicts_the_file_that_it_was_trained_on(name: str, tmp_path: P
                                                  for value in values], key  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gaps", "wine", "diabetes", "texts", "entities"])
+@pytest.mark.parametrize("name", ["gaps", "wine", "diabetes", "texts", "survey", "entities"])
 def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str, tmp_path: Path) -> None:
     example, folder = EXAMPLES[name], tmp_path / "model"
     file = _write(tmp_path / "rows.csv", example.rows)
@@ -228,6 +234,12 @@ def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str
     truth = [row[label] for row in example.rows]
     if name == "diabetes":
         metric, value = "mae", sum(abs(one - other) for one, other in zip(predicted, truth, strict=True)) / len(truth)
+    elif name == "survey":
+        right = [
+            sorted(one) == sorted(other.split("; ") if other else [])
+            for one, other in zip(predicted, truth, strict=True)
+        ]
+        metric, value = "subset_accuracy", sum(right) / len(right)
     else:
         right = [str(one) == str(other) for one, other in zip(predicted, truth, strict=True)]
         metric, value = "accuracy", sum(right) / len(right)

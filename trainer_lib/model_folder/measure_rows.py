@@ -18,6 +18,7 @@ from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult, PreparedData
+from trainer_lib.recipes.table_cells import read_names
 from trainer_lib.recipes.table_features import fold
 from trainer_lib.worker.evaluate import digest_rows
 from trainer_lib.worker.process.session import Work
@@ -57,23 +58,29 @@ def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
 
 
 def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.ndarray, str]:
-    """The labels ``[rows]`` of rows with their places, and a digest of rows and labels."""
+    """The labels ``[rows, …]`` of rows with their places, and a digest of rows and labels."""
     info, form = loaded.description.info, loaded.form
-    kind = loaded.description.columns.get(LABELS, "")
-    if not kind or "[" in kind or (form is not None and not isinstance(info.get("label"), str)):
+    kind, several = loaded.description.columns.get(LABELS, ""), info.get("label_form")
+    if not kind or ("[" in kind and several is None) or (form is not None and not isinstance(info.get("label"), str)):
         what = "The model predicts something else than one class or number for a row."
         raise ConfigError(what, field="MODEL", value=loaded.url, remedy="Evaluate it in its pipeline: evaluate.splits.")
     classes = info.get("classes") if form is not None else None
+    asked = None if several is not None else "text" if classes else "number"
     labels: list[Any] = []
     digest = hashlib.sha256()
     for place, row in rows:
         if not isinstance(row, Mapping) or (form is None and LABELS not in row):
             what = f"{place}: the row has no column '{LABELS}'."
             raise DataError(what, field="DATA", remedy="Give each row a label.")
-        value = row[LABELS] if form is None else form.read_answer(row, info["label"], place, is_text=bool(classes))
+        value = row[LABELS] if form is None else form.read_answer(row, info["label"], place, kind=asked)
         digest.update(repr(sorted((str(name), str(each)) for name, each in row.items())).encode())
-        labels.append(_number_of(value, classes, place) if classes else value)
-    return np.array(labels, np.int64 if classes else np.dtype(kind)), digest.hexdigest()
+        if several is not None and classes:
+            value = _mark(read_names(value, place, **several), classes, place)
+        elif classes:
+            value = _number_of(value, classes, place)
+        labels.append(value)
+    dtype = np.float32 if several is not None else np.int64 if classes else np.dtype(kind)
+    return np.array(labels, dtype), digest.hexdigest()
 
 
 def read_prepared(data: PreparedData, split: str, loaded: LoadedModel) -> tuple[list[dict[str, Any]], Any, str]:
@@ -90,8 +97,18 @@ def read_prepared(data: PreparedData, split: str, loaded: LoadedModel) -> tuple[
     labels = [row.pop(LABELS) for row in rows]
     theirs, own = data.info.get("classes"), loaded.description.info.get("classes")
     if isinstance(theirs, list) and isinstance(own, list) and theirs != own:
-        labels = [_number_of(theirs[label], own, f"{split}, row {number}") for number, label in enumerate(labels)]
+        places = [f"{split}, row {number}" for number in range(len(labels))]
+        if "label_form" in loaded.description.info:
+            named = ([theirs[number] for number in np.flatnonzero(label)] for label in labels)
+            labels = [_mark(names, own, place) for names, place in zip(named, places, strict=True)]
+        else:
+            labels = [_number_of(theirs[label], own, place) for label, place in zip(labels, places, strict=True)]
     return rows, np.array(labels), digest_rows(data, split)
+
+
+def _mark(names: list[str], classes: list[str], place: str) -> np.ndarray:
+    """Whether each class is among the names ``[classes]``."""
+    return np.isin(np.arange(len(classes)), [_number_of(name, classes, place) for name in names])
 
 
 def _number_of(label: str, classes: list[str], place: str) -> int:

@@ -538,8 +538,8 @@ class TableForm:
             row[name] = _read(row[name], kind, name, place, self.reading)
         return row
 
-    def read_answer(self, values: Mapping[str, Any], name: str, place: str, *, is_text: bool) -> Any:
-        """The label of a row, a text or a number, of the values that its file has.
+    def read_answer(self, values: Mapping[str, Any], name: str, place: str, *, kind: str | None) -> Any:
+        """The label of a row of the values that its file has: a text, a number, or without a kind what stands there.
 
         Raises:
             DataError: the row has none.
@@ -548,7 +548,7 @@ class TableForm:
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
-        return _read(renamed[name], "text" if is_text else "number", name, place, self.reading)
+        return renamed[name] if kind is None else _read(renamed[name], kind, name, place, self.reading)
 
 
 def _describe_columns(values: Mapping[str, Any], name: str) -> str:

@@ -75,7 +75,9 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
         if not 0 < threshold < 1:
             remedy = "Give a probability, such as 0.5."
             raise ConfigError("Out of range.", field="prepare.options.threshold", value=threshold, remedy=remedy)
+        folds = table.label in table.options.get("merge", ())
         info.update(train_rows=len(train), threshold=threshold)
+        info["label_form"] = {"separator": table.options["label_separator"], "folds": folds}
     return labels
 
 
