@@ -16,6 +16,7 @@ import fcntl
 import itertools
 import json
 import math
+import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -343,6 +344,8 @@ class Ledger:
     def _open(self) -> None:
         from sqlalchemy import URL
 
+        with contextlib.closing(sqlite3.connect(self.file, timeout=_BUSY_S)) as database:  # Optuna would leave it open
+            database.execute("PRAGMA schema_version")
         url = URL.create("sqlite", database=str(self.folder.absolute() / DATABASE))
         self._storage = self._optuna.storages.RDBStorage(
             url.render_as_string(), engine_kwargs={"connect_args": {"timeout": _BUSY_S}}
