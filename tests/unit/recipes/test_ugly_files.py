@@ -292,36 +292,58 @@ def test_packed_copies_and_workbooks_are_read_where_they_are_named_and_not_in_a_
     assert [file.path for file in find_row_files([f"{tmp_path}/data/*.zip"])] == ["data.csv.zip"]
 
 
+#: Two sheets with the same rows: one begins with its names, one with a title; the second has formatted cells below.
+_ROWS: list[tuple[Any, ...]] = [
+    ("x", "when", "label", None),
+    *((number, datetime(2024, 1, 1 + number), "ab"[number % 2], None) for number in range(ROWS)),
+]
+SHEETS = {"Orders": [*_ROWS, (None, None, None, None)], "Notes": [("Exported",), *_ROWS]}
+
+
 class _Book:
     """What openpyxl gives of a workbook with two sheets; the package itself is an extra."""
 
-    sheetnames = ("Orders", "Notes")
+    sheetnames = tuple(SHEETS)
 
     def __getitem__(self, name: str) -> Any:
-        rows: list[tuple[Any, ...]] = [("x", "when", "label", None)]
-        rows += [(number, datetime(2024, 1, 1 + number), "ab"[number % 2], None) for number in range(ROWS)]
-        orders = [*rows, (None, None, None, None)] if name == "Orders" else [("Exported",), *rows]
-        return types.SimpleNamespace(iter_rows=lambda min_row, values_only: iter(orders[min_row - 1 :]))
+        return types.SimpleNamespace(iter_rows=lambda min_row, values_only: iter(SHEETS[name][min_row - 1 :]))
 
 
-def test_sheets_of_a_workbook_are_tables_where_openpyxl_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["a stand-in", pytest.param("openpyxl", marks=pytest.mark.needs("openpyxl"))])
+def workbook(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "data.xlsx"
-    path.write_bytes(b"PK")
-    monkeypatch.setitem(sys.modules, "openpyxl", None)
-    with pytest.raises(MissingExtraError, match=r"trainflow\[excel\]"):
-        prepared(path)
-    opened = types.SimpleNamespace(load_workbook=lambda stream, read_only, data_only: _Book())
-    monkeypatch.setitem(sys.modules, "openpyxl", opened)
+    if request.param == "a stand-in":
+        path.write_bytes(b"PK")
+        opened = types.SimpleNamespace(load_workbook=lambda stream, read_only, data_only: _Book())
+        monkeypatch.setitem(sys.modules, "openpyxl", opened)
+        return path
+    import openpyxl
+
+    book = openpyxl.Workbook(write_only=True)
+    for name, rows in SHEETS.items():
+        sheet = book.create_sheet(name)
+        for row in rows:
+            sheet.append(row)
+    book.save(path)
+    return path
+
+
+def test_sheets_of_a_workbook_are_tables(workbook: Path) -> None:
     notes: list[str] = []
-    place, row = next(read_rows(find_row_files([str(path)]), notes))
+    place, row = next(read_rows(find_row_files([str(workbook)]), notes))
     assert (place.rpartition(", ")[2], row) == ("row 0 (line 2)", {"x": 0, "when": datetime(2024, 1, 1), "label": "a"})
     assert "the first sheet is read, 'Orders'; it has Notes as well" in notes[0]
-    rows, _ = prepared(path, read={"sheet": "Notes", "skip_lines": 1}, split={"by": "time", "column": "when"})
+    rows, _ = prepared(workbook, read={"sheet": "Notes", "skip_lines": 1}, split={"by": "time", "column": "when"})
     assert len(rows) == ROWS
     with pytest.raises(TrainflowError, match="no such sheet"):
-        prepared(path, read={"sheet": "Order"})
+        prepared(workbook, read={"sheet": "Order"})
+
+
+def test_a_workbook_asks_for_openpyxl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.xlsx").write_bytes(b"PK")
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
+    with pytest.raises(MissingExtraError, match=r"trainflow\[excel\]"):
+        prepared(tmp_path / "data.xlsx")
 
 
 def test_all_faults_of_rows_and_columns_are_listed_with_three_rows_and_what_settles_them(tmp_path: Path) -> None:
