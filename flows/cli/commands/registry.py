@@ -89,7 +89,7 @@ def promote(
     version = version or number
     if not version:
         remedy = f"Write trainflow promote {name}/VERSION; trainflow models lists the versions."
-        raise ConfigError("Which version is promoted is not said.", field="VERSION", remedy=remedy)
+        raise ConfigError("The version is missing.", field="VERSION", remedy=remedy)
     with _registry(spec, None, storage, "promote") as client:
         if not ignore_gates:
             _require_gates(client, name, version, spec, storage)
