@@ -14,14 +14,13 @@ from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import assert_equal, final_state, logged, trainer
+from tests.support.training import LOGGED, accuracy, assert_equal, final_state, logged, losses, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import NonFiniteError, Preempted
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 def train_on_tokens(folder: str, **given: Any) -> Trainer:
@@ -227,7 +226,7 @@ def evaluate(folder: str, count: int) -> dict[str, Any]:
 
     def metrics(p: Any) -> dict[str, float]:
         seen.append((p.predictions.shape, p.label_ids.tolist()))
-        return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
+        return accuracy(p)
 
     settings: dict[str, Any] = {"per_device_eval_batch_size": 3, "eval_accumulation_steps": 2}
     training = trainer(folder, None, eval_dataset=ROWS[:count], compute_metrics=metrics, **settings)
@@ -262,7 +261,7 @@ def streaming(folder: str) -> list[float]:
     torch.manual_seed(0)
     training = trainer(folder, StatefulStream(ROWS), model=Classifier(dropout=0.0), **settings)
     training.train()
-    return [entry["loss"] for entry in training.state.log_history if "loss" in entry]
+    return losses(training)
 
 
 def test_a_stream_trains_the_same_on_several_processes(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.distributed.test_ddp import LOGGED, ROWS, TOKENS, train_on_poisoned_rank, train_on_tokens
+from tests.distributed.test_ddp import ROWS, TOKENS, train_on_poisoned_rank, train_on_tokens
 from tests.support.distributed import loaded, run_distributed
 from tests.support.repository import ROOT
 from tests.support.toys import Classifier
-from tests.support.training import assert_equal, logged, trainer
+from tests.support.training import LOGGED, assert_equal, logged, losses, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs import deepspeed_config as keys
@@ -59,10 +59,6 @@ RESUMED: dict[str, dict[str, Any]] = {
     **{way: WAYS[way] for way in ("stage 1", "stage 2, offloaded", "stage 3", "stage 3, offloaded")},
     **{f"stage {stage}, bf16": {"deepspeed": zero(stage), "bf16": True} for stage in (1, 2, 3)},
 }
-
-
-def losses(training: Trainer) -> list[float]:
-    return [entry["loss"] for entry in training.state.log_history if "loss" in entry]
 
 
 # ----------------------------------------------------------------------------------------------------- like one process

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests.support.distributed import run_distributed
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import trainer
+from tests.support.training import LOGGED, accuracy, losses, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -35,7 +35,6 @@ from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 #: 23 sequences with unequal token counts, in global batches of 10: the last step has 3.
 RAGGED: dict[str, Any] = {"num_train_epochs": 1, "global_batch_size": 10, "per_device_train_batch_size": 2, **LOGGED}
 BY_SIZE = {"min_num_params": 80}
@@ -81,10 +80,9 @@ def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dic
     one = trainer(folder, TOKENS, model=model or Deep(), **{**RAGGED, **given})
     one.train()
     state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
-    entries = [entry for entry in one.state.log_history if "loss" in entry]
     return {
-        "losses": [entry["loss"] for entry in entries],
-        "norms": [entry["grad_norm"] for entry in entries],
+        "losses": losses(one),
+        "norms": [entry["grad_norm"] for entry in one.state.log_history if "loss" in entry],
         "state": {name: value.numpy() for name, value in state.items() if not value.is_meta},
         "bytes": parameter_bytes(one.model),
         "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
@@ -204,7 +202,7 @@ def divided(folder: str) -> dict[str, Any]:
     own = torch.optim.SGD(model.parameters(), lr=0.01)
     one = trainer(f"{folder}/own", TOKENS, model=model, optimizers=(own, None), fsdp="full_shard", **RAGGED)
     one.train()
-    found["own"] = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    found["own"] = losses(one)
     with pytest.raises(ConfigError, match="has stepped on them"):
         stale = torch.optim.SGD((other := Deep()).parameters(), lr=0.01, momentum=0.9)
         other.head.weight.grad = torch.ones_like(other.head.weight)
@@ -277,7 +275,7 @@ class OwnLoader(Trainer):
 
 
 def metrics(p: Any) -> dict[str, float]:
-    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean()), "rows": float(len(p.label_ids))}
+    return {**accuracy(p), "rows": float(len(p.label_ids))}
 
 
 def measured(folder: str, given: dict[str, Any]) -> dict[str, list[Any]]:
@@ -390,7 +388,7 @@ def part(folder: str, stop: int | None, given: dict[str, Any]) -> dict[str, Any]
     state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "samples": halt.samples,
-        "losses": [entry["loss"] for entry in one.state.log_history if "loss" in entry],
+        "losses": losses(one),
         "state": {name: value for name, value in state.items() if not value.is_meta},
     }
 

@@ -24,8 +24,8 @@ def _loaded() -> Iterator[None]:
 
 
 def train(folder: str, dropout: float = 0.0, norm: bool = False, stop: int = 0, **settings: Any) -> dict[str, Any]:
-    from tests.support.keras_toys import classifier, keras, losses, pairs, trainer, weights
-    from tests.support.training import StopAt, preempted_at
+    from tests.support.keras_toys import classifier, keras, pairs, trainer, weights
+    from tests.support.training import StopAt, losses, preempted_at
     from trainer_lib.trainer.model.seeding import capture_seeds
 
     schedule = keras().optimizers.schedules.PolynomialDecay(1e-2, 8, 0.0)

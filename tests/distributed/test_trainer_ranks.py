@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import final_state, trainer
+from tests.support.training import LOGGED, accuracy, final_state, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.writer import add_files
@@ -27,7 +27,6 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
 
 ROWS = classification_rows(22)
-LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 # -------------------------------------------------------------------------------------------------- the ddp_* arguments
@@ -303,7 +302,7 @@ def _measured(folder: str) -> tuple[float, float, list[Any]]:
     streamed: dict[str, Any] = {"eval_dataset": ROWS, "batch_eval_metrics": True}
     training = trainer(folder, None, compute_metrics=MulticlassAccuracy(3, average="micro"), **streamed)
     training.evaluate()
-    accuracy = training.evaluate()["eval_MulticlassAccuracy"]
+    share = training.evaluate()["eval_MulticlassAccuracy"]
     with pytest.raises(CodeError, match="a mistake in the metric"):
         trainer(folder, None, compute_metrics=mistaken, **streamed).evaluate()
     seen: list[Any] = []
@@ -314,17 +313,12 @@ def _measured(folder: str) -> tuple[float, float, list[Any]]:
 
     words: dict[str, Any] = {"eval_dataset": ROWS, "compute_metrics": note, "eval_use_gather_object": True}
     training = trainer(folder, None, model=Wordy(), per_device_eval_batch_size=4, **words)
-    return accuracy, training.evaluate()["eval_n"], seen
+    return share, training.evaluate()["eval_n"], seen
 
 
 def test_metrics_and_outputs_that_are_no_tensors_see_every_sample_once_in_order(tmp_path: Path) -> None:
     """torchmetrics' objects do not wait for other ranks, and what a metric raises is raised on every rank."""
-    alone = trainer(
-        tmp_path,
-        None,
-        eval_dataset=ROWS,
-        compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
-    ).evaluate()["eval_accuracy"]
+    alone = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=accuracy).evaluate()["eval_accuracy"]
     first, second = run_distributed(_measured, 2, str(tmp_path))
     assert [first[0], second[0]] == [pytest.approx(alone)] * 2
     assert first[1:] == (22, [[f"{float(row['x'][0]):.3f}" for row in ROWS]])

@@ -21,7 +21,7 @@ from tests.support.gradients import assert_close, gradients
 from tests.support.seq2seq import Copier, Tokens, rows, seq2seq_trainer, t5
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import classification_rows
-from tests.support.training import trainer
+from tests.support.training import losses, trainer
 from trainer_lib import DataCollatorForSeq2Seq, Trainer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.errors import ConfigError
@@ -132,10 +132,6 @@ RUN: dict[str, Any] = {
     "logging_steps": 1,
 }
 LAYERS = {"fsdp": "full_shard auto_wrap"}
-
-
-def losses(training: Trainer) -> list[float]:
-    return [entry["loss"] for entry in training.state.log_history if "loss" in entry]
 
 
 def whole(training: Trainer) -> dict[str, torch.Tensor]:

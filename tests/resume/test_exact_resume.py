@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, classification_rows
-from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import Note, StopAt, accuracy, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage.commit import COMMIT
@@ -34,10 +34,6 @@ EVERYTHING: dict[str, Any] = {
     "warmup_steps": 2,
 }
 SHORT: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
-
-
-def accuracy(p: Any) -> dict[str, float]:
-    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 
 
 def run(folder: Path, *, stop: int | None = None, event: str = "on_step_end", **given: Any) -> Trainer:

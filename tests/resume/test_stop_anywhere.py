@@ -18,7 +18,7 @@ from torch._dynamo.backends import registry
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier, classification_rows
-from tests.support.training import assert_equal, final_state, trainer
+from tests.support.training import accuracy, assert_equal, final_state, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact
@@ -150,10 +150,6 @@ def with_event(event: str, phase: Phase) -> TrainerCallback:
 
     setattr(callback, event, reached)
     return callback
-
-
-def accuracy(p: Any) -> dict[str, float]:
-    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 
 
 def measuring(phase: Phase) -> Callable[[Any], dict[str, float]]:

@@ -44,8 +44,3 @@ def import_here(source: Path | str, destination: Path | str, model: str | None =
     )
     ignore = LaunchConfig(kind="in_process", processes=1)
     return launch(request, ignore, env={}, on_line=lambda line: None, on_event=lambda event: None)
-
-
-def losses(trainer: Any) -> list[float]:
-    """Return the losses that a trainer of either kind has logged, those before a resume included."""
-    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]

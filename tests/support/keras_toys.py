@@ -98,11 +98,6 @@ def trainer(folder: Path | str, data: Any, *, model: Any = None, cls: Any = TFTr
     return cls(model, arguments(folder, **given), data, **own)
 
 
-def losses(one: Any) -> list[float]:
-    """The logged loss of every step."""
-    return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
-
-
 def weights(one: Any) -> dict[str, Any]:
     """The model's parameters as arrays by name."""
     return {name: value.numpy().copy() for name, value in one.model.state_dict().items()}

@@ -25,6 +25,9 @@ TWICE: dict[str, Any] = {
 """Two epochs whose last step is not full, each step logged; for 22 rows."""
 
 
+LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+
+
 def arguments(folder: Path | str, **given: Any) -> TrainingArguments:
     """Arguments of a short, quiet run on the CPU."""
     settings: dict[str, Any] = {
@@ -132,6 +135,16 @@ def logged(trainer: Trainer) -> list[dict[str, Any]]:
         {name: value for name, value in entry.items() if not name.endswith(TIMES)}
         for entry in trainer.state.log_history
     ]
+
+
+def losses(trainer: Any) -> list[float]:
+    """Return the losses that a trainer of any library has logged, those before a resume included."""
+    return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def accuracy(p: Any) -> dict[str, float]:
+    """Measure the share of rows whose largest output is that of their class."""
+    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
 
 
 def final_state(trainer: Trainer) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.support.hostile import Evil, bounded, program_of, rezipped, saved
-from tests.support.imported import SETTINGS, import_here, losses, peer_run
+from tests.support.imported import SETTINGS, import_here, peer_run
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
-from tests.support.training import trainer
+from tests.support.training import losses, trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
 from trainer_lib.checkpoint.foreign.foreign_model import from_config
 from trainer_lib.checkpoint.foreign.parameters import Slot, derive_names

@@ -39,6 +39,8 @@ def package(tmp_path: Path) -> str:
     folder = tmp_path / "package" / "trainer_lib" / "engines"
     folder.mkdir(parents=True)
     (folder / "member.py").write_text(MEMBER)
+    for package in (folder, folder.parent):  # before the installed one, however that is found
+        (package / "__init__.py").touch()
     return str(tmp_path / "package")
 
 

@@ -13,19 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import keras_toys
-from tests.support.keras_toys import (
-    PLAIN,
-    arrays,
-    classifier,
-    decay,
-    keras,
-    keras_model,
-    losses,
-    pairs,
-    trainer,
-    weights,
-)
+from tests.support.keras_toys import PLAIN, arrays, classifier, decay, keras, keras_model, pairs, trainer, weights
 from tests.support.repository import ROOT
+from tests.support.training import losses
 from trainer_lib import TFTrainer, TFTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError, DataError
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, losses, pairs, trainer
+from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, pairs, trainer
 from tests.support.resuming import prove
+from tests.support.training import losses
 from trainer_lib import TFTrainer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.trainer.model.seeding import capture_seeds, keep_seeds, part_seeds, restore_seeds
