@@ -95,7 +95,7 @@ class Lab:
                     self._begun[name] = self._pool.submit(self._attempt, module, limit_s, case)
 
     def run_together(self, module: str, limit_s: float, cases: list[dict[str, Any]]) -> list[dict[str, Any] | Failed]:
-        """Wait for jobs, of which those that have not begun begin now."""
+        """Wait for jobs, and start those that are not running yet."""
         self.begin([(module, limit_s, cases)])
         return [self._begun[_name(module, case)].result() for case in cases]
 

@@ -267,9 +267,9 @@ def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeyp
     digested: list[str] = []
     real = worker_evaluate.digest_rows
 
-    def digest(given: EvaluateRequest, split: str) -> str:
+    def digest(data: PreparedData, split: str) -> str:
         digested.append(split)
-        return real(given, split)
+        return real(data, split)
 
     monkeypatch.setattr(worker_evaluate, "digest_rows", digest)
     stage = trained.evaluate(**more)["test"]
