@@ -279,6 +279,12 @@ def _keeper(
                 "form": to_json([attributes, list(tensor.shape), list(tensor.stride())], key),
                 "inner": {name: keep(f"{key}.{name}", getattr(tensor, name)) for name in names},
             }
+        if is_sharded(tensor) and is_traceable_wrapper_subclass(wrapper.to_local()):
+            raise ConfigError(
+                "The optimizer keeps quantized state of sharded parameters, which cannot be saved.",
+                field="optim",
+                remedy="Train without sharding, or choose an optimizer whose state is not quantized.",
+            )
         if param is None and is_sharded(tensor):
             raise ConfigError(
                 f"The optimizer keeps a sharded tensor in {key!r}, outside of its state by parameter.",
