@@ -314,9 +314,9 @@ def main() -> int:
 
 def _write(path: Path, text: str) -> None:
     """Replace a file: a reader has all rows so far, also when the process is killed."""
-    beside = path.with_suffix(".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    new = path.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 if __name__ == "__main__":

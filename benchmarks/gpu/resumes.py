@@ -15,6 +15,7 @@ import importlib.util
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,22 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
     output = trainer.train(resume_from_checkpoint=True if phase == "resumed" else None)
     state = {f"model.{name}": value for name, value in network.state_dict().items()}
     optimizer: Any = trainer.optimizer
-    slots = optimizer.state_dict()["state"]
-    state |= {f"{slot}.{name}": value for slot, values in slots.items() for name, value in values.items()}
+    state |= dict(_leaves("optimizer", optimizer.state_dict()["state"]))
     size = sum(_bytes(value) for name, value in state.items() if not name.startswith("model."))
     return {
         **{name: _digest(value) for name, value in state.items()},
         "loss": output.training_loss,
         "state_bytes": size,
     }
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Values by their place; bitsandbytes keeps dicts in its state."""
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{name}.{key}", inner)
 
 
 def _fp8(network: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -375,6 +376,7 @@ def test_old_names_of_the_constructor(tmp_path: Path) -> None:
 
 
 def test_seeds(tmp_path: Path) -> None:
+    inductor: Any = importlib.import_module("torch._inductor.config")
     set_seed(5)
     drawn = (torch.rand(1).item(), float(np.random.rand()))
     set_seed(5)
@@ -382,8 +384,10 @@ def test_seeds(tmp_path: Path) -> None:
     try:
         enable_full_determinism(5)
         assert torch.are_deterministic_algorithms_enabled()
+        assert inductor.deterministic
         assert torch.rand(1).item() == drawn[0]
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = False
-        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        torch.backends.cudnn.deterministic = inductor.deterministic = False
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+            os.environ.pop(name, None)

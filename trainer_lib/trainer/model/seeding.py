@@ -37,7 +37,8 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     """Seed everything and use deterministic algorithms only; slower, and an error for an operation without one.
 
     Sets CUBLAS_WORKSPACE_CONFIG unless it is set: torch reads it when the first CUDA product runs
-    (https://pytorch.org/docs/stable/notes/randomness.html).
+    (https://pytorch.org/docs/stable/notes/randomness.html). torch.compile selects its kernels without timing them,
+    since other kernels round otherwise.
     """
     # The smaller of the two workspaces with which cuBLAS is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -45,6 +46,10 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+    os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # read when torch's compiler is imported
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    if hasattr(compiler, "deterministic"):
+        compiler.deterministic = True
 
 
 _NAME = "seed_generator_state"
