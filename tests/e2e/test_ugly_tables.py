@@ -179,6 +179,7 @@ CASES: dict[str, Ugly] = {
         words=("hashed: {body: 64}", "target: order"),
         settings=("prepare.options.target=order",),
         new={"ticket": "x", "body": "<p>Hello</p>"},
+        ids=r"T-\d+",
     ),
     "log of three zones": Ugly(
         _file("access.log.csv", "when,path,ms,failed", _log),
