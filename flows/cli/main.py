@@ -47,6 +47,7 @@ _COMMANDS = {
     "join": "execution:join",
     "predict": "predicting:predict",
     "evaluate": "evaluating:evaluate",
+    "export": "exporting:export",
     "models": "registry:models",
     "promote": "registry:promote",
     "rollback": "registry:rollback",

@@ -23,11 +23,14 @@ from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import ConfigError, DataError, MissingExtraError
 from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.model_folder import export_model
 from trainer_lib.model_folder.locate import find_model
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import (
+    ExportRequest,
+    ExportResult,
     MeasureRowsRequest,
     MeasureRowsResult,
     PreparedData,
@@ -289,6 +292,49 @@ def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(tmp_path:
     other = replace(data, info={**made.info, "classes": ["another", *classes[1:]]})
     with pytest.raises(DataError, match="knows no class 'another'"):
         measure(replace(measures, data=other))
+
+
+def _export(folder: Path, form: str, to: Path, *sources: str) -> ExportResult:
+    asked = ExportRequest(
+        output=str(to),
+        model=str(folder),
+        code=find_model(str(folder)).description.code_digest,
+        form=form,
+        sources=tuple(find_row_files(sources)) if sources else (),
+    )
+    here = LaunchConfig(kind="in_process", processes=1)
+    return launch(asked, here, env={}, on_line=print, on_event=lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "files", "refused"),
+    [
+        ("wine", "torch-export", {"model.pt2"}, None),
+        ("gaps", "torch-export", {"model.pt2"}, None),
+        ("texts", "torch-export", {"model.pt2"}, None),
+        ("texts", "transformers", {"config.json", "model.safetensors", "tokenizer.json"}, None),
+        ("wine", "transformers", set(), "none of transformers"),
+        ("wine", "gguf", set(), "writes no GGUF"),
+        ("wine", "onnx", set(), "ONNX needs the packages onnx_of_no_name"),
+    ],
+)
+def test_a_model_is_exported_and_its_outputs_are_compared(
+    name: str, form: str, files: set[str], refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example, folder = EXAMPLES[name], tmp_path / "model"
+    file = _write(tmp_path / "rows.csv", example.rows)
+    publish_recipe(folder, example.recipe, file, example.options, example.model)
+    if refused is not None:
+        monkeypatch.setattr(export_model, "_ONNX", ("onnx_of_no_name",))
+        with pytest.raises((ConfigError, MissingExtraError), match=refused) as caught:
+            _export(folder, form, tmp_path / "out")
+        assert caught.value.field == "--to" and caught.value.remedy
+        return
+    for sources in ((), (str(file),)):
+        result = _export(folder, form, tmp_path / f"out-{len(sources)}", *sources)
+        assert files <= set(result.files)
+        assert result.rows == (min(32, len(example.rows)) if sources else 32)
+        assert result.apart < 1e-4
 
 
 NEW: list[dict[str, Any]] = [

@@ -42,6 +42,7 @@ from trainer_lib.protocol.requests import (
     ScoreRequest,
 )
 from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_tensors, load_weights
@@ -119,6 +120,15 @@ class LoadedModel:
             return EvalPrediction(outputs, labels)
         finally:
             spool.close()
+
+    def typed(self, rows: Iterable[Mapping[str, Any]]) -> GivenRows:
+        """Rows as for `predict`, with the types of prepared ones."""
+        return GivenRows(self._read(rows), self.description.columns)
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer that the recipe keeps into a folder; nothing without one."""
+        if self.description.info.get("tokenizer"):
+            kept_tokenizer(self._data).save_pretrained(folder)
 
     @property
     def compute_metrics(self) -> Callable[..., Any] | None:

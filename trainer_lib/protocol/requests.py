@@ -23,6 +23,24 @@ from trainer_lib.base.path_options import PathOptions
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import ConfigError
+from trainer_lib.protocol.command_results import (
+    CompareResult as CompareResult,
+)
+from trainer_lib.protocol.command_results import (
+    ExportResult as ExportResult,
+)
+from trainer_lib.protocol.command_results import (
+    FileDifference as FileDifference,
+)
+from trainer_lib.protocol.command_results import (
+    ImportResult as ImportResult,
+)
+from trainer_lib.protocol.command_results import (
+    MeasureResult as MeasureResult,
+)
+from trainer_lib.protocol.command_results import (
+    MeasureRowsResult as MeasureRowsResult,
+)
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.storage import FileEntry
@@ -141,80 +159,6 @@ class ScoreResult:
 
     parts: int
     rows: int
-
-
-@dataclass(frozen=True)
-class MeasureRowsResult:
-    """How a model does on labelled rows.
-
-    Attributes:
-        rows: number of rows.
-        digest: SHA-256 of the labels and what was read beside them: two results of one digest are of the same rows.
-        metrics: name -> value, and `<name>_low` and `<name>_high`.
-        resampled: name -> its value on each resample, the same resamples for every model.
-    """
-
-    rows: int
-    digest: str
-    metrics: dict[str, float]
-    resampled: dict[str, tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class CompareResult:
-    """Differences between two trainings in the order of time, and what was compared (counts by name)."""
-
-    differences: tuple[dict[str, Any], ...]
-    compared: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class FileDifference:
-    """Differences between the numbers of two files.
-
-    Attributes:
-        path: of the file, below its folder.
-        values: numbers in it.
-        different: how many of them differ.
-        largest: the largest difference of a tensor's or a column's values, relative to its largest value.
-        problem: what differs besides: names, shapes, texts; None: nothing.
-    """
-
-    path: str
-    values: int = 0
-    different: int = 0
-    largest: float = 0.0
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class MeasureResult:
-    """The differences of files, in the order in which they were asked for."""
-
-    files: tuple[FileDifference, ...]
-
-
-@dataclass(frozen=True)
-class ImportResult:
-    """An imported checkpoint.
-
-    Attributes:
-        step: optimizer step.
-        url: where it is committed.
-        parameters: parameters with optimizer state.
-        files: number of files.
-        bytes: their size.
-        left_out: names in the source folder that were not imported.
-        notes: sentences about what differs after resuming.
-    """
-
-    step: int
-    url: str
-    parameters: int
-    files: int
-    bytes: int
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -535,6 +479,24 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
     @override
     def use_cpu(self) -> bool:
         return self.is_on_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest(Request[ExportResult], verb="export_model", result=ExportResult):
+    """Write a trained model for another program into the folder `output`; `model` and `code` as of `ScoreRequest`.
+
+    Attributes:
+        form: torch-export, onnx, transformers or gguf.
+        sources: files with rows that outputs are compared on; none: rows at random.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    home: ClassVar[str] = "trainer_lib.model_folder"
+
+    model: str
+    code: str
+    form: str
+    sources: tuple[RowFile, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
