@@ -12,7 +12,7 @@ from rich.text import Text
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
-from trainer_lib.trackers.names import is_measurement
+from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address
 from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from trainer_lib.data.row_sources import RowFile
     from trainer_lib.model_folder.locate import FoundModel
     from trainer_lib.protocol.requests import MeasureRowsResult
-
-_LOW, _HIGH = "_low", "_high"
 
 
 @command("""
@@ -145,10 +143,11 @@ def describe(record: Mapping[str, Any], names: Sequence[str], confidence: float)
     test, against, differences = record["test"], record["against"], record["differences"]
     other, metrics = against or test, record["metrics"]
     head = ("metric", "these rows", "other model" if against else "its own test" if test else "")
-    rows = [(*head, "difference") if against else head]
-    for name in [name for name in metrics if is_measurement(name) and not name.endswith((_LOW, _HIGH))]:
+    rows: list[tuple[str, ...]] = [(*head, "difference") if against else head]
+    texts, of_test = with_intervals(metrics), with_intervals(other or {})
+    for name in filter(is_measurement, texts):
         if not against:
-            rows.append((name, _with_interval(name, metrics), _with_interval(name, other)))
+            rows.append((name, texts[name], of_test.get(name, "")))
             continue
         found = differences.get(name)
         apart = "" if found is None else "{} ({} to {})".format(*(number_words(each, sign="+") for each in found))
@@ -160,12 +159,3 @@ def describe(record: Mapping[str, Any], names: Sequence[str], confidence: float)
         words = f"They differ beyond chance in {', '.join(clear)}." if clear else "No difference is beyond chance."
         lines += [Text(), Text(words), Text(f"  these rows   {names[0]}"), Text(f"  other model  {names[1]}")]
     return lines
-
-
-def _with_interval(name: str, values: Mapping[str, float]) -> str:
-    if name not in values:
-        return ""
-    low, high = values.get(f"{name}{_LOW}"), values.get(f"{name}{_HIGH}")
-    return number_words(values[name]) + (
-        "" if low is None or high is None else f" ({number_words(low)} to {number_words(high)})"
-    )
