@@ -218,6 +218,13 @@ def test_a_stage_with_a_recipe_of_its_own_does_not_follow_the_pipelines(recipe: 
     assert _keys.evaluate_key(config, at(recipe), DATA, MODEL).digest == before
 
 
+@pytest.mark.parametrize("value", [object(), {1}])
+def test_a_key_holds_plain_data_only(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"A key holds plain data only: .* is not plain data") as refused:
+        stage_key("train", {"x": [value]})
+    assert refused.value.field == "train"
+
+
 def test_differences_are_told_by_field() -> None:
     old = {"args": {"lr": 1e-3, "seed": 1}, "recipe": {"recipe.py": "a" * 64, "old.py": "b" * 64}, "gone": 1}
     new = {"args": {"lr": 1e-4, "seed": 1}, "recipe": {"recipe.py": "c" * 64, "new.py": "b" * 64}, "splits": ["a"]}
