@@ -266,7 +266,9 @@ def run(depth: int, record: bool, only: str | None) -> int:
     lost = 0
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", ".trainflow"))
+        # Links stay links: flows and tasks are imported through trainflow/flows and trainflow/tasks.
+        left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", ".trainflow")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
         _make_environment(tree)
         for number, mutant in enumerate(mutants, 1):
             if only and only not in mutant.title:
