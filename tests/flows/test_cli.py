@@ -327,6 +327,7 @@ CASES = {
     "join": (2, "here"),
     "predict": (0, "last new.jsonl --to {free}"),
     "evaluate": (2, "last new.jsonl"),
+    "export": (2, "absent {free} --to torch-export"),
     "models": (0, ""),
     "promote": (2, "toy 2"),
     "rollback": (2, "toy"),
