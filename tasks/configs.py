@@ -27,7 +27,7 @@ from trainflow.tasks.settings.keyed_settings import RecipePath, refuse_unknown
 from trainflow.tasks.settings.keyed_settings import Settings as Settings
 from trainflow.tasks.settings.keyed_settings import setting as setting
 from trainflow.tasks.settings.requirements import read_metric, read_metric_list, read_requirement
-from trainflow.tasks.settings.runner_settings import RunnerSettings, read_runner
+from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 _INTERVALS = ("steps", "epoch")
 
@@ -122,7 +122,6 @@ def _read_launch(value: Any) -> Any:
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
-Runner = Annotated[RunnerSettings, BeforeValidator(read_runner)]
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class PrepareConfig(StageSettings):
         default=LaunchSettings(processes=1),
         description="How the processes are started; several share the sources of a recipe with prepare_shard.",
     )
-    runner: Runner | None = setting(
+    runner: RunnerSettings | None = setting(
         affects="nothing",
         default=None,
         description="A cluster of Dask or Ray whose machines share the sources of a recipe with prepare_shard; unset: "

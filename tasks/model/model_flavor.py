@@ -80,21 +80,10 @@ def _find_parts(assets: tuple[FileEntry, ...], url: str) -> Iterator[tuple[str, 
         path = PurePosixPath(entry.path)
         if path.name in _PARTS:
             name, kind = _PARTS[path.name]
-            inside = [each for each in assets if PurePosixPath(each.path).is_relative_to(path.parent)]
-            yield (
-                name,
-                kind,
-                [
-                    FlavorFile(
-                        f"components/{name}/{PurePosixPath(each.path).relative_to(path.parent)}",
-                        url,
-                        each.path,
-                        each.size,
-                        each.sha256,
-                    )
-                    for each in inside
-                ],
-            )
+            inside = [file for file in assets if PurePosixPath(file.path).is_relative_to(path.parent)]
+            targets = [f"components/{name}/{PurePosixPath(file.path).relative_to(path.parent)}" for file in inside]
+            files = zip(targets, inside, strict=True)
+            yield name, kind, [FlavorFile(to, url, file.path, file.size, file.sha256) for to, file in files]
 
 
 def _refuse(what: str, url: str) -> ConfigError:

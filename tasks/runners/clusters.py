@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from prefect import Task
@@ -16,18 +17,25 @@ from trainer_lib.errors import ConfigError, first_line
 _HERE = {"127.0.0.1", "localhost", "::1"}
 
 
-class Cluster(Protocol):
-    """A cluster that is connected. Its futures are those of its own task runner."""
+class Cluster(ABC):
+    """A cluster that is connected, and Prefect's runner for it, whose futures these are."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
 
     def map(self, work: Task[[int, str], State[Any]], texts: Sequence[str]) -> Sequence[Any]:
         """Map a task over texts and their numbers."""
+        return list(self._runner.map(work, {"number": list(range(len(texts))), "text": list(texts)}))
 
+    @abstractmethod
     def is_done(self, future: Any) -> bool:
         """Whether a task has ended, or was lost."""
 
+    @abstractmethod
     def state(self, future: Any) -> State[Any]:
         """Return how a task has ended; raise what its cluster says where it was lost."""
 
+    @abstractmethod
     def cancel(self, future: Any) -> None:
         """Take back a task that has not started."""
 

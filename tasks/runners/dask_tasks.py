@@ -10,48 +10,41 @@ import platform
 import socket
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import dask
 from distributed import Client, LocalCluster
 from distributed.versions import VersionMismatchWarning
-from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect_dask import DaskTaskRunner
+from typing_extensions import override
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch.settings.refusal import unshared
 from trainer_lib.storage import Store
 from trainflow.tasks.prefect.prefect_internals import send_queued
-from trainflow.tasks.runners.clusters import no_cluster, require_api
+from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 CONNECT_S = 20.0
 PACKAGE = "trainflow"
 
 
-class Dask:
-    """A Dask scheduler, and Prefect's runner connected to it."""
+class Dask(Cluster):
+    """A Dask scheduler."""
 
-    def __init__(self, runner: DaskTaskRunner) -> None:
-        self._runner = runner
-
-    def map(self, work: Task[[int, str], State[Any]], texts: Sequence[str]) -> Sequence[Any]:
-        """Map a task over texts and their numbers."""
-        return list(self._runner.map(work, {"number": list(range(len(texts))), "text": list(texts)}))
-
+    @override
     def is_done(self, future: Any) -> bool:
-        """Whether a task has ended, or was lost."""
         return bool(future.wrapped_future.done())
 
+    @override
     def state(self, future: Any) -> State[Any]:
-        """Return how a task has ended; raise what Dask says where it was lost."""
-        found: State[Any] = future.wrapped_future.result(timeout=CONNECT_S)
-        return found
+        state: State[Any] = future.wrapped_future.result(timeout=CONNECT_S)
+        return state
 
+    @override
     def cancel(self, future: Any) -> None:
-        """Take back a task that has not started."""
         future.wrapped_future.cancel()
 
 

@@ -14,38 +14,39 @@ from prefect import Task
 from prefect.client.schemas.objects import State
 from prefect_ray import RayTaskRunner
 from prefect_ray.context import remote_options
+from typing_extensions import override
 
 from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
 from trainer_lib.storage import Store
-from trainflow.tasks.runners.clusters import no_cluster, require_api
+from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 ANSWER_S = 20.0
 
 
-class RayTasks:
-    """A Ray cluster that this process is a driver of, and Prefect's runner for it."""
+class RayTasks(Cluster):
+    """A Ray cluster that this process is a driver of."""
 
     def __init__(self, ray: Any, runner: RayTaskRunner[Any]) -> None:
+        super().__init__(runner)
         self._ray = ray
-        self._runner = runner
 
+    @override
     def map(self, work: Task[[int, str], State[Any]], texts: Sequence[str]) -> Sequence[Any]:
-        """Map a task over texts and their numbers."""
         with remote_options(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD"):
-            return list(self._runner.map(work, {"number": list(range(len(texts))), "text": list(texts)}))
+            return super().map(work, texts)
 
+    @override
     def is_done(self, future: Any) -> bool:
-        """Whether a task has ended, or was lost."""
         return bool(self._ray.wait([future.wrapped_future], timeout=0)[0])
 
+    @override
     def state(self, future: Any) -> State[Any]:
-        """Return how a task has ended; raise what Ray says where it was lost."""
-        found: State[Any] = self._ray.get(future.wrapped_future, timeout=ANSWER_S)
-        return found
+        state: State[Any] = self._ray.get(future.wrapped_future, timeout=ANSWER_S)
+        return state
 
+    @override
     def cancel(self, future: Any) -> None:
-        """Take back a task that has not started."""
         self._ray.cancel(future.wrapped_future)
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainflow.tasks.settings.keyed_settings import Settings, refuse_unknown
+from trainflow.tasks.settings.keyed_settings import Settings
 
 if TYPE_CHECKING:
     from trainflow.tasks.configs import LaunchSettings
@@ -39,11 +39,6 @@ class RunnerSettings(Settings):
     workers: int = Field(
         ge=1, le=1000, description="Worker processes, each a mapped task that pulls sources until none is left."
     )
-
-
-def read_runner(value: Any) -> Any:
-    """Return the data unchanged; an unknown key is refused."""
-    return refuse_unknown(value, list(RunnerSettings.model_fields))
 
 
 def check_runner(runner: RunnerSettings, launch: LaunchSettings, *, section: str, is_sharded: bool) -> None:

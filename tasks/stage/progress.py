@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
@@ -140,60 +140,49 @@ def measured(event: Mapping[str, Any]) -> str:
     return where + ", ".join(values) if values else ""
 
 
-class TypedFailuresInOneLine(logging.Filter):
-    """Removes the traceback from a log record about a typed failure: its message names place, reason and remedy."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Always True; the record is changed in place."""
-        if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], TrainflowError):
-            record.exc_info = None
-            record.exc_text = None
-        return True
+def _without_trace(record: logging.LogRecord) -> bool:
+    """Take the traceback from a record about a typed failure: its message names place, reason and remedy."""
+    if isinstance(record.exc_info, tuple) and isinstance(record.exc_info[1], TrainflowError):
+        record.exc_info = None
+        record.exc_text = None
+    return True
 
 
-class MaskedSecrets(logging.Filter):
-    """Masks secrets in the message and the traceback of a log record."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Always True; the record is changed in place."""
-        # A record whose arguments do not fit its message is reported by the handler.
-        with contextlib.suppress(Exception):
-            text = record.getMessage()
-            if (masked := mask(text)) != text:
-                record.msg, record.args = masked, ()
-        if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
-            trace = logging.Formatter().formatException(record.exc_info)
-            if (masked := mask(trace)) != trace:
-                record.exc_info, record.exc_text = None, masked
-        return True
+def _masked(record: logging.LogRecord) -> bool:
+    """Mask secrets in the message and the traceback of a record."""
+    # A record whose arguments do not fit its message is reported by the handler.
+    with contextlib.suppress(Exception):
+        text = record.getMessage()
+        if (masked := mask(text)) != text:
+            record.msg, record.args = masked, ()
+    if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
+        trace = logging.Formatter().formatException(record.exc_info)
+        if (masked := mask(trace)) != trace:
+            record.exc_info, record.exc_text = None, masked
+    return True
 
 
 @contextlib.contextmanager
-def masked_api_logs() -> Iterator[None]:
+def _filtered(places: Sequence[logging.Filterer], change: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    for place in places:
+        place.addFilter(change)
+    try:
+        yield
+    finally:
+        for place in places:
+            place.removeFilter(change)
+
+
+def masked_api_logs() -> contextlib.AbstractContextManager[None]:
     """Inside the block no record reaches Prefect's API with a secret in it."""
     set_up_logging()
-    masking, handlers = MaskedSecrets(), api_log_handlers()
-    for handler in handlers:
-        handler.addFilter(masking)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(masking)
+    return _filtered(api_log_handlers(), _masked)
 
 
-@contextlib.contextmanager
-def quiet_failures(enabled: bool = True) -> Iterator[None]:
+def quiet_failures(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside the block Prefect's run logs show typed failures without a traceback."""
-    quiet = TypedFailuresInOneLine()
-    loggers = [logging.getLogger(name) for name in ("prefect.flow_runs", "prefect.task_runs")] if enabled else []
-    for logger in loggers:
-        logger.addFilter(quiet)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(quiet)
+    names = ("prefect.flow_runs", "prefect.task_runs") if enabled else ()
+    return _filtered([logging.getLogger(name) for name in names], _without_trace)
 
 
 def _run_logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger] | None:

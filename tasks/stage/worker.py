@@ -51,23 +51,15 @@ def sent_arguments(args: Mapping[str, Any], context: StageContext) -> dict[str, 
 
 
 def launch_request(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> R:
-    """Carry a request out in processes of its own and return the worker's answer.
+    """Carry a request out in separate processes and return the worker's answer.
 
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    tracking = context.tracking if request.tracking else None
+    config = context.resolver.launch(settings, use_cpu=request.use_cpu)
     # A verb is called like its section of the spec.
     with in_words_of_spec(request.verb):
-        return launch(
-            request,
-            context.resolver.launch(settings, use_cpu=request.use_cpu),
-            env=tracking.worker_env() if tracking is not None else {},
-            on_line=attempt.progress.line,
-            on_event=attempt.progress.event,
-            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
-            what=f"{context.run_name or context.name}, {request.verb}",
-        )
+        return launch(request, config, **_of_run(request, context), **_callbacks(context, attempt))
 
 
 def launch_shared(
@@ -78,19 +70,10 @@ def launch_shared(
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
     """
-    tracking = context.tracking if request.tracking else None
     use_cpu = request.use_cpu or not request.uses_devices
+    config = apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu)
     with in_words_of_spec(request.verb):
-        done = launch_workers(
-            request,
-            apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu),
-            env=tracking.worker_env() if tracking is not None else {},
-            on_line=attempt.progress.line,
-            on_event=attempt.progress.event,
-            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
-            what=f"{context.run_name or context.name}, {request.verb}",
-        )
-    return done.answers
+        return launch_workers(request, config, **_of_run(request, context), **_callbacks(context, attempt)).answers
 
 
 def launch_on_cluster(
@@ -104,14 +87,25 @@ def launch_on_cluster(
     from trainflow.tasks.runners.mapped_launch import launch_mapped  # Prefect, which planning does without
 
     with in_words_of_spec(request.verb):
-        launch_mapped(
-            request,
-            runner,
-            settings,
-            on_line=attempt.progress.line,
-            on_event=attempt.progress.event,
-            should_cancel=_any(attempt.is_lost, context.stop.is_set, attempt.progress.is_cancelled),
-        )
+        launch_mapped(request, runner, settings, **_callbacks(context, attempt))
+
+
+def _of_run(request: Request[Any], context: StageContext) -> dict[str, Any]:
+    """Arguments of a launch that name the run: the variables of its tracking, and words for those that wait."""
+    tracking = context.tracking if request.tracking else None
+    env = tracking.worker_env() if tracking is not None else {}
+    return {"env": env, "what": f"{context.run_name or context.name}, {request.verb}"}
+
+
+def _callbacks(context: StageContext, attempt: StageAttempt) -> dict[str, Any]:
+    """Arguments of a launch that report progress and ask whether to stop."""
+    progress = attempt.progress
+    reasons = (attempt.is_lost, context.stop.is_set, progress.is_cancelled)
+    return {
+        "on_line": progress.line,
+        "on_event": progress.event,
+        "should_cancel": lambda: any(is_reason() for is_reason in reasons),
+    }
 
 
 def dismiss(settings: LaunchSettings) -> None:
@@ -120,10 +114,6 @@ def dismiss(settings: LaunchSettings) -> None:
     # Only these launches have other machines. An engine places them when there is something to do.
     if config.engine is None and (config.kind in ("accelerate", "environment") or config.several_nodes):
         nodes.dismiss(resolve_config(config, use_cpu=True))
-
-
-def _any(*questions: Callable[[], bool]) -> Callable[[], bool]:
-    return lambda: any(question() for question in questions)
 
 
 Q = TypeVar("Q", bound=ModelRequest[Any])

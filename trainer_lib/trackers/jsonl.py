@@ -80,7 +80,9 @@ class LineFile:
         if not self.store.is_local:
             self._lines.append(line)
             self._unsaved.set()
-            self._upload_in_background()
+            if self._uploader is None:
+                self._uploader = threading.Thread(target=self._keep_uploading, name=self._name, daemon=True)
+                self._uploader.start()
             return
         # One unbuffered write per line: after kill -9 every line but perhaps the last is whole.
         handle = os.open(self.store.local_path(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -101,11 +103,6 @@ class LineFile:
             self._closing.clear()
         if self._unsaved.is_set() and not self.store.is_local:
             self._upload()
-
-    def _upload_in_background(self) -> None:
-        if self._uploader is None:
-            self._uploader = threading.Thread(target=self._keep_uploading, name=self._name, daemon=True)
-            self._uploader.start()
 
     def _keep_uploading(self) -> None:
         while not self._closing.wait(UPLOAD_S):
