@@ -75,6 +75,7 @@ class _Outputs(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.eval()
 
     def forward(self, inputs: dict[str, Tensor]) -> Any:
         return _main(self.model(**inputs))
@@ -89,6 +90,11 @@ def _main(outputs: Any) -> Any:
 def _read_batch(request: ExportRequest, loaded: LoadedModel) -> dict[str, Tensor]:
     """A batch of the first rows of the files, or of rows at random where there are none."""
     form, columns = loaded.form, loaded.description.columns
+    config: Any = getattr(loaded.model, "config", None)
+    reads_tokens = getattr(loaded.model, "main_input_name", "") == "input_ids"
+    if not request.sources and reads_tokens and not getattr(config, "is_encoder_decoder", False):
+        ids = torch.randint(config.vocab_size, (ROWS, 8), generator=torch.Generator().manual_seed(0))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if request.sources:
         read = read_rows(request.sources, None, form.reading if form else None)
         given: Any = loaded.typed(row for _, row in islice(read, ROWS))
@@ -141,9 +147,9 @@ def _to_onnx(loaded: LoadedModel, batch: Mapping[str, Tensor], folder: Path) -> 
     import onnxruntime  # type: ignore[import-not-found, unused-ignore]
 
     path = folder / "model.onnx"
-    program = _trace(lambda: torch.onnx.export(
-        _Outputs(loaded.model), (dict(batch),), dynamic_shapes=_shapes(batch), dynamo=True
-    ))  # fmt: skip
+    # By name: torch.onnx takes a dict that comes last for the keywords.
+    settings: dict[str, Any] = {"kwargs": {"inputs": dict(batch)}, "dynamic_shapes": _shapes(batch)}
+    program = _trace(lambda: torch.onnx.export(_Outputs(loaded.model), dynamo=True, verbose=False, **settings))
     program.save(str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
@@ -159,7 +165,8 @@ def _trace(export: Callable[[], Any]) -> Any:
     try:
         return export()
     except Exception as error:  # of many kinds: what torch cannot follow depends on the model
-        what = f"torch cannot follow this model's forward: {first_line(error)}"
+        cause = error.__cause__ or error  # of torch.onnx the error of torch.export
+        what = f"torch cannot follow this model's forward: {first_line(cause)}"
         raise ConfigError(
             what, field="--to", remedy="Use another form, or make forward independent of values."
         ) from error

@@ -64,4 +64,4 @@ def export(
         )
     record = {"folder": str(folder), "files": list(result.files), "rows": result.rows, "apart": result.apart}
     words = f"{counted(result.rows, 'row')} compared; outputs differ by {result.apart:.1g} of the largest at most"
-    return Answer(record, lambda: [Text(f"{len(result.files)} files -> {folder}"), Text(words)])
+    return Answer(record, lambda: [Text(f"{counted(len(result.files), 'file')} -> {folder}"), Text(words)])
