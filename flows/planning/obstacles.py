@@ -61,7 +61,7 @@ def find_obstacles(plan: Plan, found: Forecast) -> list[Obstacle]:
     The file is removed at once.
     """
     failed = [] if found.error is None else [Obstacle.of(found.error)]
-    places = [*_storage(plan), *_room(plan, found), *_publication(plan), *_named_repositories(plan)]
+    places = [*_storage(plan), *_room(plan, found), *_publication(plan), *_repositories(plan)]
     return [*_splits(plan), *failed, *places, *_tracking(plan)]
 
 
@@ -124,13 +124,8 @@ def _nearest_folder(target: str) -> Store:
     return Store.open(folder) if folder.is_dir() else store
 
 
-def _named_repositories(plan: Plan) -> Iterator[Obstacle]:
+def _repositories(plan: Plan) -> Iterator[Obstacle]:
     """The repositories on a hub that settings name: is there an answer, and may this user read?"""
-    for place, value in _addresses(plan):
-        yield from _ask_hub(value, place, writes=False)
-
-
-def _addresses(plan: Plan) -> Iterator[tuple[str, str]]:
     spec = plan.spec
     settings = {
         "train.model": spec.train.model,
@@ -138,11 +133,9 @@ def _addresses(plan: Plan) -> Iterator[tuple[str, str]]:
         "prepare.options": spec.prepare.options,
     }
     for section, values in settings.items():
-        yield from ((f"{section}.{name}", value) for name, value in values.items() if _is_address(value))
-
-
-def _is_address(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(SCHEME)
+        for name, value in values.items():
+            if isinstance(value, str) and value.startswith(SCHEME):
+                yield from _ask_hub(value, f"{section}.{name}", writes=False)
 
 
 def _ask_hub(address: str, field: str, *, writes: bool, revision: str | None = None) -> Iterator[Obstacle]:

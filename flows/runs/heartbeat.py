@@ -132,11 +132,11 @@ def read_signs(folder: Store) -> list[Sign]:
     return [sign for name in names if (sign := _read(alive, name)) is not None]
 
 
-def find_silent(suspects: Sequence[tuple[Store, Sign]], seconds: float = SILENT_S) -> set[str]:
-    """The ids of those signs, each in its run's folder, whose beat stands still for that long. Waits."""
+def find_silent(suspects: Sequence[tuple[Store, Sign]]) -> set[str]:
+    """The ids of those signs, each in its run's folder, whose beat stands still for `SILENT_S`. Waits."""
     if not suspects:
         return set()
-    time.sleep(seconds)
+    time.sleep(SILENT_S)
     beats = {
         sign.id: sign.beat
         for folder in {folder.url: folder for folder, _ in suspects}.values()

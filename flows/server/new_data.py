@@ -106,7 +106,8 @@ class Watch:
             StorageError: the URL or the storage cannot be read.
             httpx.HTTPError: Prefect's server does not answer.
         """
-        found, note = self._listing(), self._read_note()
+        found = self._listing()
+        note = parse_record(self._notes().read_if_exists(self._name, limit=_LIMIT))
         if note.get("seen") is None:
             self._write_note(found, 0)
             return False
@@ -154,9 +155,6 @@ class Watch:
                     continue
             rows.append(f"{info.path}\0{info.size}\0{tag or ''}\n")
         return hashlib.sha256("".join(sorted(rows)).encode("utf-8", "surrogateescape")).hexdigest()
-
-    def _read_note(self) -> dict[str, Any]:
-        return parse_record(self._notes().read_if_exists(self._name, limit=_LIMIT))
 
     def _write_note(self, seen: str, started: int) -> None:
         note = {"url": self.url, "deployment": self.deployment, "seen": seen, "started": started}

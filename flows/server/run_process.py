@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import os
 import signal
-from collections.abc import MutableMapping
 from pathlib import Path
 
 from trainer_lib import guard
@@ -25,17 +24,12 @@ OWNER = "TRAINFLOW_SERVED_BY"
 SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 
 
-def prepare_run_process(environ: MutableMapping[str, str] | None = None) -> None:
-    """Tie this process to the one that serves it; log without secrets and without tracebacks of typed failures.
-
-    Args:
-        environ: where `OWNER` and `SERVER_FOLDER` are read; `os.environ` when unset.
-    """
-    environ = os.environ if environ is None else environ
-    if OWNER in environ:
-        _end_with(int(environ[OWNER]))
-    if SERVER_FOLDER in environ:
-        _keep_server(Path(environ[SERVER_FOLDER]))
+def prepare_run_process() -> None:
+    """Tie this process to the one that serves it; log without secrets and without tracebacks of typed failures."""
+    if OWNER in os.environ:
+        _end_with(int(os.environ[OWNER]))
+    if SERVER_FOLDER in os.environ:
+        _keep_server(Path(os.environ[SERVER_FOLDER]))
     expect_until_exit()
     # Prefect logs a failure after the flow has returned, so the filter is not removed with the flow.
     quiet = contextlib.ExitStack()

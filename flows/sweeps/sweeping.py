@@ -152,11 +152,6 @@ _KEPT_S = 60.0
 Listener = Callable[[Mapping[str, Any]], object]
 
 
-def sweep_folder(spec: PipelineSpec) -> Store:
-    """The folder of a sweep on its storage."""
-    return Store.open(spec.storage).child(SWEEPS, f"{spec.name}-{sweep_of(spec).name}")
-
-
 def ledger_folder(spec: PipelineSpec) -> Path:
     """The folder of its ledger on this machine."""
     storage = Store.open(spec.storage)
@@ -207,7 +202,7 @@ class _Sweep:
         self._ledger = ledger
         self._listener = listener
         self._debug = debug
-        self._folder = sweep_folder(spec)
+        self._folder = Store.open(spec.storage).child(SWEEPS, f"{spec.name}-{sweep_of(spec).name}")
         self._run: tracking.TrackedRun | None = None
         self._failure: TrainflowError | None = None
         self._deaths = 0

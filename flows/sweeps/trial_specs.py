@@ -155,13 +155,13 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
         )
 
 
-def missing_metric(name: str, there: Sequence[str], field: str = "sweep.objective") -> ConfigError:
+def missing_metric(name: str, there: Sequence[str]) -> ConfigError:
     """The error of an objective that a trial did not report."""
     near = nearest(name, there)
     remedy = f"Did you mean '{near}'? " if near else ""
     return ConfigError(
         "The trial does not report this metric.",
-        field=field,
+        field="sweep.objective",
         value=name,
         remedy=f"{remedy}There are {', '.join(sorted(there)) or 'none'}.",
     )

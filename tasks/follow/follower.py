@@ -216,14 +216,10 @@ class Follower:
         due = [info for info in infos if info.url not in self._given_up and not self._evaluations.has(info)]
         for info in self._waiting:
             if info not in due and not self._evaluations.has(info) and info.url not in self._given_up:
-                self._say_removed(info)
+                step = f"The checkpoint of step {info.step}"
+                self._listener.say(f"{step} was removed by the training before it could be evaluated.")
         self._waiting = due
         return due
-
-    def _say_removed(self, info: CheckpointInfo) -> None:
-        self._listener.say(
-            f"The checkpoint of step {info.step} was removed by the training before it could be evaluated."
-        )
 
     def _take(self, due: Sequence[CheckpointInfo], *, wait: bool) -> tuple[CheckpointInfo, Lease] | None:
         """The first that no other process evaluates, with its lease; None when other processes have all of them."""
