@@ -3,6 +3,7 @@
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -12,18 +13,18 @@ CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(
 FUZZ_CASES ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit test slow test-and-slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit unit-lowest test slow test-and-slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## Make or renew the virtual environment
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("trainflow needs Python 3.11 or newer, and $(PYTHON) is %d.%d. Name a newer one: make PYTHON=python3.12 …" % sys.version_info[:2])'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install the venv module of $(PYTHON) (on Debian: apt install python3-venv)."; rm -rf $(VENV); exit 1; }
 	@echo "Installing trainflow and its pinned dependencies into $(VENV) (once; a few minutes) …"
-	@$(PIP) install -qq --constraint constraints.txt --editable ".[dev]"
+	@$(PIP) install -qq --constraint $(CONSTRAINTS) --editable ".[dev]"
 	@touch $@
 
 demo: install  ## Train, evaluate, predict and publish the digits example (the second time everything is cached)
@@ -35,6 +36,11 @@ PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder --durations 20 --
 unit test slow test-and-slow nightly: export PYTHONDONTWRITEBYTECODE =
 unit: install  ## Run the unit tests (some 165 CPU seconds: about a minute and a half on two quiet cores)
 	@$(PYTEST) -n $(CORES) tests/unit
+
+# Names recorded from the newest transformers are compared with that one alone.
+RECORDED := tests/unit/trainer/test_trainer_names.py::test_the_recorded_names_are_those_of_the_reference
+unit-lowest:  ## Run the unit tests on the oldest versions that pyproject.toml allows, in .venv-lowest (Python 3.11 or 3.12)
+	@PYTEST_ADDOPTS="--deselect $(RECORDED)" $(MAKE) unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
 # may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
@@ -57,8 +63,9 @@ slow: install  ## Run more: kills, several machines, servers, whole pipelines (s
 test-and-slow: install  ## Run both, as CI does: every test file is imported and every server started once
 	$(call run_both,not nightly); exit $$failed
 
-nightly: install  ## Run what CI leaves out: the longest tests, client libraries, benchmarks (an hour; tests/nightly.txt)
+nightly: install  ## Run what CI leaves out: the longest tests, the lowest versions, client libraries, benchmarks (an hour)
 	$(call run_both,nightly); \
+	$(MAKE) unit-lowest || failed=1; \
 	$(MAKE) clients || failed=1; \
 	$(MAKE) benchmarks || failed=1; \
 	exit $$failed
@@ -117,4 +124,4 @@ format: install  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean:  ## Remove the virtual environment, caches and the demo's storage
-	rm -rf $(VENV) .trainflow build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .trainflow build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

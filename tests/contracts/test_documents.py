@@ -102,8 +102,8 @@ def test_every_command_exists(page: Path) -> None:
 FLOORS = {"torch": "2.10", "transformers": "5.3", "mlflow": "3.11", "prefect": "3.6.28"}
 
 
-def _pins() -> dict[str, Version]:
-    lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+def _pins(file: str = "constraints.txt") -> dict[str, Version]:
+    lines = (line.split("#")[0].strip() for line in (ROOT / file).read_text().splitlines())
     pairs = (line.split("==") for line in lines if line)
     return {canonicalize_name(name): Version(version) for name, version in pairs}
 
@@ -118,6 +118,18 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     pins = _pins()
     for requirement in _requirements():
         assert pins[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_the_lowest_set_is_at_the_floors() -> None:
+    pins = _pins("constraints-lowest.txt")
+    of_dev = [requirement for requirement in _requirements() if canonicalize_name(requirement.name) in pins]
+    assert {"mlflow", "openpyxl", "prefect", "transformers"} <= {requirement.name for requirement in of_dev}
+    for requirement in of_dev:
+        pin = pins[canonicalize_name(requirement.name)]
+        assert pin in requirement.specifier, requirement
+        for floor in (Version(bound.version) for bound in requirement.specifier if bound.operator == ">="):
+            is_at_floor = pin.release[: len(floor.release)] == floor.release
+            assert is_at_floor or requirement.name == "torch", f"{requirement}: {pin} is what ran"
 
 
 def test_no_dependency_reaches_below_a_published_vulnerability() -> None:

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.needs("registry"), pytest.mark.timeout(1500)]
 
 # What is not there in a clone, or does not belong into a distribution.
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", ".trainflow", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
+    ".git", ".venv*", ".trainflow", "build", "dist", "*.egg-info", "__pycache__", ".*_cache"
 )
 
 

@@ -267,7 +267,7 @@ def run(depth: int, record: bool, only: str | None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         # Links stay links: flows and tasks are imported through trainflow/flows and trainflow/tasks.
-        left_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", ".trainflow")
+        left_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", ".trainflow")
         shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
         _make_environment(tree)
         for number, mutant in enumerate(mutants, 1):

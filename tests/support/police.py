@@ -38,7 +38,7 @@ ENV_ALLOWED = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "set by importing DeepSpeed, which transformers does when it loads weights",
     "RAY_CLIENT_MODE": "set by Ray when it is imported",
 }
-# Threads of other people's libraries that live as long as the process, by the start of their name.
+# Threads of other people's libraries that live as long as the process, by the start of their name or class.
 THREADS_ALLOWED = {
     "fsspecIO": "fsspec's event loop, one for the process",
     "ThreadPoolExecutor-": "idle workers of a library's executor; joined by concurrent.futures at exit",
@@ -50,7 +50,7 @@ THREADS_ALLOWED = {
     "EventsWorkerThread": "Prefect's sender of events, one for the process and its settings",
     "QueueingSpanExporter": "Prefect's and MLflow's tracing",
     "OtelBatchSpanRecordProcessor": "MLflow's tracing",
-    "tqdm_monitor": "tqdm's monitor, one for the process",
+    "TMonitor": "tqdm's monitor, one for the process",
 }
 
 
@@ -182,7 +182,8 @@ def _thread_leaks(before: Scene) -> list[str]:
     deadline = time.monotonic() + SETTLE_S
     found = []
     for thread in threading.enumerate():
-        if thread.ident in before.threads or thread.name.startswith(tuple(THREADS_ALLOWED)):
+        names = (thread.name, type(thread).__name__)
+        if thread.ident in before.threads or any(name.startswith(tuple(THREADS_ALLOWED)) for name in names):
             continue
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
