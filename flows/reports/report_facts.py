@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -94,17 +94,24 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         spec=mask(plan.spec_text),
         attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
         goodput=describe_goodput(ledgers.get("train"), training),
-        importances=list(tables_with_notes(outcomes, Outcome.importance, Outcome.describe_importance)),
-        weak=list(tables_with_notes(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
-        hardest=list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
-        samples=list(tables_of_rows(outcomes, Outcome.samples)),
-        confused=list(tables_of_rows(outcomes, Outcome.confusions)),
-        **tables_of_classes(outcomes),
-        curves=list(draw_curves(outcomes)),
-        residuals=list(draw_residuals(outcomes)),
+        **describe_outcomes(outcomes),
         data=describe_data(found.get("prepare-data")),
         warnings=describe_warnings(found.get("evaluate")),
     )
+
+
+def describe_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The fields of `ReportFacts` that show single rows, classes and errors of evaluated splits."""
+    return {
+        "importances": list(tables_with_notes(outcomes, Outcome.importance, Outcome.describe_importance)),
+        "weak": list(tables_with_notes(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
+        "hardest": list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
+        "samples": list(tables_of_rows(outcomes, Outcome.samples)),
+        "confused": list(tables_of_rows(outcomes, Outcome.confusions)),
+        **tables_of_classes(outcomes),
+        "curves": list(draw_curves(outcomes)),
+        "residuals": list(draw_residuals(outcomes)),
+    }
 
 
 def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:

@@ -38,7 +38,7 @@ from trainer_lib.protocol.requests import (
     RecipeFile,
 )
 from trainer_lib.worker.evaluate import digest_rows
-from trainflow.flows.cli.commands.evaluating import compare_measured
+from trainflow.flows.cli.commands.evaluating import compare_measured, write_report
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 BERT = {
@@ -223,6 +223,7 @@ def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str
         code=model.description.code_digest,
         sources=tuple(find_row_files([str(file)])),
         resamples=100,
+        wants_outcomes=True,
     )
     here = LaunchConfig(kind="in_process", processes=1)
     if name == "entities":
@@ -250,6 +251,10 @@ def test_a_model_is_measured_on_a_labelled_file_and_beside_another_one(name: str
     assert result.metrics[metric] == pytest.approx(value)
     assert result.metrics[f"{metric}_low"] <= result.metrics[metric] <= result.metrics[f"{metric}_high"]
     assert compare_measured([result, result], 0.95)[metric] == [0.0, 0.0, 0.0]  # the same model, row by row
+    write_report(tmp_path / "report.html", model, result, {})
+    page = (tmp_path / "report.html").read_text()
+    assert "Hardest rows" in page
+    assert "rows.csv, row " in page
 
 
 def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(tmp_path: Path) -> None:

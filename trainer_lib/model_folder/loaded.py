@@ -121,6 +121,19 @@ class LoadedModel:
         finally:
             spool.close()
 
+    def outcomes_of(
+        self, given: EvalPrediction, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """What `given`, of `measured_with`, says of the rows beyond metrics; None for outputs of another kind.
+
+        Args:
+            names: of the rows, by which hardest rows and samples are called.
+        """
+        from trainer_lib.worker.evaluate import pair_outcomes, summarize_pairs
+
+        pairs = pair_outcomes(self._work.recipe, given, self._data)
+        return summarize_pairs(pairs, self._data, id_of=names.__getitem__, show=rows.__getitem__)
+
     def typed(self, rows: Iterable[Mapping[str, Any]]) -> GivenRows:
         """Rows as for `predict`, with the types of prepared ones."""
         return GivenRows(self._read(rows), self.description.columns)

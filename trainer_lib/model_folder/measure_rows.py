@@ -46,15 +46,19 @@ def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
         if not read:
             raise DataError("The files have no rows.", field="DATA", remedy="Give at least one row.")
         labels, digest = read_labels(read, loaded)
+        places = [place.rpartition("/")[2] for place, _ in read]
         rows = [{name: value for name, value in row.items() if name != LABELS} for _, row in read]
     else:
         rows, labels, digest = read_prepared(request.data, request.split, loaded)
+        places = [str(number) for number in range(len(rows))]
     given = loaded.measured_with(rows, labels)
     remembered = Remembered(compute, digest)
     metrics = parse_metrics(remembered(given))
     resampled = remembered.resampled(request.resamples)
     metrics |= remembered.intervals(resampled, request.confidence)
-    return MeasureRowsResult(len(rows), digest, metrics, {name: tuple(each) for name, each in resampled.items()})
+    outcomes = loaded.outcomes_of(given, places, rows) if request.wants_outcomes else None
+    samples = {name: tuple(each) for name, each in resampled.items()}
+    return MeasureRowsResult(len(rows), digest, metrics, samples, outcomes)
 
 
 def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.ndarray, str]:

@@ -15,12 +15,14 @@ class MeasureRowsResult:
         digest: SHA-256 of the labels and what was read beside them: two results of one digest are of the same rows.
         metrics: name -> value, and `<name>_low` and `<name>_high`.
         resampled: name -> its value on each resample, the same resamples for every model.
+        outcomes: as `summarize_outcomes` has them, with inputs; None where they were not asked for, or of another kind.
     """
 
     rows: int
     digest: str
     metrics: dict[str, float]
     resampled: dict[str, tuple[float, ...]]
+    outcomes: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -458,6 +458,7 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
         metrics: those that are measured beside those of compute_metrics.
         confidence: the probability that an interval holds its metric.
         resamples: of the rows, for intervals and comparisons.
+        wants_outcomes: return what a report shows of the rows.
     """
 
     functions: ClassVar[tuple[str, ...]] = ()
@@ -473,6 +474,7 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
     metrics: tuple[MetricCall, ...] = ()
     confidence: float = 0.95
     resamples: int = 1000
+    wants_outcomes: bool = False
     is_on_cpu: bool = False
 
     @property

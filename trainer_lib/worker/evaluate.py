@@ -48,7 +48,7 @@ from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
-from trainer_lib.recipes import DataInfo
+from trainer_lib.recipes import DataInfo, Recipe
 from trainer_lib.recipes.held_out_metrics import measure_labels
 from trainer_lib.recipes.targets import SEVERAL
 from trainer_lib.storage import FileEntry, Store
@@ -454,29 +454,56 @@ def _describe(
     """What the outputs say of a split beyond its metrics; None for outputs of another kind."""
     if remembered.given is None:
         return None
-    pairs = work.recipe.outcome_pairs(remembered.given, data)
+    pairs = pair_outcomes(work.recipe, remembered.given, data)
+    show = split.__getitem__ if work.request.show_inputs else None
+    outcomes = summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
+    if outcomes is not None and show is not None and "rows" not in pairs and len(pairs["labels"]) == len(split):
+        columns = {each: partial(split.column_values, each) for each in split.column_names if each != "labels"}
+        names = data.info.get("classes")
+        outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
+    return outcomes
+
+
+def pair_outcomes(recipe: Recipe, given: EvalPrediction, data: DataInfo) -> dict[str, Any]:
+    """`predictions` and `labels` of rows, and their numbers in `rows` where the recipe says them."""
+    pairs = recipe.outcome_pairs(given, data)
     if pairs is None:
-        labels = remembered.given.label_ids
+        labels = given.label_ids
         if isinstance(labels, tuple):  # behind them is what metrics need besides
             labels = labels[0]
-        pairs = {"predictions": single_output(remembered.given.predictions), "labels": labels}
-    rows, names = pairs.pop("rows", None), data.info.get("classes")
+        pairs = {"predictions": single_output(given.predictions), "labels": labels}
+    return pairs
+
+
+def summarize_pairs(
+    pairs: Mapping[str, Any],
+    data: DataInfo,
+    *,
+    id_of: Callable[[int], int | str],
+    show: Callable[[int], Mapping[str, Any]] | None,
+) -> dict[str, Any] | None:
+    """The outcomes of rows, as `summarize_outcomes` has them, with the inputs of those that they name.
+
+    Args:
+        pairs: as `pair_outcomes` makes them.
+        id_of: the id of a row, by its number.
+        show: the columns of a row, by its number; None: no inputs.
+    """
+    rows, names = pairs.get("rows"), data.info.get("classes")
     places: dict[int | str, int] = {}
 
-    def id_of(value: int) -> int | str:
+    def name_row(value: int) -> int | str:
         row = value if rows is None else int(rows[value])
-        row_id: int | str = split.row_ids(row, row + 1).tolist()[0]
+        row_id = id_of(row)
         places.setdefault(row_id, row)
         return row_id
 
     known: dict[str, Any] = {"classes": len(names) if isinstance(names, list) else None}
     known |= {"threshold": data.info["threshold"]} if "threshold" in data.info else {}
-    outcomes = summarize_outcomes(**{**pairs, **known}, id_of=id_of)
-    if outcomes is not None and work.request.show_inputs:
-        outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: split[places[row_id]])
-        if rows is None and len(pairs["labels"]) == len(split):
-            columns = {each: partial(split.column_values, each) for each in split.column_names if each != "labels"}
-            outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
+    given = {name: value for name, value in pairs.items() if name != "rows"}
+    outcomes = summarize_outcomes(**given, **known, id_of=name_row)
+    if outcomes is not None and show is not None:
+        outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: show(places[row_id]))
     return outcomes
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from trainer_lib.base.suggestions import counted, number_words
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli import presentation, terminal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 @command("""
     trainflow evaluate last new/labelled.csv
+    trainflow evaluate last new/labelled.csv --report new.html
     trainflow evaluate models:/churn@champion march.csv --against models:/churn@candidate
 """)
 def evaluate(
@@ -40,6 +42,10 @@ def evaluate(
         float, typer.Option(min=0.5, max=0.999, metavar="P", help="Probability that an interval holds its metric.")
     ] = 0.95,
     resamples: Annotated[int, typer.Option(min=100, max=5000, metavar="N", help="Resamples of the rows.")] = 1000,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what the report of a run shows, for these rows: one HTML file."),
+    ] = None,
     trust: Trust = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -58,13 +64,18 @@ def evaluate(
     for each in found:
         require_trust(each, trusted)
     files = tuple(find_row_files(data))
+    if report is not None and not report.parent.is_dir():
+        remedy = "Name a file in a folder that exists."
+        raise ConfigError("There is no such folder.", field="--report", value=str(report), remedy=remedy)
     out = terminal.console(stderr=as_json, quiet=quiet)
     with stoppable(out.print, remedy="Run it again."):
         measured = [
-            _measure(each, address, files, confidence, resamples, out)
+            _measure(each, address, files, confidence, resamples, out, wants_outcomes=report is not None)
             for each, address in zip(found, addresses, strict=True)
         ]
     own = _metrics_of_run(found[0])
+    if report is not None:
+        write_report(report, found[0], measured[0], own)
     record: dict[str, Any] = {
         "rows": measured[0].rows,
         "metrics": measured[0].metrics,
@@ -73,11 +84,19 @@ def evaluate(
         "differences": compare_measured(measured, confidence) if against else {},
     }
     names = [model, *([] if against is None else [against])]
-    return Answer(record, lambda: describe(record, names, confidence))
+    written = [] if report is None else [Text(), Text(f"  report  {report}")]
+    return Answer(record, lambda: [*describe(record, names, confidence), *written])
 
 
 def _measure(
-    found: FoundModel, address: str, files: tuple[RowFile, ...], confidence: float, resamples: int, out: Any
+    found: FoundModel,
+    address: str,
+    files: tuple[RowFile, ...],
+    confidence: float,
+    resamples: int,
+    out: Any,
+    *,
+    wants_outcomes: bool,
 ) -> MeasureRowsResult:
     from trainer_lib.launch import LaunchConfig, launch
     from trainer_lib.protocol.requests import MeasureRowsRequest
@@ -91,6 +110,7 @@ def _measure(
             sources=files,
             confidence=confidence,
             resamples=resamples,
+            wants_outcomes=wants_outcomes,
             is_on_cpu=bool(found.description.args.get("use_cpu")),
         )
         config = LaunchConfig(kind="process", processes=1)
@@ -99,6 +119,30 @@ def _measure(
             out.print(mask(line), markup=False)
 
         return launch(request, config, env={}, on_line=show, on_event=lambda event: None)
+
+
+def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own: Mapping[str, float]) -> None:
+    """Write the report of a run with what was measured in place of its stages.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from trainflow.flows.reports.report import render_report
+    from trainflow.flows.reports.report_facts import ReportFacts, describe_outcomes
+    from trainflow.tasks.model.outcome_tables import Outcome
+
+    classes = found.description.info.get("classes")
+    outcome = Outcome("these rows", measured.outcomes or {}, classes if isinstance(classes, list) else ())
+    shown = describe_outcomes([outcome] if measured.outcomes else [])
+    facts = ReportFacts(settings=[], machine=[], spec="", attempts=[], goodput=[], **shown)
+    metrics = {"these rows": measured.metrics, **({"its own test": own} if own else {})}
+    stage = {"stage": "evaluate", "status": "ran", "reason": counted(measured.rows, "row")}
+    result = {"name": found.description.name, "stages": [{**stage, "manifest": {"metrics": metrics}}]}
+    try:
+        path.write_text(render_report(result, facts=facts), encoding="utf-8")
+    except OSError as error:
+        what, remedy = f"The report cannot be written: {first_line(error)}.", "Name another file."
+        raise ConfigError(what, field="--report", value=str(path), remedy=remedy) from error
 
 
 def _metrics_of_run(found: FoundModel) -> dict[str, float]:
