@@ -64,9 +64,7 @@ def evaluate(
     for each in found:
         require_trust(each, trusted)
     files = tuple(find_row_files(data))
-    if report is not None and not report.parent.is_dir():
-        remedy = "Name a file in a folder that exists."
-        raise ConfigError("There is no such folder.", field="--report", value=str(report), remedy=remedy)
+    _require_folder(report)
     out = terminal.console(stderr=as_json, quiet=quiet)
     with stoppable(out.print, remedy="Run it again."):
         measured = [
@@ -76,13 +74,7 @@ def evaluate(
     own = _metrics_of_run(found[0])
     if report is not None:
         write_report(report, found[0], measured[0], own)
-    record: dict[str, Any] = {
-        "rows": measured[0].rows,
-        "metrics": measured[0].metrics,
-        "test": own,
-        "against": None if against is None else measured[1].metrics,
-        "differences": compare_measured(measured, confidence) if against else {},
-    }
+    record = _record(measured, own, confidence)
     names = [model, *([] if against is None else [against])]
     written = [] if report is None else [Text(), Text(f"  report  {report}")]
     return Answer(record, lambda: [*describe(record, names, confidence), *written])
@@ -119,6 +111,23 @@ def _measure(
             out.print(mask(line), markup=False)
 
         return launch(request, config, env={}, on_line=show, on_event=lambda event: None)
+
+
+def _record(measured: Sequence[MeasureRowsResult], own: Mapping[str, float], confidence: float) -> dict[str, Any]:
+    first, *others = measured
+    return {
+        "rows": first.rows,
+        "metrics": first.metrics,
+        "test": own,
+        "against": others[0].metrics if others else None,
+        "differences": compare_measured(measured, confidence) if others else {},
+    }
+
+
+def _require_folder(report: Path | None) -> None:
+    if report is not None and not report.parent.is_dir():
+        remedy = "Name a file in a folder that exists."
+        raise ConfigError("There is no such folder.", field="--report", value=str(report), remedy=remedy)
 
 
 def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own: Mapping[str, float]) -> None:
