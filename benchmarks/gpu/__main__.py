@@ -60,7 +60,7 @@ class Lab:
         processes.prepare(dry=dry)
         try:
             self.run("imported", 120)
-        except Failed:  # CUDA was begun before the fork
+        except Failed:  # CUDA was in use before the fork
             os.environ[processes.FORKS] = "0"
 
     def run(self, module: str, limit_s: float, **settings: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Jobs as processes that are forked from one in which torch and transformers are imported, where CUDA allows that.
 
 An import of both takes longer than most jobs. The process that is forked has asked CUDA for nothing (its versions and
-devices are asked through NVML), so each child begins with a GPU of its own. Where such a child cannot use the GPU,
+devices are asked through NVML), so children have a GPU context each. Where such a child cannot use the GPU,
 every job starts as a new interpreter instead.
 """
 
@@ -75,7 +75,7 @@ class Job:
         """Kill the process and those that it started."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it ended, or has no group of its own (yet)
+        except ProcessLookupError:  # it ended, or has no group yet
             (self._popen or self._process).kill()
         if self._popen is None:
             self._process.join()

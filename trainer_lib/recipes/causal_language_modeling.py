@@ -47,13 +47,12 @@ from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.packed_batches import (
     NEW_TOKENS,
     NO_TARGET,
-    WAYS,
-    collate_documents,
     collate_flat,
-    collate_packed,
+    collate_rows,
     collate_texts,
     continue_prompts,
     require_isolation,
+    require_rows,
     row_likelihoods,
 )
 from trainer_lib.recipes.packing import new_counts, pack_documents
@@ -97,10 +96,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         For every split its rows, as `pack_documents` makes them.
     """
     chosen = choose(options, DEFAULTS, field=FIELD)
-    require_choice(chosen["isolate"], WAYS, field=f"{FIELD}.isolate")
-    if chosen["length"] < 2:
-        what = "A row needs two tokens, because the first one is not predicted."
-        raise ConfigError(what, field=f"{FIELD}.length", value=chosen["length"], remedy="Give 2 or more.")
+    require_rows(chosen)
     place = one_of(chosen, field=FIELD)
     if place is not None:
         require_positions(place, chosen["length"], field=f"{FIELD}.length")
@@ -176,10 +172,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """
     if data.info["text"] in rows[0]:
         return collate_texts(rows, kept_tokenizer(data), data.info)
-    pad = data.info["ends"]["pad_token_id"] or 0  # is never a target
-    if any(len(row["lengths"]) > 1 for row in rows):
-        return collate_packed(rows, pad=pad, isolate=data.info["isolate"])
-    return collate_documents(rows, pad=pad)
+    return collate_rows(rows, data.info)
 
 
 class Trainer(PlainTrainer):

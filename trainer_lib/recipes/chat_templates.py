@@ -65,8 +65,10 @@ class ChatTemplate:
             raise ConfigError("The tokenizer has no chat template.", field=field, remedy=remedy)
         self.tokenizer = tokenizer
         self._text = str(tokenizer.chat_template)
+        self._is_marked = _MARKS.search(self._text) is not None
         known = getattr(tokenizer, "added_tokens_decoder", {})
         self._ends = {number for number, token in known.items() if token.special} | set(tokenizer.all_special_ids)
+        self._added = tuple(tokenizer.get_added_vocab())
 
     def render(self, conversation: Conversation, turns: int | None = None, *, asks: bool = False) -> str:
         """The text of the first turns, or of all; `asks`: with the beginning of the assistant's next one.
@@ -74,16 +76,15 @@ class ChatTemplate:
         Raises:
             FaultyError: the template does not take the conversation.
         """
+        text: str = self._apply(conversation, turns, tokenize=False, add_generation_prompt=asks)
+        return text
+
+    def _apply(self, conversation: Conversation, turns: int | None = None, **settings: Any) -> Any:
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                conversation.messages[:turns],
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=asks,
-            )
+            messages = conversation.messages[:turns]
+            return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, **settings)
         except Exception as error:  # any that a template or a value in it raises
             raise FaultyError(f"the template does not take it ({first_line(error)})") from error
-        return text
 
     def tokenize(self, conversation: Conversation, *, loss_on: str = "assistant") -> tuple[np.ndarray, np.ndarray]:
         """The tokens int32 ``[tokens]`` of a conversation, and which of them are trained, bool ``[tokens]``.
@@ -99,16 +100,12 @@ class ChatTemplate:
             used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
             if used and name not in self._text:
                 raise FaultyError(f"it has {name}, and the template has no place for them")
-        text = self.render(conversation)
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        tokens, starts = np.array(made["input_ids"], np.int32), np.array(made["offset_mapping"]).reshape(-1, 2)[:, 0]
+        answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
+        tokens, parts = self._marked(conversation) if self._is_marked else (np.empty(0, np.int32), [])
+        if len(parts) != len(answers):
+            tokens, parts = self._between(conversation, answers)
         if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
             raise FaultyError("its text begins with two tokens for the beginning")
-        answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-        parts = self._marked(conversation) if _MARKS.search(self._text) else None
-        if parts is None or len(parts) != len(answers):
-            spans = [self._span(conversation, text, turn) for turn in answers]
-            parts = [((starts >= start) & (starts < stop)).nonzero()[0] for start, stop in spans]
         trained = np.zeros(len(tokens), bool)
         for turn, part in list(zip(answers, parts, strict=True))[-1 if loss_on == "last" else 0 :]:
             if len(part) and int(tokens[part[-1]]) not in self._ends:
@@ -120,18 +117,26 @@ class ChatTemplate:
             raise FaultyError("nothing of it is trained")
         return tokens, trained
 
-    def _marked(self, conversation: Conversation) -> list[np.ndarray]:
-        """The numbers of the tokens of each part that the template marks."""
-        made = self.tokenizer.apply_chat_template(
-            conversation.messages,
-            tools=conversation.tools,
+    def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The tokens, and the numbers of those of each part that the template marks."""
+        made = self._apply(
+            conversation,
             return_dict=True,
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        mask = np.array([0, *made["assistant_masks"], 0])
-        edges = np.flatnonzero(np.diff(mask))
-        return [np.arange(start, stop) for start, stop in edges.reshape(-1, 2)]
+        edges = np.flatnonzero(np.diff(np.array([0, *made["assistant_masks"], 0])))
+        parts = [np.arange(start, stop) for start, stop in edges.reshape(-1, 2)]
+        return np.array(made["input_ids"], np.int32), parts
+
+    def _between(self, conversation: Conversation, answers: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The tokens, and the numbers of those of each turn of the assistant, by the characters that it adds."""
+        text = self.render(conversation)
+        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = np.array(made["offset_mapping"]).reshape(-1, 2)[:, 0]
+        spans = [self._span(conversation, text, turn) for turn in answers]
+        parts = [((starts >= start) & (starts < stop)).nonzero()[0] for start, stop in spans]
+        return np.array(made["input_ids"], np.int32), parts
 
     def _span(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         """The characters of a turn of the assistant, without the blanks behind the token for its end."""
@@ -141,8 +146,8 @@ class ChatTemplate:
             if not text.startswith(part):
                 what = "the template writes the turns up to it in another way when others follow"
                 raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known")
-        ends = [token for token in self.tokenizer.get_added_vocab() if whole.rstrip().endswith(token)]
-        return len(before), len(whole.rstrip()) if ends else len(whole)
+        bare = whole.rstrip()
+        return len(before), len(bare if bare.endswith(self._added) else whole)
 
     def show(self, conversation: Conversation, *, loss_on: str) -> str:
         """The text with what is trained between ⟦ and ⟧.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.errors import ConfigError, DataError, first_line
+from trainer_lib.recipes.option_names import require_choice
 
 FIELD = "prepare.options.isolate"
 WAYS = ("positions", "mask")
@@ -26,6 +27,27 @@ NO_TARGET = -100
 NEW_TOKENS = "new_tokens"
 """The column of new rows that says how many tokens their text is continued by, at most."""
 _TOLERANCE = 0.02  # of the largest logit: positions are rounded, and half precision has three digits
+
+
+def require_rows(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options `isolate` and `length` that no rows can have."""
+    require_choice(options["isolate"], WAYS, field=FIELD)
+    if options["length"] < 2:
+        what = "A row needs two tokens, because the first one is not predicted."
+        raise ConfigError(what, field="prepare.options.length", value=options["length"], remedy="Give 2 or more.")
+
+
+def collate_rows(rows: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A batch ``[batch, tokens]``: of `collate_packed` where a row has several documents, else of `collate_documents`.
+
+    Args:
+        rows: as of `collate_packed`.
+        info: what prepare noted: `ends` and `isolate`.
+    """
+    pad = info["ends"]["pad_token_id"] or 0  # is never a target
+    if any(len(row["lengths"]) > 1 for row in rows):
+        return collate_packed(rows, pad=pad, isolate=info["isolate"])
+    return collate_documents(rows, pad=pad)
 
 
 def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str) -> dict[str, Tensor]:
@@ -256,9 +278,7 @@ def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor
     return ids, (torch.arange(width) >= width - used[:, None]).long()
 
 
-def continue_prompts(
-    model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int, ends: Sequence[int] | None = None
-) -> Tensor:
+def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int) -> Tensor:
     """New tokens ``[texts, tokens]``, the most likely one each time; behind those that a text should get, -100.
 
     Args:
@@ -266,20 +286,12 @@ def continue_prompts(
         ids: ``[texts, tokens]``, with their `mask`, as `batch_prompts` makes them.
         wanted: ``[texts]``, how many tokens each gets, at most.
         pad: the token behind the end of a text.
-        ends: tokens that end it; None: those of the model.
     """
     most = int(wanted.max())
     if most == 0:
         return torch.full((len(ids), 1), NO_TARGET, device=ids.device)
-    stops = {} if ends is None else {"eos_token_id": list(ends)}
     made: Tensor = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=most,
-        do_sample=False,
-        use_cache=True,
-        pad_token_id=pad,
-        **stops,
+        input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=pad
     )
     new = made[:, ids.shape[1] :]
     return new.masked_fill(torch.arange(new.shape[1], device=ids.device) >= wanted[:, None], NO_TARGET)

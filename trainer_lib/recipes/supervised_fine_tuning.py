@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
-from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
+from trainer_lib.recipes.causal_language_modeling import build_model
 from trainer_lib.recipes.chat_templates import END, LOSSES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults
 from trainer_lib.recipes.held_out_metrics import measure_tokens
@@ -43,11 +43,10 @@ from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.packed_batches import (
     NEW_TOKENS,
     NO_TARGET,
-    WAYS,
     batch_prompts,
-    collate_documents,
-    collate_packed,
+    collate_rows,
     continue_prompts,
+    require_rows,
 )
 from trainer_lib.recipes.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.table_files import note_form
@@ -61,6 +60,16 @@ from trainer_lib.recipes.tokenizing import (
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
+__all__ = [
+    "Trainer",
+    "after_evaluate",
+    "build_model",
+    "collate",
+    "compute_metrics",
+    "prediction_columns",
+    "prepare",
+    "preprocess_logits_for_metrics",
+]
 DEFAULTS: dict[str, Any] = {
     "shape": None,  # of rows (`conversations.SHAPES`); None: by their columns
     "template": None,  # a name of `chat_templates.TEMPLATES`, or a template; None: the tokenizer's
@@ -135,13 +144,10 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 def _choose(options: PathOptions) -> dict[str, Any]:
     chosen = choose(options, DEFAULTS, field=FIELD)
-    require_choice(chosen["isolate"], WAYS, field=f"{FIELD}.isolate")
+    require_rows(chosen)
     require_choice(chosen["loss_on"], LOSSES, field=f"{FIELD}.loss_on")
     if chosen["overlong"] is not None:
         require_choice(chosen["overlong"], _OVERLONG, field=f"{FIELD}.overlong")
-    if chosen["length"] < 2:
-        what = "A row needs two tokens, because the first one is not predicted."
-        raise ConfigError(what, field=f"{FIELD}.length", value=chosen["length"], remedy="Give 2 or more.")
     return chosen
 
 
@@ -202,17 +208,11 @@ def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str) -> s
     return ("\n" + "-" * 80 + "\n").join(shown) + "\n"
 
 
-def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model as causal-language-modeling does."""
-    return build_text_model(options, data)
-
-
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch of `input_ids`, `labels`, and `position_ids` or `attention_mask` ``[batch, tokens]``.
 
     New rows have what a user says in `prompt`, and perhaps `new_tokens`, the most tokens of the answer (64).
     """
-    pad = data.info["ends"]["pad_token_id"] or 0  # is never a target
     if PROMPT in rows[0]:
         template, length = ChatTemplate(kept_tokenizer(data), None), data.info["length"]
         first = [] if data.info["system"] is None else [{"role": "system", "content": data.info["system"]}]
@@ -222,11 +222,9 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
             if not 0 < new < length or len(prompt) + new > length:
                 what = f"column '{PROMPT}': {len(prompt):,} tokens and {new:,} new ones exceed the {length:,} of a row."
                 raise DataError(what, field="rows", value=PROMPT, remedy="Shorten it, or set fewer new_tokens.")
-        ids, mask = batch_prompts(prompts, pad=pad)
+        ids, mask = batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
         return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
-    if any(len(row["lengths"]) > 1 for row in rows):
-        return collate_packed(rows, pad=pad, isolate=data.info["isolate"])
-    return collate_documents(rows, pad=pad)
+    return collate_rows(rows, data.info)
 
 
 class Trainer(TextTrainer):

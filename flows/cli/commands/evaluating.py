@@ -12,10 +12,9 @@ from rich.text import Text
 
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import ConfigError, first_line
-from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address
+from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, ask_worker, find_address, read_trust
 from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
 from trainflow.flows.cli.signals import stoppable
 
@@ -58,11 +57,10 @@ def evaluate(
     from trainer_lib.data.row_sources import find_row_files
     from trainer_lib.model_folder.locate import find_model, require_trust
 
-    trusted: bool | str = (trust == "any" or trust) if trust else False
     addresses = [find_address(model), *([] if against is None else [find_address(against)])]
     found = [find_model(address) for address in addresses]
-    for each in found:
-        require_trust(each, trusted)
+    for judged in found:
+        require_trust(judged, read_trust(trust))
     files = tuple(find_row_files(data))
     _require_folder(report)
     out = terminal.console(stderr=as_json, quiet=quiet)
@@ -90,7 +88,6 @@ def _measure(
     *,
     wants_outcomes: bool,
 ) -> MeasureRowsResult:
-    from trainer_lib.launch import LaunchConfig, launch
     from trainer_lib.protocol.requests import MeasureRowsRequest
 
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
@@ -105,12 +102,7 @@ def _measure(
             wants_outcomes=wants_outcomes,
             is_on_cpu=bool(found.description.args.get("use_cpu")),
         )
-        config = LaunchConfig(kind="process", processes=1)
-
-        def show(line: str) -> None:
-            out.print(mask(line), markup=False)
-
-        return launch(request, config, env={}, on_line=show, on_event=lambda event: None)
+        return ask_worker(request, out)
 
 
 def _record(measured: Sequence[MeasureRowsResult], own: Mapping[str, float], confidence: float) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
-from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address
+from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, ask_worker, find_address, read_trust
 from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
 from trainflow.flows.cli.signals import stoppable
 
@@ -37,7 +36,6 @@ def export(
 ) -> Answer:
     """Write a trained model for another program, and compare its outputs of 32 rows with the model's."""
     from trainer_lib.data.row_sources import find_row_files
-    from trainer_lib.launch import LaunchConfig, launch
     from trainer_lib.model_folder.locate import find_model, require_trust
     from trainer_lib.protocol.requests import ExportRequest
 
@@ -45,7 +43,7 @@ def export(
         raise ConfigError("The folder is not empty.", field="DIR", value=str(folder), remedy="Name a new folder.")
     address = find_address(model)
     found = find_model(address)
-    require_trust(found, (trust == "any" or trust) if trust else False)
+    require_trust(found, read_trust(trust))
     request = ExportRequest(
         output=str(folder.absolute()),
         model=address,
@@ -55,13 +53,7 @@ def export(
     )
     out = terminal.console(stderr=as_json, quiet=quiet)
     with stoppable(out.print, remedy="Run it again."):
-        result = launch(
-            request,
-            LaunchConfig(kind="process", processes=1),
-            env={},
-            on_line=lambda line: out.print(mask(line), markup=False),
-            on_event=lambda event: None,
-        )
+        result = ask_worker(request, out)
     record = {"folder": str(folder), "files": list(result.files), "rows": result.rows, "apart": result.apart}
     words = f"{counted(result.rows, 'row')} compared; outputs differ by {result.apart:.1g} of the largest at most"
     return Answer(record, lambda: [Text(f"{counted(len(result.files), 'file')} -> {folder}"), Text(words)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.text import Text
@@ -21,8 +21,12 @@ from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import storage_here
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainer_lib.protocol.requests import Request
     from trainflow.tasks.new_rows import NewRows
 
+R = TypeVar("R")
 _SHOWN = "predict"
 _FEW = 8  # columns that a line names
 ModelArgument = Annotated[
@@ -99,7 +103,7 @@ def predict(
         model=find_address(model),
         data=new_data,
         to=to,
-        trust=(trust == "any" or trust) if trust else False,
+        trust=read_trust(trust),
         id_column=row_id,
         ignored=ignore or (),
         constants=_read_constants(constants or ()),
@@ -119,6 +123,22 @@ def _read_constants(given: Sequence[str]) -> dict[str, str]:
             remedy = "Write --set COLUMN=VALUE."
             raise ConfigError("There is no value.", field="--set", value=each, remedy=remedy)
     return {name: value for name, _, value in (each.partition("=") for each in given)}
+
+
+def read_trust(trust: str | None) -> bool | str:
+    """What is trusted by `--trust`: all code, the code of a digest, or none."""
+    return (trust == "any" or trust) if trust else False
+
+
+def ask_worker(request: Request[R], out: Console) -> R:
+    """The result of a worker process, whose lines are printed."""
+    from trainer_lib.launch import LaunchConfig, launch
+
+    def show(line: str) -> None:
+        out.print(mask(line), markup=False)
+
+    config = LaunchConfig(kind="process", processes=1)
+    return launch(request, config, env={}, on_line=show, on_event=lambda event: None)
 
 
 def find_address(model: str) -> str:
