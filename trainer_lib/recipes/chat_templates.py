@@ -35,6 +35,7 @@ TEMPLATES = {
 }
 """Templates by name: with the marks of ChatML, which a tokenizer must know, or with none but the token for the end."""
 LOSSES = ("assistant", "last", "all")
+_QUIET = {"verbose": False}
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -119,12 +120,7 @@ class ChatTemplate:
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
         """The tokens, and the numbers of those of each part that the template marks."""
-        made = self._apply(
-            conversation,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        made = self._apply(conversation, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET)
         edges = np.flatnonzero(np.diff(np.array([0, *made["assistant_masks"], 0])))
         parts = [np.arange(start, stop) for start, stop in edges.reshape(-1, 2)]
         return np.array(made["input_ids"], np.int32), parts

@@ -60,16 +60,8 @@ from trainer_lib.recipes.tokenizing import (
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-__all__ = [
-    "Trainer",
-    "after_evaluate",
-    "build_model",
-    "collate",
-    "compute_metrics",
-    "prediction_columns",
-    "prepare",
-    "preprocess_logits_for_metrics",
-]
+__all__ = ["Trainer", "after_evaluate", "build_model", "collate", "compute_metrics", "prediction_columns", "prepare",
+           "preprocess_logits_for_metrics"]  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "shape": None,  # of rows (`conversations.SHAPES`); None: by their columns
     "template": None,  # a name of `chat_templates.TEMPLATES`, or a template; None: the tokenizer's
