@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support import clients
+from tests.support.chat_cases import FAMILIES
 from tests.support.client_table import PAGE, differences, log_differences, resumed_differences, row, unfounded_claims
 from tests.support.clients import Runs, run_cases, run_module, run_side
 from tests.support.repository import ROOT
@@ -126,6 +127,18 @@ def test_a_script_logs_the_same_figures_and_leaves_the_same_model_behind(script:
     assert log_differences(*histories) == []
     written = {"training_args.bin", "training_args.json"}
     assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()} ^ written
+
+
+# -------------------------------------------------------------------------------------- conversations and their loss
+def test_the_loss_of_conversations_is_that_of_trl_on_the_same_batch_by_the_template_of_every_family(
+    tmp_path: Path,
+) -> None:
+    done = run_module("tests.support.chat_cases", str(tmp_path / "answer.json"), output=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))
+    assert len(losses) == 2 * len(FAMILIES)
+    for name, (of_trl, *of_ours) in losses.items():
+        assert of_ours == pytest.approx([of_trl, of_trl], rel=0, abs=1e-6), name
 
 
 # ---------------------------------------------------------------------------- argument classes and parsers of both

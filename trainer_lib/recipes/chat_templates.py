@@ -129,9 +129,10 @@ class ChatTemplate:
         """The tokens, and the numbers of those of each turn of the assistant, by the characters that it adds."""
         text = self.render(conversation)
         made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array(made["offset_mapping"]).reshape(-1, 2)[:, 0]
+        starts, ends = np.array(made["offset_mapping"]).reshape(-1, 2).T
         spans = [self._span(conversation, text, turn) for turn in answers]
-        parts = [((starts >= start) & (starts < stop)).nonzero()[0] for start, stop in spans]
+        # A token that begins before an answer, with a blank in front of its first word, is of the answer.
+        parts = [((ends > start) & (starts < stop)).nonzero()[0] for start, stop in spans]
         return np.array(made["input_ids"], np.int32), parts
 
     def _span(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:

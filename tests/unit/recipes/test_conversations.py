@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.chat_cases import (
+    CONTENT,
+    FAMILIES,
+    chats,
+    family_tokenizer,
+    marked_text,
+    template_text,
+)
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.conversations import read_conversation
-from trainer_lib.recipes.tokenizing import kept_tokenizer, learn_byte_tokenizer
+from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainflow.flows.new_project.starting import code_chats
 
 CHATS = RecipeCase(
@@ -139,55 +147,35 @@ def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words:
 
 
 # -- which tokens are trained -----------------------------------------------------------------------------------------
-def _template(turn: str, answer: str, ask: str, first: str = "") -> str:
-    """A template of a text for each role, and for each answer."""
-    loop = "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    loop += answer + "{% else %}" + turn + "{% endif %}{% endfor %}"
-    return first + loop + "{% if add_generation_prompt %}" + ask + "{% endif %}"
-
-
-CONTENT, ROLE = "{{ message['content'] }}", "{{ message['role'] }}"
-LIKE = {
-    "chatml": (f"{TURN}{ROLE}\n{CONTENT}{END}\n", f"{TURN}assistant\n{CONTENT}{END}\n", f"{TURN}assistant\n"),
-    "llama 3": (
-        f"<|h|>{ROLE}<|/h|>\n\n{CONTENT}<|eot|>",
-        f"<|h|>assistant<|/h|>\n\n{CONTENT}<|eot|>",
-        "<|h|>assistant<|/h|>\n\n",
-        "<|begin|>",
-    ),
-    "mistral": (f"[INST] {CONTENT} [/INST]", f"{CONTENT}</s>", "", "<s>"),
-    "gemma": (f"<turn>{ROLE}\n{CONTENT}<end>\n", f"<turn>model\n{CONTENT}<end>\n", "<turn>model\n", "<s>"),
-    "zephyr": (f"<|{ROLE}|>\n{CONTENT}</s>\n", f"<|assistant|>\n{CONTENT}</s>\n", "<|assistant|>\n"),
-    "phi 3": (f"<|{ROLE}|>\n{CONTENT}<end>\n", f"<|assistant|>\n{CONTENT}<end>\n", "<|assistant|>\n"),
-    "deepseek": (f"<U>{CONTENT}", f"<A>{CONTENT}</s>", "<A>", "<s>"),
-    "vicuna": (f"{ROLE}: {CONTENT} ", f"assistant: {CONTENT}</s>", "assistant: "),
-    "command": (f"<turn><U>{CONTENT}<end>", f"<turn><A>{CONTENT}<end>", "<turn><A>"),
-    "granite": (f"<|h|>{ROLE}<|/h|>{CONTENT}<end>\n", f"<|h|>assistant<|/h|>{CONTENT}<end>\n", "<|h|>assistant<|/h|>"),
-}
-SPECIAL = (TURN, "<|h|>", "<|/h|>", "<|eot|>", "<|begin|>", "<turn>", "<end>", "<U>", "<A>", "<s>", "</s>", END)
 CONVERSATION = read_conversation("here", {"messages": TWICE}, "messages")
 
 
-def _tokenizer() -> Any:
-    return learn_byte_tokenizer(["one two short model user assistant"], vocabulary=300, special=SPECIAL)
-
-
-@pytest.mark.parametrize("name", LIKE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_answers_with_their_ends_are_trained_as_marks_of_the_template_say(name: str) -> None:
-    turn, answer, ask, *first = LIKE[name]
-    template = ChatTemplate(_tokenizer(), _template(turn, answer, ask, *first))
+    parts = FAMILIES[name]
+    end = parts[1].partition(CONTENT)[2].rstrip()
+    template = ChatTemplate(family_tokenizer(), template_text(*parts))
+    marked = ChatTemplate(family_tokenizer(), marked_text(*parts))
     tokens, trained_on = template.tokenize(CONVERSATION)
-    end = answer.partition(CONTENT)[2].rstrip()
     assert template.tokenizer.decode(tokens[trained_on]) == f"1{end}2{end}"
-    head, _, tail = answer.partition(CONTENT)
-    marked = head + "{% generation %}" + CONTENT + end + "{% endgeneration %}"
-    marked += "{{ '\\n' }}" if tail.endswith("\n") else ""  # Jinja removes a line's end behind a block
-    same = ChatTemplate(_tokenizer(), _template(turn, marked, ask, *first)).tokenize(CONVERSATION)
-    assert np.array_equal(tokens, same[0])
-    assert np.array_equal(trained_on, same[1])
     last = template.tokenize(CONVERSATION, loss_on="last")[1]
     assert template.tokenizer.decode(tokens[last]) == f"2{end}"
     assert template.tokenize(CONVERSATION, loss_on="all")[1].all()
+    for messages in (TWICE, *chats()):
+        conversation = read_conversation("here", {"messages": messages}, "messages")
+        both = template.tokenize(conversation), marked.tokenize(conversation)
+        assert [array.tolist() for array in both[0]] == [array.tolist() for array in both[1]]
+        text = template.tokenizer.decode(both[0][0][both[0][1]])
+        assert text.strip() == "".join(turn["content"] + end for turn in messages if turn["role"] == "assistant")
+
+
+#: As of Mistral: what the system says stands in the last turn of the user, wherever that is.
+MOVES = (
+    "{% set system = messages[0]['content'] %}{% for m in messages[1:] %}{% if m['role'] == 'user' %}[INST] "
+    "{% if loop.index0 >= messages | length - 3 %}{{ system }} {% endif %}{{ m['content'] }} [/INST]"
+    f"{{% else %}}{{{{ m['content'] + '{END}' }}}}{{% endif %}}{{% endfor %}}"
+)
+TRIMS = "{{ message['content'] if loop.last else message['content'].strip('12') }}"
 
 
 @pytest.mark.parametrize(
@@ -195,14 +183,18 @@ def test_the_answers_with_their_ends_are_trained_as_marks_of_the_template_say(na
     [
         # The thoughts of earlier answers are removed, as by templates of models that reason.
         (
-            _template(CONTENT, "{% if loop.last %}thought {% endif %}" + CONTENT + END, ""),
+            template_text(CONTENT, "{% if loop.last %}thought {% endif %}" + CONTENT + END, ""),
             "turn 3: the template writes",
         ),
-        (_template(CONTENT, CONTENT + END, "", "<s><s>"), "two tokens for the beginning"),
+        (template_text(CONTENT, TRIMS + END, ""), "turn 3: the template writes"),
+        (MOVES, "turn 3: the template writes"),
+        # As of Gemma: there is no system.
+        ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}", "No system"),
+        (template_text(CONTENT, CONTENT + END, "", "<s><s>"), "two tokens for the beginning"),
     ],
 )
-def test_a_template_that_moves_text_is_refused_with_the_turn(template: str, words: str) -> None:
-    tokenizer = _tokenizer()
+def test_a_template_that_moves_trims_or_refuses_text_is_refused_with_the_turn(template: str, words: str) -> None:
+    tokenizer = family_tokenizer()
     tokenizer.bos_token = "<s>"
     with pytest.raises(FaultyError, match=words):
         ChatTemplate(tokenizer, template).tokenize(CONVERSATION)
@@ -212,10 +204,10 @@ def test_turns_that_say_so_are_not_trained_and_plain_templates_end_answers_by_th
     turns: list[dict[str, Any]] = [dict(turn) for turn in TWICE]
     turns[2]["weight"] = 0
     conversation = read_conversation("here", {"messages": turns}, "messages")
-    template = ChatTemplate(_tokenizer(), "plain")
+    template = ChatTemplate(family_tokenizer(), "plain")
     tokens, trained_on = template.tokenize(conversation)
     assert template.tokenizer.decode(tokens[trained_on]) == f"2{END}"
-    without = _tokenizer()
+    without = family_tokenizer()
     with pytest.raises(ConfigError, match="no chat template"):
         ChatTemplate(without, None)
     assert set(TEMPLATES) == {"chatml", "plain"}
@@ -232,8 +224,9 @@ def test_the_loss_is_that_of_the_answers_by_hand(packed: Prepared, tmp_path: Pat
     _, splits, _ = packed
     row = next(row for row in splits["train"] if len(row["lengths"]) > 1)
     batch = collate_of(packed)([row])
+    torch.manual_seed(0)
     model: Any = packed[0].build_model({"config": TINY}, packed[2])
-    model.eval()
+    model.eval().double()
     with torch.no_grad():
         loss = model(**batch)["loss"]
         start, nats = 0, []
