@@ -225,9 +225,9 @@ def index_shards(ranks: int) -> dict[str, Any]:
     files = {shard_file(rank): FileEntry(shard_file(rank), TENSORS * 4 * 16, SHA) for rank in range(ranks)}
 
     def shard(rank: int) -> dict[str, Any]:
-        chunks = {name: [shard_file(rank), 4 * rank, 4, 64 * place, SHA] for place, name in enumerate(names)}
+        blocks = {name: [[shard_file(rank), [4 * rank, 0], [4, 4], 64 * n, SHA]] for n, name in enumerate(names)}
         specs = {name: ["F32", [rows, 4]] for name in names} if rank == 0 else {}
-        return {"chunks": chunks, "specs": specs, "tied": {}}
+        return {"blocks": blocks, "copies": {}, "specs": specs, "tied": {}, "place": ""}
 
     store, _ = counting_store()
     with _Measured() as build:

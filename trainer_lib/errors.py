@@ -22,7 +22,7 @@
     |   `-- HangError                 18   no progress for the stage's `timeout_s`            once per place
     |-- Preempted                     19   asked to stop (SIGTERM); saved; resumable          retried, free of charge
     |   `-- PreemptedByNotice         19   this machine is about to be taken away; saved        never retried here
-    |-- NotReproducibleError          20   a resumed or repeated run differs from the first   never retried
+    |-- NotReproducibleError          20   a resumed run, or a copy on another process, differs    never retried
     |-- GateError                     21   an evaluation misses what the spec requires        never retried
     `-- Interrupted                  130   Ctrl-C                                             never retried
         `-- Pruned                  130   a sweep ended this trial early                     never retried
@@ -261,7 +261,7 @@ class PreemptedByNotice(Preempted):
 
 
 class NotReproducibleError(TrainflowError):
-    """A run that was resumed or repeated differs from the one before; the message names the first difference."""
+    """What must be equal is not: a resumed or repeated run, a copy on another process. Names the first difference."""
 
     exit_code = 20
     title = "not the same"

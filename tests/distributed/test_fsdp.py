@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -25,12 +24,11 @@ from tests.support.training import LOGGED, accuracy, losses, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.sharded import ShardedTensors
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import read_commit, verify_files
+from trainer_lib.storage.commit import verify_files
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 TOKENS = token_rows(23)
@@ -530,31 +528,3 @@ def damaged(folder: str) -> list[int]:
 
 def test_a_damaged_part_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
     assert run_distributed(damaged, 2, str(tmp_path)) == [[3, 4], [3, 4]]
-
-
-HOSTILE: dict[str, Any] = {
-    "a file that is not committed": lambda index, chunks: chunks[0].__setitem__(0, "../../etc/passwd"),
-    "a position beyond the end": lambda index, chunks: chunks[0].__setitem__(3, 2**40),
-    "a negative position": lambda index, chunks: chunks[0].__setitem__(3, -8),
-    "rows twice": lambda index, chunks: chunks.append(chunks[0]),
-    "rows that are missing": lambda index, chunks: chunks.pop(),
-    "a huge shape": lambda index, chunks: index["tensors"][HEAD].__setitem__("shape", [2**61, 2**61]),
-    "a shape that is not one": lambda index, chunks: index["tensors"][HEAD].__setitem__("shape", ["6"]),
-    "an unknown type": lambda index, chunks: index["tensors"][HEAD].__setitem__("dtype", "OBJECT"),
-    "tied to nothing": lambda index, chunks: index["tied"].__setitem__("model/other", "model/none"),
-    "no tensors": lambda index, chunks: index.__delitem__("tensors"),
-    "a digest that is not one": lambda index, chunks: chunks[0].__setitem__(4, []),
-    "a chunk that is not one": lambda index, chunks: chunks.__setitem__(0, 7),
-}
-HEAD = "model/head.weight"
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_an_index_that_lies_is_refused(name: str, sharded: Path) -> None:
-    index = json.loads((sharded / "shards.json").read_text())
-    HOSTILE[name](index, index["tensors"][HEAD]["chunks"])
-    store = Store.open(str(sharded))
-    commit = read_commit(store)
-    assert commit is not None
-    with pytest.raises(DamagedError, match=r"shards\.json"):
-        ShardedTensors(store, "model", index, {entry.path: entry for entry in commit.files})

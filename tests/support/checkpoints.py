@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.sharded import collect_local_parts
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
@@ -67,6 +68,13 @@ def snapshot(step: int = 2, **changes: Any) -> Snapshot:
     return Snapshot(**{**fields, **changes})
 
 
+def divided(whole: Snapshot) -> Snapshot:
+    """Divide a state into blocks, those of one process."""
+    assert whole.optimizer is not None
+    parts = collect_local_parts({"model": whole.model, "optimizer": whole.optimizer.tensors}, 0)
+    return replace(whole, model={}, optimizer=replace(whole.optimizer, tensors={}), parts=parts)
+
+
 def save(root: Store, step: int = 2, **changes: Any) -> CheckpointInfo:
     """Save one, alone."""
     return save_checkpoint(root, snapshot(step, **changes), SingleProcess())
@@ -113,3 +121,5 @@ FILES = [
     "config.json", "data.json", "model.safetensors", "optimizer.json", "optimizer.safetensors", "rng/rank-00000.json",
     "scaler.json", "scheduler.json", "tokenizer/vocab.txt", "trainer_state.json", "training_args.json",
 ]  # fmt: skip
+BLOCKS = ["shards.json", "shards/rank-00000.safetensors"]
+"""What a checkpoint in blocks has in place of the tensors' files."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from tests.support.checkpoints import no_damage, untrained
+from tests.support.checkpoints import divided, no_damage, untrained
 from tests.support.faulty import FAULTS, Died, FaultyBackend, Kind
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -35,8 +35,8 @@ def state(step: int) -> Snapshot:
 
 
 def save(root: Store, snapshot: Snapshot) -> CheckpointInfo:
-    """Save a snapshot from one process."""
-    return save_checkpoint(root, snapshot, SingleProcess())
+    """Save a snapshot from one process; in blocks where its meta says so."""
+    return save_checkpoint(root, divided(snapshot) if snapshot.meta else snapshot, SingleProcess())
 
 
 def faulty(root: Store) -> Store:
@@ -58,7 +58,7 @@ def check_holds(root: Store, snapshot: Snapshot) -> None:
     assert (loaded.read_rng(0), loaded.data) == (snapshot.rng, snapshot.data)
 
 
-def fault_each_write(root: Store, plain: Store, kind: Kind) -> tuple[int, int]:
+def fault_each_write(root: Store, plain: Store, kind: Kind, *, by_blocks: bool = False) -> tuple[int, int]:
     """Let one write of a save go wrong, each in turn; `root` is `plain` behind the plan of faults.
 
     A writer that dies on a disk does so before any system call that changes it.
@@ -67,6 +67,7 @@ def fault_each_write(root: Store, plain: Store, kind: Kind) -> tuple[int, int]:
         The writes of a save, and after how many of the faults the new checkpoint counted.
     """
     before, attempted = state(1), state(2)
+    attempted.meta = {"by_blocks": True} if by_blocks else {}
     with _counted_system_calls(plain.url if plain.is_local and kind == "die" else None):
         save(root, before)
         FAULTS.plan(None, kind)

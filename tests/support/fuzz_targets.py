@@ -31,7 +31,7 @@ from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.distributed.sharding import Rows
+from trainer_lib.distributed.sharding import LocalPart
 from trainer_lib.errors import DamagedError
 from trainer_lib.locks.claim import WRITING, read_claim
 from trainer_lib.locks.lease import Holder, find_holder
@@ -128,12 +128,13 @@ def _marks(folder: Path) -> Read:
 
 
 def _sharded(folder: Path) -> tuple[Read, bytes]:
-    """The index of a sharded checkpoint, in which every rank wrote its rows."""
+    """The index of a sharded checkpoint, in which every rank wrote its block."""
     store, entries, shards = Store.open(folder), {}, []
     for rank in range(2):
         values = {f"model/{number}": torch.randn(3, 4) for number in range(3)}
-        rows = {name: Rows(value, (6, 4), 3 * rank, True) for name, value in values.items()}
-        entry, said = write_shard(store, LocalShard(rows, {"model/tied": "model/0"}), rank)
+        ranges = (((3 * rank, 3 * rank + 3),), ((0, 4),))
+        parts = {name: LocalPart(value, (6, 4), ranges, True) for name, value in values.items()}
+        entry, said = write_shard(store, LocalShard(parts, {"model/tied": "model/0"}), rank)
         entries[entry.path] = entry
         shards.append(said)
 

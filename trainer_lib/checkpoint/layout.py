@@ -13,8 +13,8 @@
         training_args.json       the arguments, secrets removed
         rng/rank-00000.json      random states, one file per rank
         extra/rank-00000.safetensors    tensors of callbacks and of `past_index`, if there are any
-        shards/rank-00000.safetensors   of a sharded model, in place of the two .safetensors files above: the rows of
-        shards.json                     both that this rank holds, and an index over the rows of all ranks
+        shards/rank-00000.safetensors   of a sharded model, in place of the two .safetensors files above: the blocks of
+        shards.json                     both that this rank writes, and an index over the blocks of all ranks
         config.json, ...         files that make the model usable elsewhere, and those of an overridden `save_model`
         trainflow/model.safetensors     the weights, where an overridden `save_model` wrote a model.safetensors itself
         COMMIT.json              written last: the checkpoint exists from here on
@@ -81,7 +81,7 @@ def extra_file(rank: int) -> str:
 
 
 def shard_file(rank: int) -> str:
-    """The file of the rows that a rank holds of a sharded model and its optimizer."""
+    """The file of the blocks that a rank writes of a sharded model and its optimizer."""
     return f"shards/rank-{rank:05d}.safetensors"
 
 

@@ -328,7 +328,7 @@ def _finder(
                 remedy="Use an earlier checkpoint.",
             )
         if param is not None and is_sharded(param) and read_spec(tensors, key)[1] == tuple(param.shape):
-            return load_like(param, tensors, key)  # this rank's rows of the state, as it holds them of the parameter
+            return load_like(param, tensors, key)  # this rank's part of the state, as it holds it of the parameter
         tensor, order = tensors[key], reference.get("order")
         # A copy, because the optimizer works in place and the snapshot may be used again.
         device = _target_device(reference.get("device"), tensor, param, group)

@@ -4,7 +4,7 @@
 
     open_checkpoint     read COMMIT.json; compare one listing with its entries (missing, cut short, links)
     Checkpoint          read the small JSON files; each must have its committed digest and its expected structure
-    read_model, ...     read tensors when they are asked for; each file (of a sharded one, each chunk) is digested
+    read_model, ...     read tensors when they are asked for; each file (of a sharded one, each block) is digested
 
 No file is used that the commit does not list, and nothing is unpickled.
 """
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether every rank wrote its own rows of the tensors; any rank can read just the rows that it needs."""
+        """Whether every rank wrote its own blocks of the tensors; any rank can read just the blocks that it needs."""
         return layout.SHARD_INDEX in self._entries
 
     def has_rng(self, rank: int) -> bool:
@@ -116,7 +116,7 @@ class Checkpoint:
     def read_model(self) -> Mapping[str, Tensor]:
         """Read the model: name → tensor `[...]` on the CPU, in its saved shape and dtype; tied names share one tensor.
 
-        The tensors of a sharded checkpoint are read one by one, or by rows, when they are asked for.
+        The tensors of a sharded checkpoint are read one by one, or by boxes, when they are asked for.
 
         Raises:
             DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.

@@ -1,50 +1,58 @@
-"""Sharded tensors in a checkpoint: every rank writes its rows, any number of ranks reads the rows that it needs.
+"""Sharded tensors in a checkpoint: every rank writes its blocks, any number of ranks reads the blocks that it needs.
 
-``shards/rank-<n>.safetensors`` holds the rows (of dimension 0) that rank n held, under ``model/<name>`` and
-``optimizer/<name>``. ``shards.json`` is the index: for every tensor its dtype, its shape and where its rows are::
+``shards/rank-<n>.safetensors`` holds the blocks that rank n held, under ``model/<name>`` and ``optimizer/<name>`` (a
+second one of the same tensor under ``1/model/<name>``). ``shards.json`` is the index: for every tensor its dtype, its
+shape and where its blocks are, whose offset and shape have a number for each dimension::
 
-    {"tensors": {name: {"dtype": "F32", "shape": [...], "chunks": [[file, first row, rows, position, sha256], ...]}},
+    {"tensors": {name: {"dtype": "F32", "shape": [...], "blocks": [[file, offset, shape, position, sha256], ...]}},
      "tied": {other name: name}}
 
-A chunk is the rows of one tensor in one file. Chunks are read whole and compared with their digests, the index with
-the commit, so no byte is used that was not committed, although no rank reads whole files. No collective carries a
-tensor. (torch.distributed.checkpoint divides tensors in the same way; its index is a pickle.)
+The blocks of a tensor are all of its elements, without gap or overlap: of every element that several ranks hold the
+first one writes it, and the others' digests are compared before the commit. Blocks are read whole and compared with
+their digests, the index with the commit, so no byte is used that was not committed, although no rank reads whole files.
+No collective carries a tensor. (torch.distributed.checkpoint divides tensors in the same way; its index is a pickle.)
+
+Checkpoints of earlier versions list "chunks": [file, first row, rows, position, sha256], blocks of whole rows.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.checkpoint.layout import SHARD_INDEX, damaged_file, shard_file
 from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_safetensors
-from trainer_lib.distributed.sharding import Rows, is_sharded, local_rows
+from trainer_lib.distributed.sharding import Box, LocalPart, is_sharded, local_part, mesh_place, whole_box
+from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import FileEntry, Store
 
-_BLOCK = 64 * 2**20
-"""Bytes that are requested at a time (at least one chunk): remote stores serve the ranges of a block in parallel."""
+_AHEAD = 64 * 2**20
+"""Bytes that are requested at a time (at least one block): remote stores serve the ranges of a request in parallel."""
+_DIGESTED = 16 * 2**20
+"""Bytes of a block (at least one row) that have one digest: who needs some rows reads little more than these."""
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The rows that this rank writes.
+    """What this rank writes, or compares with what another rank writes.
 
     Attributes:
-        rows: ``<group>/<name>`` → this rank's rows. Of rows that several ranks hold, only the first rank has them; rank
-            0 has every name, because it states the shapes.
+        parts: ``<group>/<name>`` → this rank's part. Rank 0 has every name, because it states the shapes.
         tied: other name → the name that the tensor is stored under.
+        place: this rank's coordinates in the mesh, such as "replicate=0,shard=1"; empty when there is no mesh.
     """
 
-    rows: Mapping[str, Rows]
+    parts: Mapping[str, LocalPart]
     tied: Mapping[str, str]
+    place: str = ""
 
 
 def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
@@ -52,13 +60,13 @@ def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
     return any(map(is_sharded, tensors.values()))
 
 
-def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
-    """Collect this rank's rows of groups of tensors (group → name → `[rows, ...]`), under ``<group>/<name>``.
+def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
+    """Collect this rank's part of groups of tensors (group → name → `[...]`), under ``<group>/<name>``.
 
     Raises:
-        ConfigError: a tensor is sharded along another dimension than its first.
+        ConfigError: a tensor is divided in a way that is not known.
     """
-    rows: dict[str, Rows] = {}
+    parts: dict[str, LocalPart] = {}
     tied: dict[str, str] = {}
     kept: dict[int, str] = {}
     for group, tensors in groups.items():
@@ -68,14 +76,20 @@ def collect_local_rows(groups: Mapping[str, Mapping[str, Tensor]], rank: int) ->
             if (first := kept.setdefault(id(tensor), full)) != full:
                 tied[full] = first
                 continue
-            held = local_rows(tensor, rank=rank)
-            # A replicated tensor is written once. Rank 0 keeps all of them for the index, which needs every shape.
-            if held.is_first_copy or rank == 0:
-                rows[full] = held
-    return LocalShard(rows, tied)
+            part = local_part(tensor, rank=rank)
+            # Rank 0 keeps all of them for the index, which needs every shape.
+            if part.is_first_copy or rank == 0 or _is_equal_everywhere(name, tensor, groups.get("model", {})):
+                parts[full] = part
+    return LocalShard(parts, tied, mesh_place(tensor for tensors in groups.values() for tensor in tensors.values()))
 
 
-def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, dict[str, Any]]:
+def _is_equal_everywhere(name: str, tensor: Tensor, model: Mapping[str, Tensor]) -> bool:
+    """Whether ranks must hold equal copies: of parameters and their state, whereas buffers may count on each rank."""
+    param = model.get(name) if name in model else model.get(name.rpartition("/")[0])
+    return is_sharded(tensor) or (isinstance(param, nn.Parameter) and param.shape == tensor.shape)
+
+
+def write_shard(store: Store, shard: LocalShard, rank: int) -> tuple[FileEntry, dict[str, Any]]:
     """Write this rank's file; returns its entry and this rank's part of the index (JSON, for `build_index`).
 
     Raises:
@@ -83,40 +97,112 @@ def write_shard(store: Store, parts: LocalShard, rank: int) -> tuple[FileEntry, 
         StorageError: the store cannot be written.
     """
     file = shard_file(rank)
-    own = {name: rows.values for name, rows in parts.rows.items() if rows.is_first_copy and rows.values.numel()}
+    stored: dict[str, Tensor] = {}
+    for name, part in shard.parts.items():
+        if part.is_first_copy:
+            stored |= {f"{n}/{name}" if n else name: values for n, (_, values) in enumerate(part.boxes())}
     with store.open_write(file) as writer:
-        positions = write_safetensors(writer, own)
-    chunks = {}
-    for name, values in own.items():
-        rows = parts.rows[name]
-        # One digest a chunk: a rank that reads some rows can check them alone.
-        digest = hashlib.sha256(view_bytes(values)).hexdigest()
-        chunks[name] = [file, rows.start, len(values) if values.ndim else 1, positions[name], digest]
-    specs = {name: [dtype_name(name, rows.values), list(rows.shape)] for name, rows in parts.rows.items()}
-    return writer.entry, {"chunks": chunks, "specs": specs if rank == 0 else {}, "tied": dict(parts.tied)}
+        positions = write_safetensors(writer, stored)
+    blocks: dict[str, list[Any]] = {}
+    copies: dict[str, list[Any]] = {}
+    for name, part in shard.parts.items():
+        for number, (box, values) in enumerate(part.boxes()):
+            for offset, shape, start, digest in _digest(box, values):
+                if part.is_first_copy:
+                    position = positions[f"{number}/{name}" if number else name] + start
+                    blocks.setdefault(name, []).append([file, offset, shape, position, digest])
+                else:
+                    copies.setdefault(name, []).append([offset, shape, digest])
+    specs = {name: [dtype_name(name, part.values), list(part.shape)] for name, part in shard.parts.items()}
+    record = {"blocks": blocks, "copies": copies, "specs": specs if rank == 0 else {}}
+    return writer.entry, {**record, "tied": dict(shard.tied), "place": shard.place}
+
+
+def _digest(box: Box, values: Tensor) -> Iterator[tuple[list[int], list[int], int, str]]:
+    """Yield offset, shape, first byte and digest of the parts of a box: rows that are read and compared together."""
+    offset, shape = list(box.offset), list(box.shape)
+    row_bytes = math.prod(shape[1:]) * values.element_size()
+    rows = max(1, _DIGESTED // row_bytes)
+    for first in range(0, shape[0] if shape else 1, rows):
+        some = values[first : first + rows] if shape else values
+        begins = [offset[0] + first, *offset[1:]] if shape else offset
+        yield begins, list(some.shape), first * row_bytes, hashlib.sha256(view_bytes(some)).hexdigest()
 
 
 def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Build the index from what `write_shard` returned on every rank, in rank order."""
-    first = shards[0]
+    """Build the index from what `write_shard` returned on every rank, in rank order.
+
+    Raises:
+        NotReproducibleError: two ranks that should hold the same do not.
+        InfrastructureError: the ranks together did not write every element once.
+    """
     tensors: dict[str, Any] = {
-        name: {"dtype": dtype, "shape": shape, "chunks": []} for name, (dtype, shape) in first["specs"].items()
+        name: {"dtype": dtype, "shape": shape, "blocks": []} for name, (dtype, shape) in shards[0]["specs"].items()
     }
     for shard in shards:
-        for name, chunk in shard["chunks"].items():
-            tensors[name]["chunks"].append(chunk)
-    for tensor in tensors.values():  # in the order of the rows, which need not be that of the ranks
-        tensor["chunks"].sort(key=lambda chunk: chunk[1])
-    return {"tensors": tensors, "tied": first["tied"]}
+        for name, blocks in shard["blocks"].items():
+            tensors[name]["blocks"] += blocks
+    for name, tensor in tensors.items():
+        boxes = [Box(tuple(offset), tuple(shape)) for _, offset, shape, _, _ in tensor["blocks"]]
+        if problem := find_gap(tensor["shape"], boxes):
+            raise InfrastructureError(
+                f"The processes did not write the tensor {name!r} once: {problem}.",
+                field="model",
+                remedy="Build the same model with the same layout on every process.",
+            )
+    _compare_copies(tensors, shards)
+    return {"tensors": tensors, "tied": shards[0]["tied"]}
+
+
+def _compare_copies(tensors: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
+    for rank, shard in enumerate(shards):
+        for name, copies in shard["copies"].items():
+            written = {str(block[1:3]): block for block in tensors[name]["blocks"]}
+            for offset, shape, digest in copies:
+                file, _, _, _, expected = written.get(str([offset, shape]), ("", 0, 0, 0, ""))
+                if digest == expected:
+                    continue
+                first = next((n for n in range(len(shards)) if shard_file(n) == file), 0)
+                here, there = (f"rank {n} ({shards[n]['place'] or 'no mesh'})" for n in (first, rank))
+                raise NotReproducibleError(
+                    f"Two processes that should hold the same values do not: {name!r} from {offset} on differs between"
+                    f" {here} and {there}.",
+                    field="model",
+                    rank=rank,
+                    remedy="Resume from the checkpoint before; look for a parameter that is changed on one process"
+                    " only, a failing device, or an operation that is not deterministic.",
+                )
+
+
+def find_gap(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    """The reason why boxes are not every element of a tensor of this shape once; None when they are."""
+    boxes = [box for box in boxes if box.numel]
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
+        return "a block has another number of dimensions"
+    whole = whole_box(shape)
+    if any(box.overlap(whole) != box for box in boxes):
+        return "a block lies outside of it"
+    # Along the dimension with the most borders, so that few blocks stand side by side.
+    axis = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
+    open_boxes: list[Box] = []
+    for box in boxes if axis is None else sorted(boxes, key=lambda box: box.offset[axis]):
+        if axis is not None:
+            begin = box.offset[axis]
+            open_boxes = [other for other in open_boxes if other.offset[axis] + other.shape[axis] > begin]
+        if any(box.overlap(other) for other in open_boxes):
+            return "two blocks overlap"
+        open_boxes.append(box)
+    return None if sum(box.numel for box in boxes) == whole.numel else "a block is missing"
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Rows [start, start + rows) of one tensor: `rows * row_bytes` bytes of `file` from `position` on."""
+class _Block:
+    """A box of the tensor `name`: `size` bytes of `file` from `position` on."""
 
+    name: str
+    box: Box
+    size: int
     file: str
-    start: int
-    rows: int
     position: int
     sha256: str
 
@@ -127,25 +213,13 @@ class _Spec:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[_Chunk, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row; of a tensor without dimensions, of its one value."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-    def find_chunks(self, start: int, stop: int) -> list[_Chunk]:
-        """The chunks that hold any of the rows [start, stop)."""
-        # They are in the order of the rows, without gap or overlap.
-        first = max(0, bisect_right(self.chunks, start, key=lambda chunk: chunk.start) - 1)
-        end = bisect_left(self.chunks, stop, key=lambda chunk: chunk.start)
-        return [chunk for chunk in self.chunks[first:end] if chunk.start + chunk.rows > start]
+    blocks: tuple[_Block, ...]
 
 
 class ShardedTensors(Mapping[str, Tensor]):
-    """The tensors of one group, read when they are asked for, whole or by rows.
+    """The tensors of one group, read when they are asked for, whole or by boxes.
 
-    A request in the order of the names is fastest, because the chunks that follow are fetched along.
+    A request in the order of the names is fastest, because the blocks that follow are fetched along.
 
     Raises:
         DamagedError: the index contradicts itself or the committed files.
@@ -153,46 +227,52 @@ class ShardedTensors(Mapping[str, Tensor]):
 
     def __init__(self, store: Store, group: str, index: Any, files: Mapping[str, FileEntry]) -> None:
         self._store = store
-        self._where = f"{store.url}/{SHARD_INDEX}"
-        prefix = f"{group}/"
+        where = f"{store.url}/{SHARD_INDEX}"
+        prefix, name = f"{group}/", ""
+        specs: dict[str, _Spec] = {}
         try:
-            tensors = {name: _spec(one, files) for name, one in index["tensors"].items() if name.startswith(prefix)}
-            tied = {name: first for name, first in index["tied"].items() if name.startswith(prefix)}
-            specs = tensors | {name: tensors[first] for name, first in tied.items()}
+            for name, record in index["tensors"].items():
+                if name.startswith(prefix):
+                    specs[name] = _spec(name, record, files)
+            for name, first in index["tied"].items():
+                if name.startswith(prefix):
+                    specs[name] = specs[first]
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise damaged_file(self._where, "it is not an index that trainflow writes") from error
+            reason = f"it is not an index that trainflow writes ({name!r}: {str(error)[:200]})"
+            raise damaged_file(where, reason) from error
         self._specs = {name.removeprefix(prefix): spec for name, spec in specs.items()}
-        # Requests (name, first row, end) that are likely to come, in order: they are fetched ahead.
-        self._expected: list[tuple[str, int, int]] = [(name, 0, _num_rows(one)) for name, one in self._specs.items()]
-        self._ready: dict[_Chunk, Tensor] = {}
+        # Names that are likely to be asked for whole, in order: their blocks are fetched ahead.
+        self._expected = list(self._specs)
+        self._ready: dict[_Block, Tensor] = {}
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor, without reading it."""
         return self._specs[name].dtype, self._specs[name].shape
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of a tensor: a new tensor `[stop - start, ...]` on the CPU, in its saved dtype.
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        """Read boxes of a tensor: new tensors `[*box.shape]` on the CPU, in its saved dtype.
 
         Raises:
-            DamagedError: a chunk is not as it was committed.
+            DamagedError: a block is not as it was committed.
             StorageError: the store cannot be read.
         """
         spec = self._specs[name]
-        chunks = spec.find_chunks(start, stop) if spec.row_bytes else []
-        if any(chunk not in self._ready for chunk in chunks):
-            # Rows that are not at hand yet; a request in the expected order finds them fetched.
-            self._fetch(name, start, stop)
-        # Every row lies in exactly one chunk (`_spec` has checked that), so all of `out` is filled.
-        out = torch.empty((stop - start, *spec.shape[1:]), dtype=spec.dtype)
-        for chunk in chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.start + chunk.rows)
-            values = self._ready[chunk].view(spec.dtype).reshape(chunk.rows, *spec.shape[1:])
-            out[low - start : high - start] = values[low - chunk.start : high - chunk.start]
-        return out
+        # Every element lies in exactly one block (`_spec` has checked that), so all of them are filled.
+        made = [torch.empty(box.shape, dtype=spec.dtype) for box in boxes]
+        needed = [block for block in spec.blocks if any(block.box.overlap(box) for box in boxes)]
+        following = self._following(name, boxes)
+        for number, block in enumerate(needed):
+            if block not in self._ready:
+                self._fetch(itertools.chain(needed[number:], following))
+            values = self._ready[block].view(spec.dtype).reshape(block.box.shape)
+            for box, target in zip(boxes, made, strict=True):
+                if (common := box.overlap(block.box)) is not None:
+                    common.view(target, box).copy_(common.view(values, block.box))
+        return made
 
     @override
     def __getitem__(self, name: str) -> Tensor:
-        return self.read_rows(name, 0, _num_rows(self._specs[name])).reshape(self._specs[name].shape)
+        return self.read_boxes(name, [whole_box(self._specs[name].shape)])[0]
 
     @override
     def __iter__(self) -> Iterator[str]:
@@ -202,57 +282,63 @@ class ShardedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._specs)
 
-    def _fetch(self, name: str, start: int, stop: int) -> None:
-        """Read the chunks of a request, and of the requests expected after it until a block is full."""
-        wanted: dict[_Chunk, int] = {}
-        for other, low, high in self._following(name, start, stop):
-            spec = self._specs[other]
-            wanted.update(
-                (chunk, chunk.rows * spec.row_bytes) for chunk in spec.find_chunks(low, high) if spec.row_bytes
-            )
-            if sum(wanted.values()) >= _BLOCK:
+    def _fetch(self, blocks: Iterable[_Block]) -> None:
+        """Read the first of some blocks, and those after it until enough are at hand; those before are dropped."""
+        self._ready, taken = {}, 0
+        for block in blocks:
+            if taken and taken + block.size > _AHEAD:
                 break
-        # The blocks before are dropped: a reader that asks in order does not need them again.
-        self._ready = {chunk: torch.empty(size, dtype=torch.uint8) for chunk, size in wanted.items()}
+            taken += block.size
+            self._ready[block] = torch.empty(block.size, dtype=torch.uint8)
         by_file: dict[str, list[tuple[int, memoryview]]] = {}
-        for chunk, values in self._ready.items():
-            by_file.setdefault(chunk.file, []).append((chunk.position, values.numpy().data))
+        for block, values in self._ready.items():
+            by_file.setdefault(block.file, []).append((block.position, values.numpy().data))
         for file, parts in by_file.items():
             self._store.read_into(file, parts)
-        for chunk, values in self._ready.items():
-            if hashlib.sha256(values.numpy().data).hexdigest() != chunk.sha256:
-                raise damaged_file(f"{self._store.url}/{chunk.file}", "its rows are not the committed ones")
+        for block, values in self._ready.items():
+            if hashlib.sha256(values.numpy().data).hexdigest() != block.sha256:
+                what = f"its block of {block.name!r} from {list(block.box.offset)} on is not the committed one"
+                raise damaged_file(f"{self._store.url}/{block.file}", what)
 
-    def _following(self, name: str, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        request = (name, start, stop)
-        yield request
+    def _following(self, name: str, boxes: Sequence[Box]) -> Iterable[_Block]:
         # A request that was not expected says nothing about the next one, so nothing is fetched along.
-        if request in self._expected:
-            del self._expected[: self._expected.index(request) + 1]
-            yield from self._expected
+        if name not in self._expected or list(boxes) != [whole_box(self._specs[name].shape)]:
+            return ()
+        del self._expected[: self._expected.index(name) + 1]
+        return itertools.chain.from_iterable(self._specs[other].blocks for other in self._expected)
 
 
-def _num_rows(spec: _Spec) -> int:
-    return spec.shape[0] if spec.shape else 1
-
-
-def _spec(record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
-    """Parse one tensor of an index; ValueError and the like unless its chunks are its rows without gap or overlap."""
-    shape = record["shape"]
+def _spec(name: str, record: Mapping[str, Any], files: Mapping[str, FileEntry]) -> _Spec:
+    """Parse one tensor of an index; ValueError and the like unless its blocks are every element once."""
+    shape, dtype = record["shape"], DTYPES[record["dtype"]]
     if not is_shape(shape):
-        raise TypeError("shape")
-    spec = _Spec(DTYPES[record["dtype"]], tuple(shape), tuple(_Chunk(*chunk) for chunk in record["chunks"]))
-    row = 0
-    for chunk in spec.chunks:
-        numbers = (chunk.start, chunk.rows, chunk.position)
-        if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or chunk.start != row:
-            raise ValueError("rows")
-        if not isinstance(chunk.sha256, str):
-            raise TypeError("digest")
-        if chunk.position + chunk.rows * spec.row_bytes > files[chunk.file].size:
-            raise ValueError("position")
-        row += chunk.rows
-    # Without any elements there is nothing to miss.
-    if row != _num_rows(spec) and math.prod(shape):
-        raise ValueError("rows are missing")
-    return spec
+        raise TypeError("its shape is not one")
+    blocks = []
+    for file, offset, size, position, sha256 in _list_blocks(shape, record):
+        if not all(type(number) is int and 0 <= number < 2**62 for number in (*offset, *size, position)):
+            raise ValueError("a block has an impossible place")
+        if not isinstance(sha256, str):
+            raise TypeError("a digest is not one")
+        box = Box(tuple(offset), tuple(size))
+        blocks.append(_Block(name, box, box.numel * dtype.itemsize, file, position, sha256))
+    if problem := find_gap(shape, [block.box for block in blocks]):
+        raise ValueError(problem)
+    for block in blocks:
+        if block.position + block.size > files[block.file].size:
+            raise ValueError(f"a block lies behind the end of {block.file}")
+    return _Spec(dtype, tuple(shape), tuple(blocks))
+
+
+def _list_blocks(shape: list[int], record: Mapping[str, Any]) -> Iterator[tuple[str, list[int], list[int], int, str]]:
+    """List the blocks of an index's entry; those of an earlier version are rows."""
+    if "blocks" in record:
+        yield from record["blocks"]
+        return
+    for file, start, rows, position, sha256 in record["chunks"]:
+        yield (
+            file,
+            ([start, *[0] * (len(shape) - 1)] if shape else []),
+            [rows, *shape[1:]] if shape else [],
+            position,
+            sha256,
+        )

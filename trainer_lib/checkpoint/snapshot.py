@@ -1,12 +1,13 @@
 """`Snapshot`: a rank's contribution to a checkpoint. The writer writes it, `staging` copies it.
 
 Two kinds of model state exist. A *whole* state has every tensor complete on rank 0, which writes it into two files. A
-*sharded* state has rows of every tensor on every rank; `shard_snapshot` keeps this rank's rows, and each rank writes
+*sharded* state has a part of every tensor on every rank; `shard_snapshot` keeps this rank's parts, and each rank writes
 its own file of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from trainer_lib.checkpoint.layout import MODEL
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.sharded import LocalShard, collect_local_rows, is_any_sharded
+from trainer_lib.checkpoint.sharded import LocalShard, collect_local_parts, is_any_sharded
 
 _HEADER_BYTES = 512
 """The most bytes of a tensor's entry in a safetensors header, for the space check."""
@@ -39,7 +40,7 @@ class Snapshot:
         trainer_state, training_args: JSON, with the fields of the transformers Trainer's files.
         files: further files, name → bytes (``config.json``, a tokenizer's).
         meta: what the commit states besides step, world size and files; JSON.
-        parts: this rank's rows of a sharded model and optimizer; None when the tensors are whole.
+        parts: this rank's parts of a sharded model and optimizer; None when the tensors are whole.
         extra: name → tensor that is neither the model's nor the optimizer's; the JSON parts refer to it by name.
         model_file: the file of the model; None when it is written already.
         more_rngs: of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
@@ -71,29 +72,27 @@ def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
 
 
 def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
-    """Replace sharded tensors by this rank's rows of them (`parts`); a snapshot of whole tensors is returned as it is.
+    """Replace sharded tensors by this rank's parts of them (`parts`); a snapshot of whole tensors is returned as it is.
 
     Raises:
-        ConfigError: a tensor is sharded along another dimension than its first.
+        ConfigError: a tensor is divided in a way that is not known.
     """
     if not is_any_sharded(snapshot.model):  # equal on every rank, so all ranks go the same way
         return snapshot
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
     without_tensors = None if optimizer is None else replace(optimizer, tensors={})
-    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_rows(groups, rank))
+    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_parts(groups, rank))
 
 
 def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
-    """An upper estimate of a checkpoint's size in bytes, as far as one rank can know it.
-
-    Of a sharded state the other ranks are taken to hold as many bytes as this one.
-    """
+    """An upper estimate of a checkpoint's size in bytes, as far as the first rank can know it."""
     tensors = [*snapshot.model.values(), *(snapshot.optimizer.tensors.values() if snapshot.optimizer else ())]
-    rows = [] if snapshot.parts is None else [each.values for each in snapshot.parts.rows.values()]
-    on_each_rank = _num_bytes(snapshot.extra.values()) + _num_bytes(rows) + _OTHER_BYTES
-    # The other ranks may hold as much as this one: an estimate from above.
-    shared = _num_bytes(tensors) + sum(map(len, snapshot.files.values()))
+    parts = [] if snapshot.parts is None else list(snapshot.parts.parts.values())
+    # The other ranks may hold as many extra tensors as this one: an estimate from above.
+    on_each_rank = _num_bytes(snapshot.extra.values()) + _HEADER_BYTES * len(parts) + _OTHER_BYTES
+    shared = _num_bytes(tensors) + sum(math.prod(part.shape) * part.values.element_size() for part in parts)
+    shared += sum(map(len, snapshot.files.values()))
     return shared + world_size * on_each_rank + _HEADER_BYTES * len(tensors) + _OTHER_BYTES
 
 

@@ -124,7 +124,7 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
     if optimizer is not None:
         live.update({(layout.OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
     if own.parts is not None:
-        live.update({(layout.SHARD_INDEX, name): rows.values for name, rows in own.parts.rows.items()})
+        live.update({(layout.SHARD_INDEX, name): part.values for name, part in own.parts.parts.items()})
     live.update({(layout.extra_file(rank), name): tensor for name, tensor in own.extra.items()})
     copies = memory.copy_tensors(live)
 
@@ -134,7 +134,7 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
     parts = own.parts
     if parts is not None:
         held = copies_of(layout.SHARD_INDEX)
-        parts = replace(parts, rows={name: replace(rows, values=held[name]) for name, rows in parts.rows.items()})
+        parts = replace(parts, parts={name: replace(part, values=held[name]) for name, part in parts.parts.items()})
     return replace(
         own,
         model=copies_of(layout.MODEL),

@@ -1,14 +1,16 @@
-"""Sharded tensors: the rows that this process holds, the whole tensor on one process, and rows copied into place.
+"""Sharded tensors: the blocks that this process holds, the whole tensor on one process, and blocks copied into place.
 
-torch's `DTensor` is the only supported kind: its rows (dimension 0) are sharded over one dimension of a mesh of
-processes and replicated over the others. A plain tensor is whole on every process. Nothing is pickled on the way.
+torch's `DTensor` is the only supported kind: each dimension of its mesh of processes divides one dimension of the
+tensor, or repeats it. A plain tensor is whole on every process. Nothing is pickled on the way.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
@@ -22,31 +24,91 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:  # the import takes 0.7 s, which only a sharded model should cost
     from torch.distributed.tensor import DTensor
 
+Range = tuple[int, int]
+"""The elements [start, stop) of one dimension."""
+
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a tensor that this process holds.
+class Box:
+    """A block of a tensor: in every dimension, `shape` elements from `offset` on. Both are () without dimensions."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The elements that both boxes have; None when there are none."""
+        ranges = []
+        for start, size, other_start, other_size in zip(
+            self.offset, self.shape, other.offset, other.shape, strict=True
+        ):
+            low, high = max(start, other_start), min(start + size, other_start + other_size)
+            if low >= high:
+                return None
+            ranges.append((low, high - low))
+        return _box(ranges)
+
+    def view(self, tensor: Tensor, outer: Box) -> Tensor:
+        """The view of this box in a tensor ``[*outer.shape]`` that holds the box `outer`."""
+        if self == outer:
+            return tensor  # also of a kind that cannot be sliced
+        starts = (start - first for start, first in zip(self.offset, outer.offset, strict=True))
+        return tensor[tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))]
+
+
+def whole_box(shape: Iterable[int]) -> Box:
+    """The box of all elements of a tensor."""
+    sizes = tuple(shape)
+    return Box((0,) * len(sizes), sizes)
+
+
+def _box(starts_and_sizes: Iterable[tuple[int, int]]) -> Box:
+    pairs = tuple(starts_and_sizes)
+    return Box(tuple(start for start, _ in pairs), tuple(size for _, size in pairs))
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """The elements of a tensor that this process holds.
 
     Attributes:
-        values: rows [start, start + len(values)), `[rows, ...]` in the tensor's dtype and on its device; the tensor
-            itself when it has no dimension.
+        values: `[...]` in the tensor's dtype and on its device.
         shape: the shape of the whole tensor.
-        start: the number of the first row.
-        is_first_copy: whether no rank before this one holds the same rows.
+        ranges: for every dimension, the ranges of the whole tensor that lie behind one another in `values`.
+        is_first_copy: whether no rank before this one holds the same elements.
     """
 
     values: Tensor
     shape: tuple[int, ...]
-    start: int
+    ranges: tuple[tuple[Range, ...], ...]
     is_first_copy: bool
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Yield its boxes and their views `[*box.shape]` in `values`: several where a dimension has gaps."""
+        if not self.values.numel():
+            return
+        dimensions = []
+        for ranges in self.ranges:
+            sizes = [stop - start for start, stop in ranges]
+            ends = itertools.accumulate(sizes)
+            positions = (end - size for end, size in zip(ends, sizes, strict=True))
+            dimensions.append(list(zip((start for start, _ in ranges), sizes, positions, strict=True)))
+        outer = whole_box(self.values.shape)
+        for parts in itertools.product(*dimensions):
+            at = _box((position, size) for _, size, position in parts)
+            yield _box((start, size) for start, size, _ in parts), at.view(self.values, outer)
 
 
 @runtime_checkable
-class RowReader(Protocol):
-    """A mapping of tensors that can be read by rows."""
+class BoxReader(Protocol):
+    """A mapping of tensors that can be read by boxes."""
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of a tensor: `[stop - start, ...]` on the CPU."""
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        """Read boxes of a tensor: a tensor `[*box.shape]` on the CPU for each of them."""
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor, without reading it."""
@@ -59,35 +121,74 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local_rows(tensor: Tensor, *, rank: int) -> Rows:
-    """The rows of a tensor that this process holds; no communication.
+def local_part(tensor: Tensor, *, rank: int) -> LocalPart:
+    """The part of a tensor that this process holds; no communication.
 
     Args:
-        tensor: sharded, or whole (`[rows, ...]`, or without dimensions).
+        tensor: sharded in any dimensions, or whole (`[...]`).
         rank: of this process; rank 0 counts as the first that holds a whole tensor.
 
     Raises:
-        ConfigError: the tensor is sharded along another dimension than its first.
+        ConfigError: the tensor is divided in a way that is not known here, for instance a sum that is not complete.
     """
+    ranges: list[tuple[Range, ...]] = [((0, size),) for size in tensor.shape]
     if not is_sharded(tensor):
-        return Rows(tensor.detach(), tuple(tensor.shape), 0, rank == 0)
+        return LocalPart(tensor.detach(), tuple(tensor.shape), tuple(ranges), rank == 0)
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    first = coordinate is not None
-    for placement, position in zip(tensor.placements, coordinate or (), strict=True):
+    mesh, values = tensor.device_mesh, tensor.to_local().detach()
+    coordinate = mesh.get_coordinate()
+    # Of equal copies the one at the origin counts: in its own mesh, and of meshes that are slices of a larger one.
+    is_first, is_known = coordinate is not None and 0 in mesh.mesh, True
+    for placement, parts, index in zip(tensor.placements, mesh.shape, coordinate or (), strict=coordinate is not None):
         if isinstance(placement, Replicate):
-            first = first and position == 0  # of equal copies, the one at the origin of the mesh counts
-        elif not (isinstance(placement, Shard) and placement.dim == 0):
-            raise ConfigError(
-                "A tensor is sharded along another dimension than its first.",
-                field="model",
-                value=str(placement),
-                remedy="Shard parameters along dimension 0 only.",
-            )
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    return Rows(tensor.to_local().detach(), tuple(tensor.shape), offset[0] if offset else 0, first)
+            is_first = is_first and index == 0
+        elif isinstance(placement, Shard) or hasattr(placement, "split_factor"):
+            # A strided shard is that of FSDP inside of a tensor-parallel one; in newer torch no kind of Shard.
+            dim, pieces = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
+            ranges[dim] = _share(ranges[dim], parts, index, pieces)
+        else:
+            is_known = False
+    held = tuple(sum(stop - start for start, stop in dimension) for dimension in ranges)
+    if not is_known or (coordinate is not None and held != tuple(values.shape)):
+        raise ConfigError(
+            "A tensor is divided over the processes in a way that is not known here.",
+            field="model",
+            value=f"{tuple(tensor.shape)} as {tensor.placements}",
+            remedy="Shard or replicate it in each dimension of the mesh.",
+        )
+    return LocalPart(values, tuple(tensor.shape), tuple(ranges), is_first)
+
+
+def _share(ranges: Sequence[Range], parts: int, index: int, pieces: int) -> tuple[Range, ...]:
+    """The ranges that one of `parts` processes gets: of each of `pieces` equal pieces, rounded up, its equal part."""
+    total = sum(stop - start for start, stop in ranges)
+    piece, kept = -(-total // pieces), list[Range]()
+    for begin in range(0, total, piece or 1):
+        length = min(piece, total - begin)
+        part = -(-length // parts)
+        low, high = begin + min(index * part, length), begin + min((index + 1) * part, length)
+        at = 0
+        for start, stop in ranges:
+            first, last = max(start, start + low - at), min(stop, start + high - at)
+            at += stop - start
+            if first >= last:
+                continue
+            if kept and kept[-1][1] == first:
+                first = kept.pop()[0]
+            kept.append((first, last))
+    return tuple(kept)
+
+
+def mesh_place(tensors: Iterable[Tensor]) -> str:
+    """This process's place in the largest mesh of tensors `[...]`: "replicate=0,shard=1"; empty without a mesh."""
+    meshes = [tensor.device_mesh for tensor in tensors if is_sharded(tensor)]
+    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or coordinate is None:
+        return ""
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    return ",".join(f"{name}={position}" for name, position in zip(names, coordinate, strict=True))
 
 
 def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
@@ -103,23 +204,22 @@ def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
     return gathered.to("cpu") if keep else gathered.to("meta")
 
 
-def fill_rows(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
-    """Copy this process's rows of the tensor `source[name]` into `target`, which has the same (whole) shape."""
-    local, start = target.detach(), 0
-    if is_sharded(target):
-        held = local_rows(target, rank=0)
-        local, start = held.values, held.start
-    if isinstance(source, RowReader) and local.ndim:
-        local.copy_(source.read_rows(name, start, start + len(local)))
+def fill_part(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
+    """Copy this process's part of the tensor `source[name]` into `target`, which has the same (whole) shape."""
+    held = list(local_part(target, rank=0).boxes())
+    boxes = [box for box, _ in held]
+    if isinstance(source, BoxReader):
+        parts = source.read_boxes(name, boxes)
     else:
         value = source[name]
-        # Without dimensions a tensor has no rows and is whole on every rank.
-        local.copy_(value[start : start + len(local)] if value.ndim else value)
+        parts = [box.view(value, whole_box(value.shape)) for box in boxes]
+    for (_, values), part in zip(held, parts, strict=True):
+        values.copy_(part)
 
 
 def read_spec(source: Mapping[str, Tensor], name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of `source[name]`; a `RowReader` does not read it for that."""
-    if isinstance(source, RowReader):
+    """The dtype and shape of `source[name]`; a `BoxReader` does not read it for that."""
+    if isinstance(source, BoxReader):
         return source.read_spec(name)
     return source[name].dtype, tuple(source[name].shape)
 
@@ -128,7 +228,7 @@ def load_like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor
     """Load `source[name]` into a new tensor that is sharded and placed like `target`, in the dtype of the source."""
     dtype, _ = read_spec(source, name)
     made = torch.empty_like(target, dtype=dtype, requires_grad=False)
-    fill_rows(made, source, name)
+    fill_part(made, source, name)
     return made
 
 
@@ -191,9 +291,10 @@ class BroadcastTensors(Mapping[str, Tensor]):
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         return value
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop), which may differ from rank to rank: `[stop - start, ...]` on the CPU. Collective."""
-        return self[name][start:stop]
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
+        """Read boxes, other ones on each rank: tensors `[*box.shape]` on the CPU. Collective, also without a box."""
+        value = self[name]
+        return [box.view(value, whole_box(value.shape)) for box in boxes]
 
     def read_spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor; no communication."""

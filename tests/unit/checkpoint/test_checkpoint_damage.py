@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from tests.support import fuzz
-from tests.support.checkpoints import FILES, no_damage, save
+from tests.support.checkpoints import BLOCKS, FILES, divided, no_damage, save, snapshot
 from tests.support.fuzz_targets import targets
 from tests.support.hostile import bounded, with_file
 from tests.support.training import trainer
-from trainer_lib.checkpoint import catalogue
+from trainer_lib.checkpoint import catalogue, sharded
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.sharded import ShardedTensors
+from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
+from trainer_lib.distributed.sharding import Box
 from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, FileEntry, read_commit, write_commit
@@ -30,8 +33,10 @@ from trainer_lib.storage.commit import COMMIT, FileEntry, read_commit, write_com
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("intact")
-    save(Store.open(root), 1)
-    save(Store.open(root), 2)
+    for kind in ("whole", "blocks"):
+        for step in (1, 2):
+            state = snapshot(step)
+            save_checkpoint(Store.open(root / kind), state if kind == "whole" else divided(state), SingleProcess())
     return root
 
 
@@ -51,11 +56,11 @@ HARM: dict[str, Callable[[bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *BLOCKS])
 def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_path: Path) -> None:
     for kind, harm in HARM.items():
         root = tmp_path / kind.replace(" ", "-")
-        shutil.copytree(intact, root)
+        shutil.copytree(intact / ("blocks" if name in BLOCKS else "whole"), root)
         path = root / "checkpoint-2" / name
         harmed = harm(path.read_bytes())
         path.unlink() if harmed is None else path.write_bytes(harmed)
@@ -80,7 +85,7 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
 
 def _read_all(store: Store, name: str) -> None:
     loaded = load_checkpoint(store, name, SingleProcess())
-    loaded.read_model()
+    dict(loaded.read_model())
     loaded.read_optimizer()
     loaded.read_rng(0)
     for entry in loaded.commit.files:
@@ -235,6 +240,68 @@ def test_a_state_that_training_cannot_take_up_is_refused_by_file(
         trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
     assert name in str(caught.value.field)
     assert caught.value.remedy
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+HEAD = "model/embed.weight"
+LYING: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a file that is not committed": (lambda index, blocks: blocks[0].__setitem__(0, "../../etc/passwd"), HEAD),
+    "a position beyond the end": (
+        lambda index, blocks: blocks[0].__setitem__(3, 2**40),
+        "behind the end of shards/rank",
+    ),
+    "a negative position": (lambda index, blocks: blocks[0].__setitem__(3, -8), "impossible place"),
+    "rows twice": (lambda index, blocks: blocks.append(blocks[0]), "two blocks overlap"),
+    "rows that are missing": (lambda index, blocks: blocks.pop(), "a block is missing"),
+    "rows that overlap": (lambda index, blocks: blocks[1][1].__setitem__(0, 0), "two blocks overlap"),
+    "rows outside": (lambda index, blocks: blocks[-1][1].__setitem__(0, 9), "outside of it"),
+    "columns that are missing": (lambda index, blocks: blocks[1][2].__setitem__(1, 2), "a block is missing"),
+    "a block of another dimension": (lambda index, blocks: blocks[0][2].append(1), "number of dimensions"),
+    "a place that is not one": (lambda index, blocks: blocks[0].__setitem__(1, [0.0, True]), "impossible place"),
+    "a huge shape": (lambda index, blocks: index["tensors"][HEAD].__setitem__("shape", [2**61, 2**61]), "its shape"),
+    "a shape that is not one": (lambda index, blocks: index["tensors"][HEAD].__setitem__("shape", ["6"]), "its shape"),
+    "an unknown type": (lambda index, blocks: index["tensors"][HEAD].__setitem__("dtype", "OBJECT"), "OBJECT"),
+    "tied to nothing": (lambda index, blocks: index["tied"].__setitem__("model/other", "model/none"), "model/other"),
+    "no tensors": (lambda index, blocks: index.__delitem__("tensors"), "not an index"),
+    "a digest that is not one": (lambda index, blocks: blocks[0].__setitem__(4, []), "digest"),
+    "a block that is not one": (lambda index, blocks: blocks.__setitem__(0, 7), HEAD),
+}
+
+
+@pytest.fixture
+def in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A checkpoint in which every row of every tensor is a block."""
+    monkeypatch.setattr(sharded, "_DIGESTED", 1)
+    save_checkpoint(Store.open(tmp_path), divided(snapshot(2)), SingleProcess())
+    return Store.open(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_an_index_that_lies_is_refused_and_names_the_tensor(name: str, in_rows: Store) -> None:
+    index = json.loads(in_rows.read_bytes("shards.json"))
+    change, words = LYING[name]
+    change(index, index["tensors"][HEAD]["blocks"])
+    commit = read_commit(in_rows)
+    assert commit is not None
+    with pytest.raises(DamagedError, match=r"shards\.json") as caught:
+        ShardedTensors(in_rows, "model", index, {entry.path: entry for entry in commit.files})
+    assert words in caught.value.message
+    assert name in ("no tensors", "tied to nothing") or HEAD in caught.value.message
+
+
+def test_a_block_with_other_bytes_names_tensor_and_file_and_its_neighbours_are_read(in_rows: Store) -> None:
+    file, offset, _, position, _ = json.loads(in_rows.read_bytes("shards.json"))["tensors"][HEAD]["blocks"][1]
+    path = Path(in_rows.url) / file
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+    tensors = load_checkpoint(Store.open(Path(in_rows.url).parent), "checkpoint-2", SingleProcess()).read_model()
+    with pytest.raises(DamagedError, match=rf"its block of '{HEAD}' from \[{offset[0]}, 0\]") as caught:
+        tensors["embed.weight"]
+    assert str(caught.value.field).endswith(file)
+    assert isinstance(tensors, ShardedTensors)
+    [row] = tensors.read_boxes("embed.weight", [Box((3, 0), (1, 3))])
+    assert torch.equal(row, snapshot(2).model["embed.weight"][3:4])
 
 
 # ---------------------------------------------------------------------------------------------- other programs' folders

@@ -304,7 +304,7 @@ class FsdpStrategy(Strategy):
                         field="model",
                         remedy="Build the same model on every process.",
                     )
-                sharding.fill_rows(tensor, source, name)
+                sharding.fill_part(tensor, source, name)
 
     def _order_gathering(self, model: nn.Module, parts: list[nn.Module]) -> None:
         """Set which part is gathered while another computes; by default torch prefetches in the backward only."""
@@ -449,7 +449,7 @@ class FsdpStrategy(Strategy):
         own = self.local_state(self.setup_model(model))
         with torch.no_grad():
             for name, stored in match_names(own, state, keep, lambda tensor: tuple(tensor.shape)).items():
-                sharding.fill_rows(own[name], state, stored)
+                sharding.fill_part(own[name], state, stored)
 
     @override
     def describe(self) -> dict[str, Any]:

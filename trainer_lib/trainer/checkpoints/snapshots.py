@@ -22,7 +22,7 @@ from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.values import from_json, to_json
-from trainer_lib.distributed.sharding import local_rows
+from trainer_lib.distributed.sharding import local_part
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import collect_callback_states
 from trainer_lib.trainer.model import models
@@ -178,7 +178,7 @@ class Snapshots:
         states = {} if trainer.optimizer is None or trainer.args.save_only_model else trainer.optimizer.state
         kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
         rank = self._internals.world.comm.rank
-        return bytes_to_copy(local_rows(each, rank=rank).values for each in (*weights.values(), *kept))
+        return bytes_to_copy(local_part(each, rank=rank).values for each in (*weights.values(), *kept))
 
     def model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files that make the weights usable elsewhere: the model's configuration and the processing class.

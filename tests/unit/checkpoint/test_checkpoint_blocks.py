@@ -1,0 +1,133 @@
+"""Blocks of tensors: whatever boxes were written, any box is read from them, exactly and in little memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer_lib.checkpoint import sharded
+from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, find_gap, write_shard
+from trainer_lib.distributed.communicator import SingleProcess
+from trainer_lib.distributed.sharding import Box, LocalPart, _share, whole_box
+from trainer_lib.storage import Store
+
+NAME = "model/w"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Two or three elements for each digest, few blocks for each request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "_DIGESTED", 12)
+        patch.setattr(sharded, "_AHEAD", 64)
+        yield
+
+
+def divide(box: Box, draw: random.Random, cuts: int) -> list[Box]:
+    """Cut a box at random places into up to 2^cuts boxes."""
+    wide = [dim for dim, size in enumerate(box.shape) if size > 1]
+    if not cuts or not wide:
+        return [box]
+    dim = draw.choice(wide)
+    at = draw.randint(1, box.shape[dim] - 1)
+    low = Box(box.offset, (*box.shape[:dim], at, *box.shape[dim + 1 :]))
+    offset = (*box.offset[:dim], box.offset[dim] + at, *box.offset[dim + 1 :])
+    high = Box(offset, (*box.shape[:dim], box.shape[dim] - at, *box.shape[dim + 1 :]))
+    return divide(low, draw, cuts - 1) + divide(high, draw, cuts - draw.randint(1, 2) if cuts > 1 else 0)
+
+
+def inside(shape: tuple[int, ...], draw: random.Random) -> Box:
+    starts = [draw.randint(0, size) for size in shape]
+    return Box(tuple(starts), tuple(draw.randint(0, size - start) for size, start in zip(shape, starts, strict=True)))
+
+
+def written(store: Store, whole: Tensor, boxes: list[Box]) -> ShardedTensors:
+    """The tensor as ranks wrote it, each a box."""
+    shape = tuple(whole.shape)
+    shards, files = [], {}
+    for rank, box in enumerate(boxes):
+        ranges = tuple(((start, start + size),) for start, size in zip(box.offset, box.shape, strict=True))
+        parts = {NAME: LocalPart(box.view(whole, whole_box(shape)), shape, ranges, True)}
+        entry, said = write_shard(store, LocalShard(parts, {}), rank)
+        files[entry.path] = entry
+        shards.append(said)
+    return ShardedTensors(store, "model", json.loads(json.dumps(build_index(shards))), files)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=st.lists(st.integers(0, 6), max_size=4), seed=st.integers(0, 2**32), cuts=st.integers(0, 3))
+def test_any_box_is_read_from_any_division(shape: list[int], seed: int, cuts: int) -> None:
+    draw = random.Random(seed)
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+    boxes = divide(whole_box(shape), draw, cuts)
+    store = Store.open(f"memory://blocks/{seed}")
+    try:
+        tensors = written(store, whole, boxes)
+        requests = [inside(tuple(shape), draw) for _ in range(4)]
+        for request, read in zip(requests, tensors.read_boxes("w", requests), strict=True):
+            assert torch.equal(read, request.view(whole, whole_box(shape)))
+            # The intersections are every element of the request once.
+            common = [box.overlap(request) for box in boxes]
+            assert sum(box.numel for box in common if box is not None) == request.numel
+        assert torch.equal(tensors["w"], whole)
+        assert tensors.read_spec("w") == (torch.float32, tuple(shape))
+    finally:
+        store.delete_tree()
+    assert find_gap(shape, boxes) is None
+    if whole.numel():
+        assert find_gap(shape, boxes[1:]) == "a block is missing"
+        assert find_gap(shape, [*boxes, boxes[0]]) == "two blocks overlap"
+        assert find_gap([*shape, 1], boxes) == "a block has another number of dimensions"
+        if shape:
+            moved = Box((boxes[0].offset[0] + 1, *boxes[0].offset[1:]), boxes[0].shape)
+            assert find_gap(shape, [moved, *boxes[1:]]) is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(0, 40), parts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3))
+def test_the_ranges_of_every_process_are_those_that_torch_gives_it(size: int, parts: list[tuple[int, int]]) -> None:
+    """`parts`: for each dimension of the mesh its size, and the pieces of a strided shard (1 for a plain one)."""
+    everything = []
+    for indices in itertools.product(*(range(count) for count, _ in parts)):
+        ranges: tuple[tuple[int, int], ...] = ((0, size),)
+        elements = torch.arange(size)
+        for (count, pieces), index in zip(parts, indices, strict=True):
+            ranges = _share(ranges, count, index, pieces)
+            elements = torch.cat([
+                (*piece.chunk(count), *[piece[:0]] * count)[index] for piece in elements.chunk(pieces)
+            ])  # fmt: skip
+        held = [number for start, stop in ranges for number in range(start, stop)]
+        assert held == elements.tolist()
+        assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(ranges) if stop <= start)
+        everything += held
+    assert sorted(everything) == list(range(size))
+
+
+OLD = Path(__file__).parents[2] / "data" / "by_rows"
+
+
+def test_a_checkpoint_by_rows_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path / "run")
+    loaded = load_checkpoint(Store.open(tmp_path / "run"), "checkpoint-1", SingleProcess())
+    model, state = loaded.read_model(), loaded.read_optimizer()
+    assert state is not None
+    whole = {"odd": torch.arange(15.0).reshape(5, 3), "bias": torch.arange(4.0), "one": torch.arange(2.0).reshape(1, 2)}
+    for name, value in whole.items():
+        assert torch.equal(model[name], value - 0.5)
+        assert torch.equal(state.tensors[f"{name}/momentum_buffer"], torch.ones_like(value))
+    assert torch.equal(model["tied"], model["odd"])
+    assert model["count"] == 7
+    assert isinstance(model, ShardedTensors)
+    [column] = model.read_boxes("odd", [Box((1, 1), (3, 1))])
+    assert torch.equal(column, whole["odd"][1:4, 1:2] - 0.5)
