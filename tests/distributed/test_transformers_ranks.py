@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.support.chat_cases import chat_rows, family_tokenizer, new_model
 from tests.support.distributed import loaded, run_distributed
 from tests.support.gradients import assert_close, gradients
 from tests.support.seq2seq import Copier, Tokens, rows, seq2seq_trainer, t5
@@ -25,6 +26,7 @@ from tests.support.training import losses, trainer
 from trainer_lib import DataCollatorForSeq2Seq, Trainer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.errors import ConfigError
+from trainer_lib.recipes.chat_templates import TEMPLATES
 from trainer_lib.storage import Store
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
@@ -77,6 +79,41 @@ def test_ranks_write_one_set_of_adapters_and_add_up_tokens_and_operations(tmp_pa
     assert run_distributed(with_adapters, 2, str(tmp_path)) == [(tokens, 6 * weights * tokens)] * 2
     assert (tmp_path / "adapter_model.safetensors").is_file()
     assert (tmp_path / "checkpoint-2" / "adapter_config.json").is_file()
+
+
+# -------------------------------------------------------------------------------------------------------- conversations
+def on_conversations(folder: str, packed: bool, order: str, micro: int) -> dict[str, Any]:
+    """Train on answers of unequal lengths, eight rows of 96 tokens at most in a step."""
+    made, collate = chat_rows(TEMPLATES["plain"], packed=packed, count=60, length=96)
+    model = new_model(len(family_tokenizer()))
+    steps: dict[str, Any] = {"global_batch_size": 8, "per_device_train_batch_size": micro, "num_train_epochs": 2}
+    training = trainer(
+        folder,
+        made,
+        model=model,
+        data_collator=collate,
+        logging_strategy="steps",
+        optim="sgd",  # Adam makes steps of rounding, too
+        learning_rate=0.5,
+        train_sampling_strategy=order,
+        logging_steps=1,
+        remove_unused_columns=False,
+        **steps,
+    )
+    training.train()
+    return {"losses": losses(training), "weights": {name: v.numpy() for name, v in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize(("packed", "order"), [(True, "random"), (False, "group_by_length")])
+def test_answers_weigh_by_their_tokens_in_micro_batches_and_on_ranks(tmp_path: Path, packed: bool, order: str) -> None:
+    whole = on_conversations(str(tmp_path / "whole"), packed, order, 8)
+    assert whole["losses"][0] > whole["losses"][-1]
+    parts = [on_conversations(str(tmp_path / "parts"), packed, order, 2)]
+    parts += run_distributed(on_conversations, 2, str(tmp_path / "ranks"), packed, order, 2)
+    for part in parts:
+        assert part["losses"] == pytest.approx(whole["losses"], rel=1e-5, abs=1e-6)
+        for name, value in whole["weights"].items():
+            np.testing.assert_allclose(part["weights"][name], value, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 # ----------------------------------------------------------------------------------------------------------- generation

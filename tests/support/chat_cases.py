@@ -9,6 +9,8 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +85,24 @@ def new_model(tokens: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=tokens, num_hidden_layers=2, use_cache=False, **sizes))
 
 
-def our_loss(text: str, *, packed: bool, length: int = 1024) -> float:
-    """The loss of one batch as supervised-fine-tuning makes it."""
+def chat_rows(
+    text: str, *, packed: bool, count: int = 6, length: int = 1024
+) -> tuple[list[dict[str, Any]], Callable[..., Any]]:
+    """So many of `chats` as rows of supervised-fine-tuning, and the function that makes a batch of them."""
     tokenizer = family_tokenizer()
     template = ChatTemplate(tokenizer, text)
-    read = (read_conversation("here", {"messages": chat}, "messages") for chat in chats())
+    read = (read_conversation("here", {"messages": chat}, "messages") for chat in chats(count))
     documents = (Document("here", *template.tokenize(conversation)) for conversation in read)
     rows = pack_documents(documents, length=length, overlong="refuse", packed=packed, counts=new_counts())
-    ends = {"pad_token_id": tokenizer.pad_token_id}
-    batch = collate_rows(list(rows), {"ends": ends, "isolate": "positions"})
+    info = {"ends": {"pad_token_id": tokenizer.pad_token_id}, "isolate": "positions"}
+    return list(rows), partial(collate_rows, info=info)
+
+
+def our_loss(text: str, *, packed: bool) -> float:
+    """The loss of one batch as supervised-fine-tuning makes it."""
+    rows, collate = chat_rows(text, packed=packed)
     with torch.no_grad():
-        return float(new_model(len(tokenizer))(**batch)["loss"])
+        return float(new_model(len(family_tokenizer()))(**collate(rows))["loss"])
 
 
 def loss_of_trl(text: str, folder: str, *, packed: bool, length: int = 1024) -> float:
