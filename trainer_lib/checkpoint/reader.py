@@ -28,11 +28,11 @@ from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.layout import damaged_file
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import ShardedTensors
-from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.checkpoint.tensors import read_safetensors, write_safetensors
 from trainer_lib.checkpoint.values import from_json
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import DigestingWriter, FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, verify_files
 
 if TYPE_CHECKING:
@@ -122,6 +122,17 @@ class Checkpoint:
             DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.
         """
         return self._read_tensors("model", self._model_file)
+
+    def write_model(self, writer: DigestingWriter) -> None:
+        """Write the model into one safetensors file; one in blocks some rows at a time, so in little memory.
+
+        Raises as `read_model`; StorageError also when the file cannot be written.
+        """
+        tensors = self.read_model()
+        if isinstance(tensors, ShardedTensors):
+            tensors.write_file(writer)
+        else:
+            write_safetensors(writer, tensors)
 
     def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
         """Read the optimizer's state; None when only the model was saved.

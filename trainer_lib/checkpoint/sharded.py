@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.checkpoint.layout import SHARD_INDEX, damaged_file, shard_file
-from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_safetensors
+from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_header, write_safetensors
 from trainer_lib.distributed.sharding import Box, LocalPart, is_sharded, local_part, mesh_place, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
 _AHEAD = 64 * 2**20
 """Bytes that are requested at a time (at least one block): remote stores serve the ranges of a request in parallel."""
@@ -113,7 +113,7 @@ def write_shard(store: Store, shard: LocalShard, rank: int) -> tuple[FileEntry, 
                     blocks.setdefault(name, []).append([file, offset, shape, position, digest])
                 else:
                     copies.setdefault(name, []).append([offset, shape, digest])
-    specs = {name: [dtype_name(name, part.values), list(part.shape)] for name, part in shard.parts.items()}
+    specs = {name: [dtype_name(name, part.values.dtype), list(part.shape)] for name, part in shard.parts.items()}
     record = {"blocks": blocks, "copies": copies, "specs": specs if rank == 0 else {}}
     return writer.entry, {**record, "tied": dict(shard.tied), "place": shard.place}
 
@@ -269,6 +269,36 @@ class ShardedTensors(Mapping[str, Tensor]):
                 if (common := box.overlap(block.box)) is not None:
                     common.view(target, box).copy_(common.view(values, block.box))
         return made
+
+    def write_file(self, writer: DigestingWriter) -> None:
+        """Write all tensors into one safetensors file, some rows at a time: the memory does not grow with the model.
+
+        Raises as `read_boxes`; StorageError also when the file cannot be written.
+        """
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(spec), name) for name, spec in self._specs.items()}
+        specs = {name: self.read_spec(name) for name, stored in names.items() if name == stored}
+        aliases = {name: stored for name, stored in names.items() if name != stored}
+        self._expected = [name for name in write_header(writer, specs, aliases) if name in specs]
+        for name in list(self._expected):
+            for box in self._slabs(self._specs[name]):
+                writer.write(view_bytes(self.read_boxes(name, [box])[0]))
+
+    @staticmethod
+    def _slabs(spec: _Spec) -> Iterator[Box]:
+        """Yield boxes of whole rows, in order, that end where blocks end: no block is read for two of them."""
+        rows = spec.shape[0] if spec.shape else 1
+        if not math.prod(spec.shape):
+            return
+        most = max(1, _AHEAD // (math.prod(spec.shape[1:]) * spec.dtype.itemsize))
+        if not spec.shape or rows <= most:
+            yield whole_box(spec.shape)
+            return
+        start = 0
+        for border in sorted({block.box.offset[0] for block in spec.blocks} | {rows}):
+            if border - start >= most or border == rows:
+                yield Box((start, *[0] * (len(spec.shape) - 1)), (border - start, *spec.shape[1:]))
+                start = border
 
     @override
     def __getitem__(self, name: str) -> Tensor:

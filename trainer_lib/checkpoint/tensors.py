@@ -69,17 +69,41 @@ def write_safetensors(writer: DigestingWriter, tensors: Mapping[str, Tensor]) ->
         StorageError: the store cannot be written.
     """
     stored, aliases = _separate_ties(tensors)
+    specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    positions = write_header(writer, specs, aliases)
+    for name in positions:
+        if name in stored:
+            writer.write(view_bytes(stored[name]))
+    return positions
+
+
+def write_header(
+    writer: DigestingWriter, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], aliases: Mapping[str, str]
+) -> dict[str, int]:
+    """Write the header of a file; the bytes of its tensors must follow.
+
+    Args:
+        writer: the open file.
+        specs: name → dtype and shape of a tensor.
+        aliases: other name → name.
+
+    Returns:
+        For every name the position of its first byte in the file, in the order of the bytes; then the other names.
+
+    Raises:
+        ConfigError: a dtype that safetensors lacks, or more tensors than a header can list.
+    """
     # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
-    order = sorted(stored, key=lambda name: (-stored[name].element_size(), name))
+    order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # As metadata, because the format allows one name for each range of bytes.
     if aliases:
         header["__metadata__"][ALIASES] = json.dumps(aliases, sort_keys=True)
     begin = 0
     for name in order:
-        tensor = stored[name]
-        end = begin + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        dtype, shape = specs[name]
+        end = begin + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor starts at a multiple of 8 bytes
@@ -90,8 +114,6 @@ def write_safetensors(writer: DigestingWriter, tensors: Mapping[str, Tensor]) ->
             remedy="Join small tensors into larger ones.",
         )
     writer.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        writer.write(view_bytes(stored[name]))
     positions = {name: 8 + len(text) + int(header[name]["data_offsets"][0]) for name in order}
     return positions | {alias: positions[name] for alias, name in aliases.items()}
 
@@ -224,17 +246,17 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     return stored, aliases
 
 
-def dtype_name(name: str, tensor: Tensor) -> str:
-    """The safetensors name of the dtype of a tensor `[...]`.
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The safetensors name of a dtype.
 
     Raises:
         ConfigError: safetensors lacks the dtype; the message calls the tensor `name`.
     """
     try:
-        return _NAMES[tensor.dtype]
+        return _NAMES[dtype]
     except KeyError:
         raise ConfigError(
-            f"Tensor {name!r} has the dtype {tensor.dtype}, which safetensors lacks.",
+            f"Tensor {name!r} has the dtype {dtype}, which safetensors lacks.",
             field="checkpoint",
             remedy="Keep it in another dtype, or as a non-persistent buffer.",
         ) from None

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import logging
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import layout
-from trainer_lib.checkpoint.layout import KIND, SHARD_INDEX, checkpoint_name, parse_step
+from trainer_lib.checkpoint.layout import KIND, checkpoint_name, parse_step
+from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
@@ -52,7 +54,7 @@ _CHECKPOINTS = (_CHECKPOINT, f"{LAST}/")  # stay on the Hub when a revision has 
 _CARD_LIMIT_BYTES = 1 << 20
 # Files that only a resume reads: the model at the repository's root does without them.
 _RESUMING = {layout.OWN_MODEL, layout.OPTIMIZER_TENSORS, layout.OPTIMIZER, layout.SCHEDULER, layout.SCALER}
-_RESUMING |= {layout.DATA, layout.TRAINER_STATE}
+_RESUMING |= {layout.DATA, layout.TRAINER_STATE, layout.SHARD_INDEX}
 
 
 _REPOSITORY = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -128,12 +130,17 @@ class PushQueue:
 
 @dataclass(frozen=True)
 class CheckpointPush:
-    """A committed checkpoint, ready to be pushed."""
+    """A committed checkpoint, ready to be pushed.
+
+    Attributes:
+        in_blocks: whether `content` lacks the weights, because the checkpoint has them in blocks.
+    """
 
     store: Store
     name: str
     step: int
     content: Content
+    in_blocks: bool
 
 
 class Publisher:
@@ -353,7 +360,7 @@ class Publisher:
         except TrainflowError as error:
             _log.warning("The checkpoint of step %d is not pushed: %s", step, mask(str(error)))
             return None
-        return CheckpointPush(store, name, step, content)
+        return CheckpointPush(store, name, step, content, not without_weights and store.exists(layout.SHARD_INDEX))
 
     def queue_checkpoint(self, push: CheckpointPush) -> None:
         """Queue a prepared push. Its checkpoint is protected from rotation until the push ends."""
@@ -363,9 +370,11 @@ class Publisher:
 
     def _push_checkpoint(self, push: CheckpointPush) -> str:
         """Runs in the push's thread."""
+        message = f"Training in progress, step {push.step}"
         try:
-            with protect_from_removal(push.store):  # rotation by another process waits as well
-                return self._publish(push.content, f"Training in progress, step {push.step}")
+            # Rotation by another process waits as well.
+            with protect_from_removal(push.store), tempfile.TemporaryDirectory(prefix="trainflow-push-") as folder:
+                return self._publish(_with_model_file(push, Store.open(folder)), message)
         except Exception as error:
             _log_failed_push(error)
             raise
@@ -378,15 +387,11 @@ class Publisher:
         if commit is None:
             what = "The checkpoint is not committed."
             raise ConfigError(what, field="checkpoint", value=store.url, remedy="Save it first.")
-        if any(entry.path == SHARD_INDEX for entry in commit.files):
-            what = "The checkpoint holds a sharded model, which cannot be loaded from a hub."
-            remedy = 'Give hub_strategy="end", or state_dict_type FULL_STATE_DICT in fsdp_config.'
-            raise ConfigError(what, field="hub_strategy", value=str(strategy), remedy=remedy)
         left_out = _RESUMING | ({layout.MODEL} if without_weights else set())
         files = {
             entry.path: Source(store, entry)
             for entry in commit.files
-            if entry.path not in left_out and not entry.path.startswith("rng/")
+            if entry.path not in left_out and not entry.path.startswith(("rng/", "shards/"))
         }
         self._trainer.create_model_card()
         card = self._output_store().read_bytes(README)
@@ -396,6 +401,16 @@ class Publisher:
         elif strategy == HubStrategy.ALL_CHECKPOINTS:
             content = _with_checkpoint(files, store, name)
         return Content(content.files, {**content.texts, README: card}, kept=content.kept)
+
+
+def _with_model_file(push: CheckpointPush, folder: Store) -> Content:
+    """The content of a push; a model in blocks is written into the folder, as the file that a model's users load."""
+    if not push.in_blocks:
+        return push.content
+    root = Store.open(push.store.url.rstrip("/").rpartition("/")[0])
+    with folder.open_write(layout.MODEL) as writer:
+        open_checkpoint(root, push.name, Checkpoint).write_model(writer)
+    return replace(push.content, files={**push.content.files, layout.MODEL: Source(folder, writer.entry)})
 
 
 def is_folder(target: str) -> bool:

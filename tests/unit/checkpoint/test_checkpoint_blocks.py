@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from trainer_lib.checkpoint import sharded
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, find_gap, write_shard
+from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.distributed.sharding import Box, LocalPart, _share, whole_box
 from trainer_lib.storage import Store
@@ -81,6 +84,9 @@ def test_any_box_is_read_from_any_division(shape: list[int], seed: int, cuts: in
             common = [box.overlap(request) for box in boxes]
             assert sum(box.numel for box in common if box is not None) == request.numel
         assert torch.equal(tensors["w"], whole)
+        with store.open_write("one.safetensors") as writer:
+            tensors.write_file(writer)
+        assert torch.equal(read_safetensors(store, "one.safetensors")["w"], whole)
         assert tensors.read_spec("w") == (torch.float32, tuple(shape))
     finally:
         store.delete_tree()
@@ -112,6 +118,55 @@ def test_the_ranges_of_every_process_are_those_that_torch_gives_it(size: int, pa
         assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(ranges) if stop <= start)
         everything += held
     assert sorted(everything) == list(range(size))
+
+
+PUBLISHED = """
+import hashlib, sys, torch
+from pathlib import Path
+from trainer_lib.checkpoint import sharded
+from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
+from trainer_lib.distributed.sharding import LocalPart
+from trainer_lib.storage import Store
+
+MIB = 2**20
+store = Store.open(sys.argv[1])
+sharded._DIGESTED, sharded._AHEAD = MIB, 4 * MIB
+whole = torch.arange(64 * MIB // 4, dtype=torch.float32).reshape(-1, 64)
+half = len(whole) // 2
+shards, files = [], {}
+for rank in range(4):  # two-dimensional blocks
+    rows, columns = (rank // 2 * half, rank // 2 * half + half), (rank % 2 * 32, rank % 2 * 32 + 32)
+    values = whole[rows[0] : rows[1], columns[0] : columns[1]]
+    parts = {f"model/{name}": LocalPart(values, tuple(whole.shape), ((rows,), (columns,)), True) for name in "ab"}
+    entry, said = write_shard(store, LocalShard(parts, {"model/tied": "model/b"}), rank)
+    files[entry.path] = entry
+    shards.append(said)
+index = build_index(shards)
+expected = hashlib.sha256(whole.numpy().data.cast("B")).hexdigest()
+del whole, values, parts
+
+def status(name):
+    text = Path("/proc/self/status").read_text()
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) // 1024
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+before = status("VmRSS")
+with store.open_write("model.safetensors") as writer:
+    ShardedTensors(store, "model", index, files).write_file(writer)
+print(status("VmHWM") - before)
+import safetensors.torch
+tensors = safetensors.torch.load_file(sys.argv[1] + "/model.safetensors")
+assert sorted(tensors) == ["a", "b"]
+assert all(hashlib.sha256(value.numpy().data.cast("B")).hexdigest() == expected for value in tensors.values())
+"""
+
+
+def test_a_model_in_blocks_becomes_one_file_in_flat_memory(tmp_path: Path) -> None:
+    """128 MiB of weights, requests of 4 MiB; in a process of its own, whose peak is that of the publication."""
+    result = subprocess.run(
+        [sys.executable, "-c", PUBLISHED, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) < 40
 
 
 OLD = Path(__file__).parents[2] / "data" / "by_rows"
