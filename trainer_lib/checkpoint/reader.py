@@ -27,7 +27,7 @@ from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_inf
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.layout import damaged_file
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.sharded import ShardedTensors
+from trainer_lib.checkpoint.sharded import ShardedTensors, index_file
 from trainer_lib.checkpoint.tensors import read_safetensors, write_safetensors
 from trainer_lib.checkpoint.values import from_json
 from trainer_lib.distributed.agreement import run_on_all_ranks
@@ -66,6 +66,8 @@ class Checkpoint:
         world_size: ranks that wrote it; each has a random state in it.
         scheduler, scaler: `state_dict()`s; None when there was none.
         data, trainer_state, training_args: the JSON that the writer was given, secrets removed.
+        reads_singly: whether whole tensors are read one by one when they are asked for, too, so that they never are in
+            memory all together; their file is then read twice.
 
     Raises:
         DamagedError: a small file is not as it was committed, or cannot be what the writer wrote.
@@ -73,6 +75,7 @@ class Checkpoint:
     """
 
     def __init__(self, store: Store, info: CheckpointInfo) -> None:
+        self.reads_singly = False
         self.step = info.step
         self.url = info.url
         self.commit = info.commit
@@ -214,6 +217,9 @@ class Checkpoint:
     def _read_tensors(self, group: str, file: str) -> Mapping[str, Tensor]:
         if self.is_sharded:
             return ShardedTensors(self._store, group, self._read_json(layout.SHARD_INDEX), self._entries)
+        if self.reads_singly:
+            index = index_file(self._store, file, group, self._require_entry(file))
+            return ShardedTensors(self._store, group, index, self._entries)
         return read_safetensors(self._store, file, expect=self._require_entry(file))
 
     def _read_world_size(self) -> int:

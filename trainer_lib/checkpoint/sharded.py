@@ -29,7 +29,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.checkpoint.layout import SHARD_INDEX, damaged_file, shard_file
-from trainer_lib.checkpoint.tensors import DTYPES, dtype_name, is_shape, view_bytes, write_header, write_safetensors
+from trainer_lib.checkpoint.tensors import (
+    DTYPES,
+    dtype_name,
+    is_shape,
+    open_safetensors,
+    view_bytes,
+    write_header,
+    write_safetensors,
+)
 from trainer_lib.distributed.sharding import Box, LocalPart, is_sharded, local_part, mesh_place, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
@@ -120,13 +128,39 @@ def write_shard(store: Store, shard: LocalShard, rank: int) -> tuple[FileEntry, 
 
 def _digest(box: Box, values: Tensor) -> Iterator[tuple[list[int], list[int], int, str]]:
     """Yield offset, shape, first byte and digest of the parts of a box: rows that are read and compared together."""
-    offset, shape = list(box.offset), list(box.shape)
-    row_bytes = math.prod(shape[1:]) * values.element_size()
-    rows = max(1, _DIGESTED // row_bytes)
-    for first in range(0, shape[0] if shape else 1, rows):
-        some = values[first : first + rows] if shape else values
-        begins = [offset[0] + first, *offset[1:]] if shape else offset
-        yield begins, list(some.shape), first * row_bytes, hashlib.sha256(view_bytes(some)).hexdigest()
+    for part, start in _split_rows(box, values.element_size()):
+        digest = hashlib.sha256(view_bytes(part.view(values, box))).hexdigest()
+        yield list(part.offset), list(part.shape), start, digest
+
+
+def _split_rows(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
+    """Yield the parts of a box that have one digest, and the first byte of each in the box."""
+    if not box.shape:
+        yield box, 0
+        return
+    row_bytes = math.prod(box.shape[1:]) * itemsize
+    rows = max(1, _DIGESTED // max(1, row_bytes))
+    for first in range(0, box.shape[0] if row_bytes else 0, rows):
+        shape = (min(rows, box.shape[0] - first), *box.shape[1:])
+        yield Box((box.offset[0] + first, *box.offset[1:]), shape), first * row_bytes
+
+
+def index_file(store: Store, rel: str, group: str, expect: FileEntry) -> dict[str, Any]:
+    """Make the index of a file of whole tensors, so that they can be read one by one: all of it is read and compared.
+
+    Raises as `read_safetensors`.
+    """
+    tensors: dict[str, Any] = {}
+    with open_safetensors(store, rel, expect) as (reader, header):
+        for name, (dtype, shape, begin, _) in sorted(header.items(), key=lambda item: item[1][2]):
+            blocks = []
+            for box, start in _split_rows(whole_box(shape), dtype.itemsize):
+                values = reader.tensor(dtype, list(box.shape), 0, box.numel * dtype.itemsize)
+                digest = hashlib.sha256(view_bytes(values)).hexdigest()
+                blocks.append([rel, list(box.offset), list(box.shape), reader.start + begin + start, digest])
+            tensors[f"{group}/{name}"] = {"dtype": dtype_name(name, dtype), "shape": shape, "blocks": blocks}
+    tied = {f"{group}/{alias}": f"{group}/{name}" for alias, name in reader.aliases.items()}
+    return {"tensors": tensors, "tied": tied}
 
 
 def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

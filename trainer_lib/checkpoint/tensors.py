@@ -12,10 +12,11 @@ reader loads the file, and this one returns every name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -133,6 +134,19 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
         DamagedError: the file is not well-formed, or not the one that was committed.
         StorageError: the file cannot be read.
     """
+    with open_safetensors(store, rel, expect) as (reader, header):
+        tensors = {name: reader.tensor(*header[name]) for name in sorted(header, key=lambda name: header[name][2])}
+    return tensors | {alias: tensors[name] for alias, name in reader.aliases.items()}
+
+
+@contextlib.contextmanager
+def open_safetensors(
+    store: Store, rel: str, expect: FileEntry | None
+) -> Iterator[tuple[Reader, dict[str, tuple[torch.dtype, list[int], int, int]]]]:
+    """Open a file for a block that reads all of it, in order: its reader, and the header (name → dtype, shape, range).
+
+    Raises as `read_safetensors`; what it says of the content when the block ends.
+    """
     where = f"{store.url}/{rel}"
     if expect is not None and not store.exists(rel):
         raise damaged_file(where, "it is missing")
@@ -141,36 +155,37 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
     if expect is not None and size != expect.size:
         raise damaged_file(where, f"it has {size:,} bytes, committed {expect.size:,}")
     with store.open_read(rel) as stream:
-        reader = _Reader(stream, where)
-        header = _header(reader, size)
-        tensors = {name: reader.tensor(*header.pop(name)) for name in sorted(header, key=lambda name: header[name][2])}
+        reader = Reader(stream, where)
+        yield reader, _header(reader, size)
         if reader.read(1):
             raise damaged_file(where, "it has more bytes than its header says")
     if expect is not None and reader.digest.hexdigest() != expect.sha256:
         raise damaged_file(where, "its digest is not the one that was committed")
-    for alias, name in reader.aliases.items():
-        if name not in tensors or alias in tensors:
-            raise damaged_file(where, "it names tied tensors that are not there")
-        tensors[alias] = tensors[name]
-    return tensors
 
 
-class _Reader:
-    """A stream that is digested while it is read."""
+class Reader:
+    """A stream that is digested while it is read.
+
+    Attributes:
+        aliases: other name → name of a tensor.
+        start: the position of the first tensor.
+    """
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self.digest = hashlib.sha256()
         self.aliases: dict[str, str] = {}
         self.where = where
+        self.start = 0
         self._stream = stream
 
     def read(self, size: int) -> bytes:
+        """Read the next `size` bytes, or what is there."""
         data = self._stream.read(size)
         self.digest.update(data)
         return data
 
     def tensor(self, dtype: torch.dtype, shape: list[int], begin: int, end: int) -> Tensor:
-        """Read the next `end - begin` bytes as a tensor of `shape`."""
+        """Read the next `end - begin` bytes as a tensor `[*shape]`."""
         flat = torch.empty(end - begin, dtype=torch.uint8)
         view = flat.numpy().data
         filled = 0
@@ -184,7 +199,7 @@ class _Reader:
         return flat.view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
 
 
-def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+def _header(reader: Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """Read the header: name → dtype, shape, begin, end. The entries cover the file exactly, so sizes can be trusted."""
     length = int.from_bytes(reader.read(8), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
@@ -198,7 +213,9 @@ def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int
             raise TypeError("aliases")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise damaged_file(reader.where, "its header is malformed") from error
-    position = 0
+    if any(name not in entries or alias in entries for alias, name in reader.aliases.items()):
+        raise damaged_file(reader.where, "it names tied tensors that are not there")
+    reader.start, position = 8 + length, 0
     for dtype, shape, begin, end in sorted(entries.values(), key=lambda entry: entry[2:]):
         if begin != position or end - begin != math.prod(shape) * dtype.itemsize:
             raise damaged_file(reader.where, "its header contradicts itself")

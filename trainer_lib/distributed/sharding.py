@@ -312,4 +312,5 @@ class BroadcastTensors(Mapping[str, Tensor]):
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """Describe tensors `[...]` as JSON: name → dtype ("float32") and shape."""
-    return {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
+    specs = {name: read_spec(tensors, name) for name in tensors}
+    return {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in specs.items()}

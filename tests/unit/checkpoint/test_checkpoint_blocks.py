@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.support.checkpoints import save
 from trainer_lib.checkpoint import sharded
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, find_gap, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.distributed.sharding import Box, LocalPart, _share, whole_box
+from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
 
 NAME = "model/w"
@@ -167,6 +169,28 @@ def test_a_model_in_blocks_becomes_one_file_in_flat_memory(tmp_path: Path) -> No
         [sys.executable, "-c", PUBLISHED, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert int(result.stdout) < 40
+
+
+def test_whole_tensors_are_read_one_by_one_and_compared_again(tmp_path: Path) -> None:
+    """As where processes share a model that was saved whole: none of them holds all of it."""
+    root = Store.open(tmp_path)
+    save(root)
+    whole = load_checkpoint(root, "checkpoint-2", SingleProcess())
+    singly = load_checkpoint(root, "checkpoint-2", SingleProcess())
+    singly.reads_singly = True
+    (model, state), (expected, full) = ((each.read_model(), each.read_optimizer()) for each in (singly, whole))
+    assert state is not None
+    assert full is not None
+    for tensors, others in ((model, expected), (state.tensors, full.tensors)):
+        assert isinstance(tensors, ShardedTensors)
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensors[name], value) for name, value in others.items())
+        assert all(tensors.read_spec(name) == (value.dtype, tuple(value.shape)) for name, value in others.items())
+    model, path = singly.read_model(), tmp_path / "checkpoint-2" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # after it was compared
+    with pytest.raises(DamagedError, match="is not the committed one"):
+        dict(model)
 
 
 OLD = Path(__file__).parents[2] / "data" / "by_rows"

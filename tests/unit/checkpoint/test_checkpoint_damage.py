@@ -66,9 +66,10 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
         path.unlink() if harmed is None else path.write_bytes(harmed)
         store = Store.open(root)
 
-        with pytest.raises(DamagedError) as caught:
-            _read_all(store, "checkpoint-2")
-        assert str(caught.value.field).endswith(name)
+        for singly in (False, True):
+            with pytest.raises(DamagedError) as caught:
+                _read_all(store, "checkpoint-2", singly=singly)
+            assert str(caught.value.field).endswith(name)
 
         told: list[str] = []
         found = find_newest_intact(store, on_damage=told.append)
@@ -83,8 +84,9 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
         assert find_newest_intact(store, on_damage=no_damage) == found  # set aside: it is not reported twice
 
 
-def _read_all(store: Store, name: str) -> None:
+def _read_all(store: Store, name: str, *, singly: bool) -> None:
     loaded = load_checkpoint(store, name, SingleProcess())
+    loaded.reads_singly = singly
     dict(loaded.read_model())
     loaded.read_optimizer()
     loaded.read_rng(0)

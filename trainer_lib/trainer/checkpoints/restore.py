@@ -189,10 +189,11 @@ class Restore:
         self.hold(url)  # before the first read: another process may rotate checkpoints
 
         def read() -> PreloadedCheckpoint | None:
-            # Where ranks compute a forward together, rank 0 reads whole tensors for all of them.
+            # Where ranks compute a forward together, rank 0 reads whole tensors for all of them, one by one.
             alone = strategy.forward_communicates
             try:
                 loaded = open_checkpoint(root, name, PreloadedCheckpoint)
+                loaded.reads_singly = alone
                 tensors = not alone or world.comm.rank == 0
                 loaded.preload(rank=world.save_group.rank, tensors=tensors, weights=weights)
             except NewerVersionError:
@@ -221,7 +222,9 @@ class Restore:
         if self._preloaded is not None and self._preloaded.url == url.rstrip("/"):
             return self._preloaded
         parent, _, name = url.rstrip("/").rpartition("/")
-        return load_checkpoint(Store.open(parent or ".", field=_FIELD), name, self._internals.world.comm)
+        loaded = load_checkpoint(Store.open(parent or ".", field=_FIELD), name, self._internals.world.comm)
+        loaded.reads_singly = self._internals.engine.strategy.forward_communicates
+        return loaded
 
     # -- the weights --------------------------------------------------------------------------------------------------
 
