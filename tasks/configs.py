@@ -26,6 +26,7 @@ from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettin
 from trainflow.tasks.settings.keyed_settings import RecipePath, refuse_unknown
 from trainflow.tasks.settings.keyed_settings import Settings as Settings
 from trainflow.tasks.settings.keyed_settings import setting as setting
+from trainflow.tasks.settings.mixture_settings import MixtureField, fill_sources
 from trainflow.tasks.settings.requirements import read_metric, read_metric_list, read_requirement
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 
@@ -171,6 +172,11 @@ class PrepareConfig(StageSettings):
         "patterns, package:NAME, stdlib:. "
         "A changed source is prepared again; an undeclared one is tracked by the recipe's code only.",
     )
+    mixture: MixtureField | None = setting(
+        affects="result",
+        default=None,
+        description="Sources that are mixed, in place of sources: [{source, weight, epochs or tokens}, …].",
+    )
     shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
     allow_nan: bool = setting(
         affects="result", default=False, description="Accept NaN and infinite values in the data."
@@ -186,6 +192,16 @@ class PrepareConfig(StageSettings):
         description="A cluster of Dask or Ray whose machines share the sources of a recipe with prepare_shard; unset: "
         "this machine.",
     )
+
+    @property
+    def mixture_info(self) -> Options | None:
+        """The mixture as `trainer_lib.data.mixture.Mixture.of` reads it; None: there is none."""
+        return None if self.mixture is None else self.mixture.to_info()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sources(cls, section: Any) -> Any:
+        return fill_sources(section)
 
 
 def _split_command(value: Any) -> Any:

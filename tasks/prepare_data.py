@@ -36,6 +36,7 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
             allow_nan=config.allow_nan,
             limit=context.limit,
             sources=sources.resolve(config.sources),
+            mixture=() if config.mixture is None else config.mixture.names,
         )
         result = _prepare(request, config, context, attempt)
         attempt.store.delete_tree(CLAIMS)

@@ -88,6 +88,7 @@ def _train(
         device=result.device,
         mfu=result.mfu,
         micro_batch=result.micro_batch,
+        mixture=result.mixture,
         checkpoint_digests=digests,
         exported=exported,
         environment=describe_environment(),

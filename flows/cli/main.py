@@ -44,6 +44,7 @@ _COMMANDS = {
     "deploy": "schedules:deploy",
     "watch": "schedules:watch",
     "follow": "schedules:follow",
+    "mix": "schedules:mix",
     "join": "execution:join",
     "predict": "predicting:predict",
     "evaluate": "evaluating:evaluate",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.errors import StorageError
+from trainer_lib.data.mixture import FIELD, merge_weights
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.protocol.requests import MIXTURE_CHANGE
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
 from trainflow.flows.planning.plan import Plan
@@ -115,6 +119,27 @@ def find_training(plan: Plan) -> Training | str:
         if run.name == spec.name and key.digest in (run.worked_in.get(_TRAIN), run.stages.get(_TRAIN)):
             return Training(run, key, data, spec.storage)
     return "No training of this spec has started yet"
+
+
+def change_mixture(spec: PipelineSpec, weights: Mapping[str, float]) -> dict[str, float]:
+    """Have the training of a spec take other weights of its mixture at its next checkpoint; return those it is sent.
+
+    Raises:
+        ConfigError: the spec has no mixture, no training of it is unfinished, or the weights are no weights of it.
+    """
+    if spec.prepare.mixture is None:
+        raise ConfigError("The spec mixes no sources.", field=FIELD, remedy="Set prepare.mixture before the training.")
+    training = find_training(Plan.of(spec))
+    if isinstance(training, str):
+        raise ConfigError(f"{training}.", field="SPEC", value=spec.name, remedy="Set the weights in the spec.")
+    if read_commit(training.stage, kind="stage") is not None:
+        remedy = "Change prepare.mixture in the spec, and run it: that is another training."
+        raise ConfigError("The training has ended.", field="SPEC", value=spec.name, remedy=remedy)
+    # Those that it has now are known to the training alone: weights that are not named stay.
+    merge_weights(dict.fromkeys(spec.prepare.mixture.names, 0.0), weights, field="--weight")
+    change = {"id": uuid.uuid4().hex, "weights": dict(weights)}
+    training.stage.write_bytes(MIXTURE_CHANGE, json.dumps(change).encode())
+    return dict(weights)
 
 
 class Watch:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments import total_batch_size
 from trainer_lib.arguments.configs.accelerator_config import describe_step, rows_at_a_time
 from trainer_lib.base.records import to_record
+from trainer_lib.data.mixture import INFO, Mixture
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.footprint import Estimate, Footprint, Probe, footprints
 from trainer_lib.storage import Store
@@ -117,9 +118,18 @@ class Length:
     step: str
 
     @classmethod
-    def of(cls, args: TrainingArguments, facts: PrepareFacts, config: TrainConfig, processes: int) -> Length:
-        """The length that follows from the arguments and the number of rows."""
+    def of(
+        cls,
+        args: TrainingArguments,
+        facts: PrepareFacts,
+        config: TrainConfig,
+        processes: int,
+        mixture: Mapping[str, Any] | None = None,
+    ) -> Length:
+        """The length that follows from the arguments and the number of rows, or from their mixture."""
         rows, batch = facts.splits[config.train_split].rows, total_batch_size(args, data_parallel_size=processes)
+        if mixture is not None:
+            rows = Mixture.of({**facts.info.get(INFO, {}), **mixture}, config.train_split).epoch_rows
         per_epoch = max(1, rows // batch if args.dataloader_drop_last else math.ceil(rows / batch))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         whole, rest = divmod(steps, per_epoch)
@@ -318,7 +328,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
         return found  # what cannot work says which
     found.alone = rows_at_a_time(args, data_parallel_size=1)
     found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
-    found.length = Length.of(args, data.facts, config, launch.world_size)
+    found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
     asked = ask(data)
     found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
     found.room = _room(plan, args, found)

@@ -160,8 +160,7 @@ class Plan:
         # A spec made in Python has not passed `parse_spec`, which sets it.
         if spec.root is None:
             spec = spec.model_copy(update={"root": str(find_root(spec.recipe))})
-        # The resolver that read the spec has parsed most of this already.
-        resolver = spec.resolver
+        resolver = spec.resolver  # which has parsed most of this already, where it read the spec
         resolver.as_of = as_of or resolver.as_of
         checks.check_spec(spec, resolver)
         context = StageContext(
@@ -173,6 +172,7 @@ class Plan:
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
             flavor=spec.register.flavor if spec.register.name else None,
             limit=spec.limit,
+            mixture=spec.prepare.mixture_info,
             refresh=spec.max_ages(),
             force=frozenset(name for name in forced if name),
             debug=debug,

@@ -124,6 +124,7 @@ class _Proof:
             root=spec.root,
             folder=spec.folder,
             sources=tuple(source for source in spec.prepare.sources if is_path(source)),
+            mixture=spec.prepare.mixture_info,
             resolver=spec.resolver,
         )
         self._context = replace(self._context, metrics=choosing_metrics(spec.train, spec.evaluate, self._context))

@@ -67,6 +67,7 @@ def _charts(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, S
     series = _series(history)
     # train_loss is the mean over the whole run: a number, not a curve.
     losses = {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
+    losses |= {key: series[key] for key in series if key.startswith("loss_") and key != "loss_spikes"}  # by source
     metrics = {key: points for key, points in series.items() if key.startswith("eval_") and key not in losses}
     rate = {key: series[key] for key in ("learning_rate",) if key in series}
     return [("Loss", losses), ("Evaluation while training", metrics), ("Learning rate", rate)]

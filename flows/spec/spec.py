@@ -441,6 +441,12 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
         if last == "recipe" and is_recipe_name(value) and not (base / value).exists():
             continue
         place[last] = [_absolute(item, base) for item in value] if isinstance(value, list) else _absolute(value, base)
+    mixture = raw["prepare"].get("mixture") if isinstance(raw.get("prepare"), dict) else None
+    entries = mixture.get("sources") if isinstance(mixture, dict) else mixture
+    base = Path.cwd() if overridden & {"prepare.mixture", "prepare.mixture.sources"} else folder
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("source"), str):
+            entry["source"] = _absolute(entry["source"], base)
     if raw.get("root") is None and isinstance(raw.get("recipe"), str):
         # A recipe of trainflow's own belongs to no project: that around the spec counts.
         named = is_recipe_name(raw["recipe"])

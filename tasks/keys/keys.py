@@ -239,6 +239,9 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
     sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
     code = code_of(config, context).reach(PREPARE)
     fields = settings_fields(config, sources=sources, recipe=code.digests, **_options("prepare-data", config, context))
+    fields.pop("mixture")
+    if config.mixture is not None:  # weights count for train alone
+        fields["mixture"] = config.mixture.names
     return stage_key("prepare-data", {**fields, **_limit(context)}, schema=2, places=code.places)
 
 
@@ -267,6 +270,8 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
     else:
         settings["stop_early"] = config.stop_early.model_dump()
     fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
+    if context.mixture is not None:
+        fields["mixture"] = context.mixture
     if context.metrics:  # others are measured by evaluate alone, and change no weight
         packages = metric_packages(context.metrics)
         fields |= {"metrics": [to_record(each) for each in context.metrics], "metric_packages": packages}

@@ -80,6 +80,7 @@ def describe_lineage(
     model = next((one for one in manifests if isinstance(one.facts, TrainFacts)), None)
     facts = TrainFacts() if model is None else model.facts
     sources = keys.get("prepare-data", {}).get("sources")
+    changed = {"mixture": list(facts.mixture)} if facts.mixture else {}
     tracked, mlflow_id = mlflow or (facts.tracked_run, facts.mlflow_run_id)
     return Lineage(
         name=name,
@@ -98,7 +99,7 @@ def describe_lineage(
         tracked_run=tracked,
         mlflow_run_id=mlflow_id,
         code_digest=code_digest,
-        arguments={} if model is None else mask_value("", changed_arguments(model)),
+        arguments={} if model is None else mask_value("", {**changed_arguments(model), **changed}),
         versions=facts.environment or dict(keys.get("train", {}).get("versions") or {}),
         run=run,
         publication=_publication_link(manifests),

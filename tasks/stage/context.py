@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer_lib.base.metric_names import MetricCall, is_less_better, read_metrics
 from trainer_lib.base.suggestions import nearest
@@ -37,6 +38,7 @@ class StageContext:
         flavor: the flavor of MLflow that the trained model is to have, so the library that its class must be of; None:
             any.
         metrics: those of evaluate that evaluations while training measure, because they choose its weights.
+        mixture: how the sources are mixed, as `trainer_lib.data.mixture.Mixture.of` reads it; None: they are not.
         limit: rows of each split in a check of the pipeline; None: all rows.
         refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").
@@ -55,6 +57,7 @@ class StageContext:
     run_name: str | None = None
     flavor: str | None = None
     metrics: tuple[MetricCall, ...] = ()
+    mixture: Mapping[str, Any] | None = None
     limit: int | None = None
     refresh: Mapping[str, MaxAge] = field(default_factory=dict)
     force: frozenset[str] = frozenset()

@@ -78,6 +78,7 @@ class TrainFacts(StageFacts, stage="train"):
         device: what each process trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
         micro_batch: samples that a process was allowed at a time in the end; None: an older version trained it.
+        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
             an older version trained it.
         checkpoint_digests: name of a committed checkpoint -> content digest of its files.
@@ -99,6 +100,7 @@ class TrainFacts(StageFacts, stage="train"):
     device: str | None = None
     mfu: float | None = None
     micro_batch: int | None = None
+    mixture: tuple[dict[str, Any], ...] = ()
     checkpoint_digests: dict[str, str] = field(default_factory=dict)
     exported: str | None = None
     environment: dict[str, str] = field(default_factory=dict)

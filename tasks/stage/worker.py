@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from trainer_lib.data.mixture import INFO
 from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
@@ -40,7 +41,10 @@ def model_fields(
     config: StageSettings, context: StageContext, attempt: StageAttempt, data: StageManifest[PrepareFacts]
 ) -> dict[str, Any]:
     """The fields of `common_fields`, and those of a stage that works with a model, but for its arguments."""
-    prepared = PreparedData(data.url, data.facts.splits, data.facts.info, data.files)
+    info = data.facts.info
+    if context.mixture is not None:
+        info = {**info, INFO: {**info.get(INFO, {}), **context.mixture}}
+    prepared = PreparedData(data.url, data.facts.splits, info, data.files)
     common = common_fields(config, context, attempt)
     return {**common, "tracking": context.tracking is not None, "data": prepared}
 

@@ -33,18 +33,21 @@ from tests.support.runs import (
     spec_of,
 )
 from tests.support.toy import project
-from trainer_lib.errors import CodeError, Interrupted
+from trainer_lib.errors import CodeError, ConfigError, Interrupted
 from trainer_lib.storage import Store
+from trainflow.flows.follow.following import change_mixture
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan, explain
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports import model_tracking, prefect_artifacts, run_record
 from trainflow.flows.spec.spec import load_spec
+from trainflow.tasks.model.model_lineage import describe_lineage
 from trainflow.tasks.prefect import run_link
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress as _progress
+from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 
 PATIENCE_S = 60.0
@@ -402,3 +405,124 @@ def test_wandb_offline_keeps_the_curve_of_a_pipelines_training(
     [kept] = (tmp_path / "wandb").rglob("*.wandb")
     content = kept.read_bytes()
     assert content.count(b"train/loss") >= 8 and b"train/learning_rate" in content
+
+
+# -- mixtures ---------------------------------------------------------------------------------------------------------
+MIXED = """
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from trainer_lib import TrainerCallback
+
+
+def prepare(options, out):
+    def rows(most):
+        for name, source in zip(out.mixture, out.sources):
+            for line in Path(source).read_text().split()[:most]:
+                yield {"x": [float(line)], "labels": int(float(line) > 0), "source": name}
+
+    return {"train": rows(None), "test": rows(5)}
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(1, 2)
+
+    def forward(self, x, labels=None):
+        logits = self.linear(x)
+        loss = None if labels is None else torch.nn.functional.cross_entropy(logits, labels)
+        return {"logits": logits} if labels is None else {"loss": loss, "logits": logits}
+
+
+def build_model(options, data):
+    return Net()
+
+
+class Change(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        stage = Path(args.output_dir).parent
+        if state.global_step == 3 and "b" in os.environ.get("CHANGED", ""):
+            (stage / "mixture.json").write_text(json.dumps({"id": "1", "weights": {"b": 3.0}}))
+        if state.global_step == 6 and os.environ.pop("FAILS", None):
+            raise ValueError("the power is gone")
+
+
+def callbacks(options):
+    return [Change()]
+"""
+MIXED_SPEC = """
+name: mixed
+recipe: recipe.py
+storage: store
+prepare:
+  mixture:
+    sources: [{source: data/a.txt, weight: 0.5}, {source: data/b.txt, weight: 0.5}]
+train:
+  args: {seed: 1, max_steps: 12, global_batch_size: 8, learning_rate: 5e-2, save_steps: 4, logging_steps: 2}
+evaluate: {metrics: [accuracy], slices: [source]}
+publish: {enabled: false}
+tracking: {enabled: false}
+"""
+TRAINED = "evaluate.enabled=false"
+
+
+def write_mixed(folder: Path) -> None:
+    (folder / "data").mkdir()
+    for name, shift in (("a", -30), ("b", -70)):
+        (folder / "data" / f"{name}.txt").write_text(" ".join(str((7 * row + shift) % 100 - 50) for row in range(90)))
+    (folder / "recipe.py").write_text(MIXED)
+    (folder / "pipeline.yaml").write_text(MIXED_SPEC)
+
+
+def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training whose weights change is the one whose schedule says so, also when it fails behind the change."""
+    write_mixed(tmp_path)
+
+    def trained(*overrides: str) -> StageManifest[TrainFacts]:
+        _manifests._verified.clear()
+        result = run(tmp_path, "predict.enabled=false", *overrides)
+        result.raise_for_error()
+        outcome = result.outcome("train")
+        assert outcome is not None
+        return StageManifest.from_dict(outcome.manifest or {}).with_facts(TrainFacts)
+
+    def weights(manifest: StageManifest[TrainFacts]) -> str:
+        return next(each.sha256 for each in manifest.files if each.path == "model/model.safetensors")
+
+    plain = trained()
+    [measured] = (tmp_path / "store" / "stages" / "evaluate").glob("*/metrics.json")
+    assert {"accuracy/source/a", "accuracy/source/b"} <= set(json.loads(measured.read_text())["test"])
+    history = json.loads(plain.store().read_bytes("history.json"))
+    assert all({"loss", "loss_a", "loss_b"} <= set(entry) for entry in history[:6])
+    scheduled = trained("prepare.mixture.schedule={4: {b: 3.0}}", TRAINED)
+    monkeypatch.setenv("CHANGED", "b")
+    changed = trained("storage=other", TRAINED)
+    monkeypatch.setenv("FAILS", "1")
+    assert not run(tmp_path, "storage=third", TRAINED).ok
+    resumed = trained("storage=third", TRAINED)
+    assert resumed.facts.resumed_from == 4
+    assert len({weights(manifest) for manifest in (scheduled, changed, resumed)}) == 1
+    assert weights(plain) != weights(changed)
+    assert history[:2] == json.loads(changed.store().read_bytes("history.json"))[:2]
+    assert resumed.facts.mixture == changed.facts.mixture
+    assert changed.facts.mixture == ({"step": 4, "weights": {"a": pytest.approx(1 / 7), "b": pytest.approx(6 / 7)}},)
+    lineage = describe_lineage("mixed", [changed])
+    assert lineage.arguments["mixture"] == list(changed.facts.mixture)
+    monkeypatch.delenv("CHANGED")
+    monkeypatch.setenv("FAILS", "1")
+    spec = spec_of(tmp_path, "storage=fourth", TRAINED)
+    with pytest.raises(ConfigError, match="No data is prepared"):
+        change_mixture(spec, {"b": 3.0})
+    assert not run(tmp_path, "storage=fourth", TRAINED).ok
+    with pytest.raises(ConfigError, match="no such source"):
+        change_mixture(spec, {"c": 3.0})
+    change_mixture(spec, {"b": 3.0})  # while it trains, as here while it waits
+    assert [change["step"] for change in trained("storage=fourth", TRAINED).facts.mixture] == [8]
+    with pytest.raises(ConfigError, match="has ended"):
+        change_mixture(spec, {"b": 3.0})

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from trainer_lib.data.fetch import Fetch, Keys
+from trainer_lib.data.mixture_order import MixtureOrder
 from trainer_lib.data.order import BatchPlan, Order
 from trainer_lib.errors import ConfigError
 
@@ -188,6 +189,19 @@ class TrainLoader(_SeededLoader):
 
     def micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         """This rank's micro-batches of an epoch, from a step on."""
+        if isinstance(self.order, MixtureOrder):
+            return self._micros_between_changes(self.order, epoch, start_step)
+        return self._micros(epoch, start_step)
+
+    def _micros_between_changes(self, order: MixtureOrder, epoch: int, step: int) -> Iterator[Micro]:
+        """As `micros`; read again from a step on whose weights were changed: workers may be ahead of it."""
+        while step < self.plan.steps_per_epoch:
+            changes, micros = order.changes, self._micros(epoch, step)
+            while step < self.plan.steps_per_epoch and order.changes is changes:
+                yield from itertools.islice(micros, self.plan.micro_steps(step))
+                step += 1
+
+    def _micros(self, epoch: int, start_step: int) -> Iterator[Micro]:
         self.set_epoch(epoch, start_step)
         # With one rank every micro-batch has samples, and all full steps are divided alike.
         if self.plan.data_parallel_size == 1:
@@ -205,12 +219,15 @@ class TrainLoader(_SeededLoader):
 
     def state(self) -> dict[str, Any]:
         """The order's fingerprint and the global batch; the position itself is (epoch, step)."""
-        return {"order": self.order.fingerprint(), "global_batch": self.global_batch}
+        state = {"order": self.order.fingerprint(), "global_batch": self.global_batch}
+        return {**state, "mixture": self.order.changes} if isinstance(self.order, MixtureOrder) else state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
-        """Raise ConfigError for another order or global batch, in which the position means other samples."""
+        """Restore changes of a mixture. Raise ConfigError for another order or global batch: the position differs."""
         refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
         refuse_change("train_dataset", state.get("order"), self.order.fingerprint())
+        if isinstance(self.order, MixtureOrder):
+            self.order.use_changes(state.get("mixture") or [])
 
 
 def refuse_change(field: str, saved: Any, now: Any) -> None:

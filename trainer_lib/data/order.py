@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ import torch
 
 from trainer_lib.data.generators import generators_seeded
 from trainer_lib.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer_lib.data.mixture_order import MixtureOrder
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -221,7 +224,7 @@ class SamplerOrder:
         return {"kind": kind, "num_samples": self.num_samples, "seed": self._seed}
 
 
-Order = SequentialOrder | RandomOrder | LengthGroupedOrder | SamplerOrder
+Order: TypeAlias = "SequentialOrder | RandomOrder | LengthGroupedOrder | SamplerOrder | MixtureOrder"
 """The sample at every position of every epoch. Fingerprints are equal for two orders exactly when their sequences are;
 checkpoints store them."""
 

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from trainer_lib.data.column import TEXT, Column
 from trainer_lib.data.columns import ROW_ID, Schema, column_of
+from trainer_lib.data.mixture import INFO, Mixture
 from trainer_lib.data.parts import find_finished_part, record_part
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.storage import FileEntry, Store
@@ -118,6 +119,7 @@ class ArrowSplit:
         self._url = str(data["url"])
         self._shards = [_parse_entry(files[path]) for path in info["shards"]]
         self._cache = cache
+        self._mixture: Mapping[str, Any] = data.get("info", {}).get(INFO, {})
         self._columns = {str(name): str(kind) for name, kind in info["columns"].items()}
         self._opened: dict[int, dict[str, Getter]] = {}
         self._rows = int(info["rows"])
@@ -127,6 +129,11 @@ class ArrowSplit:
     def column_names(self) -> list[str]:
         """Names of the columns of a row."""
         return [name for name in self._columns if name != ROW_ID]
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The sources of the rows, and how they are mixed in training; None: they are not."""
+        return Mixture.of(self._mixture, self.name) if "sources" in self._mixture else None
 
     def __len__(self) -> int:
         return self._rows

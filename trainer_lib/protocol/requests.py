@@ -51,6 +51,8 @@ FORMAT = 1
 
 OUTCOMES = "outcomes"
 """Folder in the result of evaluate: what the model got right and wrong, a JSON file for each split."""
+MIXTURE_CHANGE = "mixture.json"
+"""File in the folder of a training with weights of sources that it is to have from its next save on."""
 STATISTICS = "statistics.json"
 """File in the result of prepare-data by sources: split -> column -> statistics (`data.statistics`)."""
 
@@ -99,6 +101,7 @@ class TrainResult:
         device: what each process trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
         micro_batch: samples that a process was allowed at a time; a step may have had fewer.
+        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
     """
 
     files: tuple[FileEntry, ...]
@@ -113,6 +116,7 @@ class TrainResult:
     device: str | None = None
     mfu: float | None = None
     micro_batch: int | None = None
+    mixture: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
         sources: what the data is made from; local paths are absolute.
         limit: rows of each split (of each source, where there are several) that are written; None: all.
         step: which of `worker.prepare` is done; a recipe with `prepare` has one.
+        mixture: names of the sources of a mixture, in their order; empty: there is none.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)
@@ -287,6 +292,7 @@ class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResul
     sources: tuple[str, ...] = ()
     limit: int | None = None
     step: str = "all"
+    mixture: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,12 +93,14 @@ class PrepareOutput:
             have in place of prepared ones, with their types.
         warnings: sentences about what may be wrong with the data; they are shown, and no part of it.
         sources: the spec's `prepare.sources` in their order: local ones as absolute paths, wherever this runs.
+        mixture: their names, where the spec mixes them: rows then have a column `source` with it; else empty.
     """
 
-    def __init__(self, store: Store, sources: Sequence[str] = ()) -> None:
+    def __init__(self, store: Store, sources: Sequence[str] = (), mixture: Sequence[str] = ()) -> None:
         self.info: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.sources: tuple[str, ...] = tuple(sources)
+        self.mixture: tuple[str, ...] = tuple(mixture)
         self._store = store
         self._files: dict[str, FileEntry] = {}
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.model_places import (
@@ -100,7 +101,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     place = one_of(chosen, field=FIELD)
     if place is not None:
         require_positions(place, chosen["length"], field=f"{FIELD}.length")
-    texts = DocumentSplits(chosen, out.sources)
+    texts = DocumentSplits(chosen, out.sources, out.mixture)
     for name in chosen["pack"]:
         require_choice(name, tuple(texts.names), field=f"{FIELD}.pack")
     if place is None:
@@ -110,13 +111,14 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         tokenizer = open_tokenizer(place, field=FIELD)
     note_tokenizer(tokenizer, out)
     counts = {name: new_counts() for name in texts.names}
+    mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
         {name: chosen[name] for name in ("length", "overlong", "text", "isolate")},
         new_columns={chosen["text"]: "string", NEW_TOKENS: "int64"},
         packed=chosen["pack"],
         packing=counts,  # complete when all rows were read
         ends={name: getattr(tokenizer, name) for name in ENDS},
-        **note_form({}, chosen, optional=[chosen["text"], NEW_TOKENS, "input_ids", "lengths"]),
+        **note_form({}, chosen, optional=[chosen["text"], NEW_TOKENS, "input_ids", "lengths", *mixed]),
     )
     return {
         name: pack_documents(

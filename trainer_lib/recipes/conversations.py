@@ -21,7 +21,7 @@ from trainer_lib.data.row_sources import FORMATS, find_row_files
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.option_names import require_choice
 from trainer_lib.recipes.table_cells import read_reading
-from trainer_lib.recipes.table_files import SOURCES, naming_sources, renamed_row
+from trainer_lib.recipes.table_files import naming_sources, renamed_row
 from trainer_lib.recipes.text_documents import DocumentSplits
 
 FIELD = "prepare.options"
@@ -48,6 +48,7 @@ class Conversation(NamedTuple):
         tools: those of the row, for the template.
         values: the columns of the row.
         fault: what is wrong with it; empty for one that can be rendered.
+        source: the name of its source in a mixture; None: there is none.
     """
 
     place: str
@@ -56,6 +57,7 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
     values: Mapping[str, Any]
     fault: str = ""
+    source: str | None = None
 
 
 class Faults:
@@ -98,6 +100,7 @@ class ConversationSplits(DocumentSplits):
     Args:
         options: `shape`, `system`, `rename`, `read`, `files` and `split`.
         sources: the spec's `prepare.sources`.
+        mixture: their names in a mixture; empty: there is none.
 
     Attributes:
         shape: how rows have their conversations; None before one was read.
@@ -106,11 +109,11 @@ class ConversationSplits(DocumentSplits):
         ConfigError: there is no such shape. DataError: the rows have none.
     """
 
-    def __init__(self, options: Mapping[str, Any], sources: Sequence[str]) -> None:
+    def __init__(self, options: Mapping[str, Any], sources: Sequence[str], mixture: Sequence[str] = ()) -> None:
         self.shape: str | None = options["shape"]
         if self.shape is not None:
             require_choice(self.shape, SHAPES, field=f"{FIELD}.shape")
-        super().__init__({"text": "", "separator": None, **options}, sources)
+        super().__init__({"text": "", "separator": None, **options}, sources, mixture)
 
     @override
     def read(self, name: str) -> Iterator[Any]:
@@ -123,7 +126,7 @@ class ConversationSplits(DocumentSplits):
             for name in self.names:
                 yield from self.read(name)
         else:
-            yield from self._read(self._sources, SOURCES)
+            yield from self._read_sources()
 
     @override
     def _read(self, sources: Sequence[str], field: str) -> Iterator[Any]:

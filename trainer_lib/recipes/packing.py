@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.option_names import require_choice
 
@@ -25,11 +26,15 @@ WINDOW = 1 << 22
 
 
 class Document(NamedTuple):
-    """A tokenized document: where it is from, its tokens ``[tokens]``, and which are trained; None: all of them."""
+    """A tokenized document: where it is from, its tokens ``[tokens]``, and which are trained; None: all of them.
+
+    `source`: the name of its source in a mixture; None: there is none. Documents of two sources share no row.
+    """
 
     place: str
     tokens: np.ndarray
     trained: np.ndarray | None = None
+    source: str | None = None
 
 
 class _Piece(NamedTuple):
@@ -70,7 +75,8 @@ def pack_documents(
 
     Yields:
         `input_ids` int32 ``[tokens]``, `lengths` int32 ``[pieces]``: the tokens of each, and `documents` int64
-        ``[pieces]``: the number of the document that each is of; `trained` bool ``[tokens]`` where documents have it.
+        ``[pieces]``: the number of the document that each is of; `trained` bool ``[tokens]`` and `source`, a text,
+        where documents have them.
 
     Raises:
         ConfigError: there is no such policy. DataError: a document is too long, and the policy does not allow it.
@@ -78,17 +84,20 @@ def pack_documents(
     if overlong is not None:
         require_choice(overlong, POLICIES, field=FIELD)
     waiting: list[_Piece] = []
-    held = 0
+    held, source = 0, None
     for number, document in enumerate(documents):
+        if document.source != source:
+            yield from _rows(waiting, length, packed, counts, source)
+            waiting, held, source = [], 0, document.source
         counts["documents"] += 1
         counts["tokens_in"] += len(document.tokens)
         for piece in _pieces(number, document, length, overlong, counts):
             waiting.append(piece)
             held += len(piece.tokens)
         if held >= window:
-            yield from _rows(waiting, length, packed, counts)
+            yield from _rows(waiting, length, packed, counts, source)
             waiting, held = [], 0
-    yield from _rows(waiting, length, packed, counts)
+    yield from _rows(waiting, length, packed, counts, source)
 
 
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -144,7 +153,9 @@ def _pieces(
     raise DataError(what, field=FIELD, value=overlong, remedy=remedy)
 
 
-def _rows(waiting: Sequence[_Piece], length: int, packed: bool, counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _rows(
+    waiting: Sequence[_Piece], length: int, packed: bool, counts: dict[str, int], source: str | None
+) -> Iterator[dict[str, Any]]:
     lengths = [len(piece.tokens) for piece in waiting]
     shared = best_fit_decreasing(lengths, length) if packed else [[number] for number in range(len(waiting))]
     for members in sorted(map(sorted, shared)):
@@ -155,6 +166,7 @@ def _rows(waiting: Sequence[_Piece], length: int, packed: bool, counts: dict[str
         trained = [part for member in members if (part := waiting[member].trained) is not None]
         yield {
             **({"trained": np.concatenate(trained)} if trained else {}),
+            **({} if source is None else {SOURCE: source}),
             "input_ids": tokens.astype(np.int32),
             "lengths": np.array([lengths[member] for member in members], np.int32),
             "documents": np.array([waiting[member].document for member in members], np.int64),

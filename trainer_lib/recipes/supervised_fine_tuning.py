@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model
@@ -98,7 +99,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     place = one_of(chosen, field=FIELD)
     if place is not None:
         require_positions(place, chosen["length"], field=f"{FIELD}.length")
-    splits = ConversationSplits(chosen, out.sources)
+    splits = ConversationSplits(chosen, out.sources, out.mixture)
     for name in chosen["pack"]:
         require_choice(name, tuple(splits.names), field=f"{FIELD}.pack")
     _refuse_faults(splits, chosen["faulty"])
@@ -112,6 +113,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     template = ChatTemplate(tokenizer, chosen["template"])
     note_tokenizer(tokenizer, out)
     counts = {name: {**new_counts(), "faulty": 0, "cut": 0, "tokens_trained": 0} for name in splits.names}
+    mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
         {name: chosen[name] for name in ("length", "overlong", "isolate", "loss_on", "system")},
         new_columns={PROMPT: "string", NEW_TOKENS: "int64"},
@@ -119,7 +121,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         shape=splits.shape,
         packing=counts,  # complete when all rows were read
         ends={name: getattr(tokenizer, name) for name in ENDS},
-        **note_form({}, chosen, optional=[PROMPT, NEW_TOKENS, "input_ids", "lengths", "trained"]),
+        **note_form({}, chosen, optional=[PROMPT, NEW_TOKENS, "input_ids", "lengths", "trained", *mixed]),
     )
     out.write_file("conversations.txt", _show(splits, template, chosen["loss_on"]).encode())
     return {
@@ -176,7 +178,7 @@ def _tokenize(
             counts["faulty"] += 1
             continue
         counts["tokens_trained"] += int(trained[1:].sum())
-        yield Document(conversation.place, tokens, trained)
+        yield Document(conversation.place, tokens, trained, conversation.source)
     faults.require_few(count)
 
 

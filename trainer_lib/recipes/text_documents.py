@@ -30,11 +30,15 @@ TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": 
 
 
 class TextDocument(NamedTuple):
-    """A document: where it is from, its text, and the other columns of its row (the address of a text file)."""
+    """A document: where it is from, its text, and the other columns of its row (the address of a text file).
+
+    `source`: the name of its source in a mixture; None: there is none.
+    """
 
     place: str
     text: str
     values: Mapping[str, Any]
+    source: str | None = None
 
 
 class DocumentSplits:
@@ -43,16 +47,21 @@ class DocumentSplits:
     Args:
         options: `text` (a column), `rename`, `read`, `separator`, `files` and `split`.
         sources: the spec's `prepare.sources`.
+        mixture: their names in a mixture; empty: there is none.
 
     Attributes:
         names: the splits, train first.
     """
 
-    def __init__(self, options: Mapping[str, Any], sources: Sequence[str]) -> None:
+    def __init__(self, options: Mapping[str, Any], sources: Sequence[str], mixture: Sequence[str] = ()) -> None:
         self._options = options
+        self._mixture = mixture
         self._files = {name: [str(path)] for name, path in options["files"].items()}
         self._sources = list(sources)
         self._chosen: dict[str, np.ndarray] = {}
+        if self._files and mixture:
+            what, remedy = "A mixture is split by itself, so splits cannot have files.", "Set split in place of files."
+            raise ConfigError(what, field=f"{FIELD}.files", value=list(self._files), remedy=remedy)
         if self._files and "train" not in self._files:
             remedy = "Name a file for it: prepare.options.files.train=FILE."
             what = "There is no split 'train'."
@@ -69,12 +78,20 @@ class DocumentSplits:
             return
         wanted = iter(self._chosen[name].tolist())
         following = next(wanted, None)
-        for number, document in enumerate(self._read(self._sources, SOURCES)):
+        for number, document in enumerate(self._read_sources()):
             if number == following:
                 yield document
                 following = next(wanted, None)
                 if following is None:
                     return
+
+    def _read_sources(self) -> Iterator[Any]:
+        """The documents of all sources, in their order; of a mixture with the name of their source."""
+        if not self._mixture:
+            yield from self._read(self._sources, SOURCES)
+        for name, source in zip(self._mixture, self._sources, strict=False):
+            for document in self._read([source], SOURCES):
+                yield document._replace(source=name)
 
     def _read(self, sources: Sequence[str], field: str) -> Iterator[TextDocument]:
         chosen = self._options
@@ -95,7 +112,7 @@ class DocumentSplits:
             raise ConfigError("Texts have no classes to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
         keys: list[str] = []
         rows = 0
-        for document in self._read(self._sources, SOURCES):
+        for document in self._read_sources():
             rows += 1
             if way["column"] is not None:
                 keys.append(_key(document, way["column"]))
@@ -104,7 +121,7 @@ class DocumentSplits:
         return cut_rows(way, rows, keys=keys, place=self._place)
 
     def _place(self, number: int) -> str:
-        return next(itertools.islice(self._read(self._sources, SOURCES), number, None)).place
+        return next(itertools.islice(self._read_sources(), number, None)).place
 
 
 def read_documents(

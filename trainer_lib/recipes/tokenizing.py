@@ -195,7 +195,7 @@ def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Ite
             tokens = made.pop()  # and free it with the array made: a tenth of the time is asking for new memory
             if end is not None and tokens[-1:] != [end]:
                 tokens.append(end)
-            yield Document(document.place, np.array(tokens, np.int32))
+            yield Document(document.place, np.array(tokens, np.int32), source=document.source)
 
 
 def keep_tokenizer(tokenizer: Any, out: PrepareOutput) -> list[str]:

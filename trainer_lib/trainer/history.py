@@ -15,12 +15,15 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_lib.errors import DataError, NonFiniteError
 from trainer_lib.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from trainer_lib.trainer.model.source_losses import SourceLosses
 
 # A window of equal losses has no deviation, and rounding alone must not be a spike.
 _LEAST_DEVIATION = 1e-6
@@ -91,13 +94,22 @@ class StepHistory:
     A step without any target has no loss: it is not trained, and does not count as non-finite.
 
     Attributes:
+        sources: losses by source, where the training data is a mixture; else None.
         nonfinite_steps: steps of the whole run with a NaN or infinite loss or gradient; their updates were skipped.
         steps_without_targets, batches_without_targets: steps and micro-batches of the whole run, over all ranks.
         example: a batch without targets in words, for the error.
     """
 
-    def __init__(self, strategy: Strategy, *, nonfinite_limit: int, spikes: SpikeWatch | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        nonfinite_limit: int,
+        spikes: SpikeWatch | None = None,
+        sources: SourceLosses | None = None,
+    ) -> None:
         self._strategy = strategy
+        self.sources = sources
         self._limit = nonfinite_limit
         self._spikes = spikes
         self._losses: list[torch.Tensor] = []
@@ -159,6 +171,8 @@ class StepHistory:
         losses = sums[0] / self._strategy.comm.world_size
         values = torch.stack([losses, torch.stack(self._norms).float(), sums[1]]).tolist()  # one transfer for all
         self.batches_without_targets += int(sum(values.pop()))
+        if self.sources is not None:
+            self.sources.collect(self._strategy.sum, losses.device)
         if self._spikes is not None:
             self._note_watched(self._spikes, step, values)
         else:
@@ -224,7 +238,7 @@ class StepHistory:
         losses = [loss for loss, _ in self._since_log if math.isfinite(loss) or not hide_nonfinite]
         entry = {"loss": sum(losses) / len(losses) if losses else math.nan, "grad_norm": self._since_log[-1][1]}
         self._since_log = []
-        return entry | self.counts()
+        return entry | self.counts() | ({} if self.sources is None else self.sources.take())
 
     def counts(self) -> dict[str, int]:
         """The counts of unusual steps and micro-batches so far, without those that are 0."""
@@ -256,6 +270,7 @@ class StepHistory:
             "without_in_a_row": self._without_in_a_row,
             **self.counts(),
             **({} if self._spikes is None else {"recent": self._spikes.state()}),
+            **({} if self.sources is None else {"sources": self.sources.state()}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -269,6 +284,8 @@ class StepHistory:
             setattr(self, name, int(state.get(name, 0)))
         if self._spikes is not None:
             self._spikes.load_state(state.get("recent", []))
+        if self.sources is not None and "sources" in state:
+            self.sources.load_state(state["sources"])
 
 
 def _written(value: float) -> float | str:

@@ -17,6 +17,7 @@ from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.generators import keep_generators
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
+from trainer_lib.data.mixture_order import MixtureOrder
 from trainer_lib.data.order import (
     BatchPlan,
     LengthGroupedOrder,
@@ -29,6 +30,7 @@ from trainer_lib.data.order import (
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.api.base import TrainerBase
+from trainer_lib.trainer.model.source_losses import WithSources
 from trainer_lib.trainer.overrides import takes_positionals
 
 if TYPE_CHECKING:
@@ -148,6 +150,16 @@ class Loaders:
         args = self._trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         sortish = bool(getattr(args, "sortish_sampler", False))
+        if (mixture := getattr(dataset, "mixture", None)) is not None:
+            if sorts_by_length(args):
+                raise ConfigError(
+                    "A mixture of sources has an order that is not by length.",
+                    field="train_sampling_strategy",
+                    value="group_by_length",
+                    remedy="Remove it, or the mixture.",
+                )
+            batch, shuffled = self._trainer.get_total_train_batch_size(args), args.train_sampling_strategy == "random"
+            return MixtureOrder(mixture, seed, batch, args.dataloader_drop_last, shuffled)
         if args.train_sampling_strategy == "sequential" and not sortish:
             return SequentialOrder(len(dataset))
         if not sorts_by_length(args):
@@ -194,6 +206,8 @@ class Loaders:
         order: Order = SequentialOrder(len(dataset))
         if sampler is not None:
             order = sampler.order if isinstance(sampler, OrderSampler) else SamplerOrder(sampler, args.seed)
+        if isinstance(order, MixtureOrder):
+            collate = WithSources(collate, order.names)
         plan = BatchPlan.cut(
             order.num_samples,
             global_batch=global_batch,

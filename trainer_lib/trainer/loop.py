@@ -30,6 +30,7 @@ from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.data.foreign import ForeignLoader
 from trainer_lib.data.items import describe_row
 from trainer_lib.data.loader import TrainSource
+from trainer_lib.data.mixture_order import MixtureOrder
 from trainer_lib.distributed.agreement import lost_peer_error
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError, Preempted
 from trainer_lib.search.base import TrialPruned
@@ -38,6 +39,7 @@ from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 from trainer_lib.trainer.checkpoints.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeFound, SpikeWatch, StepHistory
 from trainer_lib.trainer.model.forward import LossRule
+from trainer_lib.trainer.model.source_losses import SourceLosses, take_sources
 from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
 from trainer_lib.trainer.trainer_checks import without_length
 from trainer_lib.trainer.weighting import LossScale, StepWeights
@@ -246,6 +248,8 @@ class TrainingLoop:
                 if internals.world.comm.world_size == 1 and internals.engine.strategy.skips_micro_steps:
                     continue
                 batch = weights.substitute(batch, samples)
+            batch, sources = take_sources(batch)
+            internals.forward.sources = sources if weights.has_items else None
             syncs = syncs_each or (syncs_last and weights.micro_step == last)
             with contextlib.nullcontext() if syncs else internals.engine.strategy.no_sync(model):
                 if with_items:
@@ -460,7 +464,7 @@ def begin_run(
     per_step, per_epoch = _count_micro_batches(trainer, internals, source, max_steps)
     run = TrainingRun(
         source=source,
-        history=_step_history(internals, args),
+        history=_step_history(internals, args, source),
         weights=_step_weights(internals, args),
         stop=internals.stop,
         max_steps=max_steps,
@@ -492,11 +496,13 @@ def _step_in_words(trainer: Trainer, internals: Internals, source: TrainSource) 
     return describe_step(trainer.args, data_parallel_size=size, micro_batch=trainer._train_batch_size)
 
 
-def _step_history(internals: Internals, args: TrainingArguments) -> StepHistory:
+def _step_history(internals: Internals, args: TrainingArguments, source: TrainSource) -> StepHistory:
     sigma, engine = args.loss_spike_sigma, internals.engine
     watch = None if sigma is None else SpikeWatch(sigma, args.loss_spike_window)
     limit = args.max_nonfinite_steps + (_OVERFLOWS if engine.precision.name == "fp16" else 0)
-    return StepHistory(engine.strategy, nonfinite_limit=limit, spikes=watch)
+    order = getattr(source, "order", None)
+    sources = SourceLosses(order.names) if isinstance(order, MixtureOrder) else None
+    return StepHistory(engine.strategy, nonfinite_limit=limit, spikes=watch, sources=sources)
 
 
 def _count_micro_batches(

@@ -29,6 +29,7 @@ from trainer_lib.protocol.footprint import Estimate, ModelSize
 from trainer_lib.protocol.requests import EstimateRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.strategies.fsdp.units import find_units
+from trainer_lib.trainer.model.source_losses import take_sources
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
 from trainer_lib.worker.process.session import Work
 
@@ -160,7 +161,8 @@ class _Sizes:
         self._model, self._notes = model, notes
         self._eval_set = eval_set
         self._trainer = build_trainer(work, args, model, [], train_dataset=train_set, eval_dataset=eval_set)
-        self._batches = list(islice(self._trainer.get_train_dataloader(), _LOOKED_AT))
+        batches = islice(self._trainer.get_train_dataloader(), _LOOKED_AT)
+        self._batches = [take_sources(batch)[0] for batch in batches]
 
     @property
     def tokens_per_sample(self) -> float | None:

@@ -21,6 +21,7 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
+from trainer_lib.data.mixture import FIELD, count_sources
 from trainer_lib.data.row_sources import describe_hidden
 from trainer_lib.data.shards import SplitWriter
 from trainer_lib.data.source_parts import (
@@ -31,7 +32,7 @@ from trainer_lib.data.source_parts import (
     describe_unusual,
     write_rows,
 )
-from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_failures import vanished_source
 from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequest, PrepareResult
@@ -55,10 +56,14 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
     if work.rank != 0:
         return None
     if work.recipe.is_sharded:
+        if work.request.mixture:
+            what = "A recipe with prepare_shard() names its sources by itself."
+            remedy = "Remove the mixture, or define prepare()."
+            raise ConfigError(what, field=FIELD, remedy=remedy)
         return _run_parts(work)
     request = work.request
     store = Store.open(request.output, field="storage")
-    out = PrepareOutput(store, request.sources)
+    out = PrepareOutput(store, request.sources, request.mixture)
     splits: dict[str, PreparedSplit] = {}
     files: list[FileEntry] = []
     for name, rows in work.recipe.prepare(request.recipe_options(), out).items():
@@ -66,6 +71,8 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
         def report(count: int, split: str = name) -> None:
             work.events.emit("progress", step=count, message=f"{split}: {counted(count, 'row')}")
 
+        if request.mixture:
+            rows = count_sources(rows, request.mixture, name, out.info)
         writer = SplitWriter(
             store,
             name,

@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.numeric import numeric_fields
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.peak_flops import utilization
 from trainer_lib.base.records import to_record
@@ -23,11 +24,13 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.data.mixture import INFO
+from trainer_lib.data.mixture_order import MixtureOrder
 from trainer_lib.data.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
-from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice
+from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice, StorageError
 from trainer_lib.protocol.preemption import NoticeWatch
-from trainer_lib.protocol.requests import TrainRequest, TrainResult
+from trainer_lib.protocol.requests import MIXTURE_CHANGE, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
@@ -37,6 +40,7 @@ from trainer_lib.worker.process.session import Work
 if TYPE_CHECKING:
     from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
+    from trainer_lib.worker.process.events import EventsCallback
 
 
 class ProofCallback(TrainerCallback):
@@ -103,7 +107,67 @@ def stopped_by_notice(work: Work[TrainRequest], trainer: Any) -> Iterator[None]:
         watch.close()
 
 
+class MixtureChanges(TrainerCallback):
+    """Takes weights that were changed while training, as `trainflow mix` writes them, where a save is due.
+
+    The save has the change, so a training that is killed continues with it, or makes it at its next save.
+
+    Attributes:
+        made: the changes, `step` and `weights` of each; set when training ends.
+    """
+
+    def __init__(self, work: Work[TrainRequest], trainer: Trainer) -> None:
+        self._work = work
+        self._trainer = trainer
+        self._store = Store.open(work.request.output, field="storage")
+        self._refused = ""
+        self.made: list[dict[str, Any]] = []
+        if INFO in work.request.data.info:
+            trainer.add_callback(self)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Look for a change, if a save is due. Collective."""
+        if control.should_save:
+            self._look(state.global_step)
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Note the changes, those of earlier attempts included."""
+        changes = [] if (order := self._order()) is None else order.changes
+        self.made = [{"step": change["step"], "weights": change["weights"]} for change in changes]
+
+    def _look(self, step: int) -> None:
+        asked = self._trainer._trainflow.comm.broadcast_json(self._read() if self._work.rank == 0 else None)
+        order = self._order()
+        if order is None or asked is None or asked["id"] in {self._refused, *(each["id"] for each in order.changes)}:
+            return
+        try:
+            merged = order.change(step, asked["weights"], name=asked["id"])
+        except ConfigError as error:
+            self._refused = asked["id"]
+            self._work.events.emit("warning", message=f"The mixture stays as it is. {error.message} {error.remedy}")
+            return
+        shares = ", ".join(f"{name} {number_words(weight)}" for name, weight in merged.items())
+        self._work.events.emit("line", message=f"mixture from step {step + 1:,} on: {shares}")
+
+    def _read(self) -> Any:
+        try:
+            text = self._store.read_if_exists(MIXTURE_CHANGE, limit=_CHANGE_BYTES)
+            return None if text is None else parse_json(text, dict)
+        except (StorageError, ValueError):  # the next save looks again
+            return None
+
+    def _order(self) -> MixtureOrder | None:
+        run = self._trainer._trainflow.run
+        order = getattr(run.source, "order", None) if run is not None else None
+        return order if isinstance(order, MixtureOrder) else None
+
+
 MODEL = "model"
+_CHANGE_BYTES = 1 << 16
 CHECKPOINTS = "checkpoints"
 HISTORY = "history.json"
 LOSSES = "losses.json"
@@ -131,6 +195,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
+    changes = MixtureChanges(work, trainer)
     with stopped_by_notice(work, trainer):
         trained = trainer.train(resume_from_checkpoint="auto")  # a first attempt and a retry are one command
     trainer.save_model(output.child(MODEL).url)
@@ -138,8 +203,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     result: TrainResult | None = None
     if work.rank == 0:
         tell_of_stop(work, trainer, stops)
-        output.write_bytes(HISTORY, json.dumps(trainer.state.log_history).encode())
-        output.write_bytes(LOSSES, json.dumps(thin_losses(events.unlogged)).encode())
+        for name, entries in ((HISTORY, trainer.state.log_history), (LOSSES, thin_losses(events.unlogged))):
+            output.write_bytes(name, json.dumps(entries).encode())
         device, precision = _device(trainer)
         result = TrainResult(
             files=tuple(_exported(work, output, args)),
@@ -153,9 +218,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             peak_bytes=max(peaks or ()),
             device=device,
             micro_batch=trainer.state.train_batch_size,
-            mfu=utilization(
-                events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision
-            ),
+            mixture=tuple(changes.made),
+            mfu=_utilization(events, work.world_size, device, precision),
         )
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
@@ -206,6 +270,10 @@ def thin_losses(losses: Sequence[tuple[int, float]], most: int = _POINTS) -> lis
         finite = [loss for _, loss in block if math.isfinite(loss)]
         entries.append({"step": block[-1][0], "loss": math.fsum(finite) / len(finite) if finite else "NaN"})
     return entries
+
+
+def _utilization(events: EventsCallback, devices: int, device: str, precision: str) -> float | None:
+    return utilization(events.flops, events.trained_s, devices=devices, device=device, precision=precision)
 
 
 def _device(trainer: Trainer) -> tuple[str, str]:

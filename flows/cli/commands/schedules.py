@@ -223,6 +223,37 @@ def follow(
     return Answer(done.to_dict(), lambda: _summary(done))
 
 
+@command("trainflow mix pipeline.yaml --weight code=0.5 --weight web=0.5")
+def mix(
+    spec: Spec = None,
+    overrides: Overrides = None,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option("--weight", "-w", metavar="SOURCE=NUMBER", help="The new weight of a source; repeatable."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer:
+    """Change weights of the mixture that a training of this spec is trained on, from its next checkpoint on.
+
+    Weights that are not named stay. The change is kept with the training's checkpoints and in the lineage.
+    """
+    from trainflow.flows.follow.following import change_mixture
+    from trainflow.tasks.keys.resolver import Resolver
+
+    pairs = [text.partition("=") for text in weight or []]
+    try:
+        asked = {name: float(number) for name, _, number in pairs}
+    except ValueError:
+        asked = {}
+    if not asked:
+        remedy = "Write for example --weight code=0.5."
+        raise ConfigError("A weight is a source and a number.", field="--weight", value=weight, remedy=remedy)
+    shares = change_mixture(load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False), asked)
+    lines = [Text("From its next checkpoint on the training has these weights:", "green")]
+    return Answer({"weights": shares}, lambda: [*lines, *(Text(f"  {name}  {shares[name]:.4g}") for name in shares)])
+
+
 def _listener(out: Console) -> Listener:
     """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
     from trainer_lib.base.durations import describe_seconds

@@ -79,6 +79,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         **OWN,
         **THREADS,
         "sources": ["RECIPE"],
+        "mixture": [{"source": "package:pytest"}],
         "shard_rows": 7,
         "allow_nan": True,
         "runner": RunnerSettings(kind="dask", workers=2),
@@ -138,6 +139,16 @@ def test_each_setting_is_part_of_the_key_as_it_declares(cls: type[KeyedSettings]
         value = str(other) if value == "OTHER" else [recipe] if value == ["RECIPE"] else value
         after = key(cls(**{name: value}), at(recipe), *inputs).digest
         assert (after != before) == (affects == "result"), name
+
+
+def test_weights_of_a_mixture_are_in_the_key_of_train_and_its_sources_in_that_of_prepare(recipe: str) -> None:
+    one, other = (PrepareConfig(mixture=[{"source": "package:pytest", "weight": weight}]) for weight in (1, 2))
+    renamed = PrepareConfig(mixture=[{"source": "package:pytest", "name": "mine"}])
+    assert _keys.prepare_key(one, at(recipe)).digest == _keys.prepare_key(other, at(recipe)).digest
+    assert _keys.prepare_key(one, at(recipe)).digest != _keys.prepare_key(renamed, at(recipe)).digest
+    mixed = [replace(at(recipe), mixture=each.mixture.to_info()) for each in (one, other) if each.mixture]
+    keys = [_keys.train_key(TrainConfig(), context, DATA).digest for context in (at(recipe), *mixed)]
+    assert len(set(keys)) == 3
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ class Forward:
     Attributes:
         rule: what losses are, as far as it is known before they are computed.
         scale: what the newest loss is.
+        sources: in training on a mixture, the sources of the labels of the batch under way.
         past: with `past_index`, what the model remembers of the last batch, without its graph.
     """
 
@@ -131,6 +132,7 @@ class Forward:
         self.rule = LossRule()
         self.scale = LossScale.MEAN
         self.past: Any = None
+        self.sources: torch.Tensor | None = None
         self._needs_autograd = False
 
     def _keep_past(self, outputs: Any) -> None:
@@ -219,11 +221,18 @@ class Forward:
             outputs = self.call(model, inputs)
         if trainer.args.past_index >= 0:
             self._keep_past(outputs)
+        self._note_sources(outputs, inputs, labels)
         if func is not None:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
             return smoother(outputs, labels, shift_labels=forward.shifts_labels), outputs
         return loss_of(outputs, inputs), outputs
+
+    def _note_sources(self, outputs: Any, inputs: Any, labels: Any) -> None:
+        run, sources, self.sources = self._internals.run, self.sources, None
+        if sources is not None and run is not None and run.history.sources is not None:
+            labels = self._labels(inputs) if labels is None else labels
+            run.history.sources.add(outputs, labels, sources, shifts=self._internals.facts.forward.shifts_labels)
 
     def _call_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:
         """The outputs of a model that may divide its loss by the count; notes in `scale` if it did."""
