@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -126,7 +126,7 @@ class Reproduction:
         self.outcome = Outcome(run=self.run.id, to=self.to)
         spec = read_kept_spec(self._storage, self.run, say)
         self._check_sources(spec)
-        self.spec = _quiet(spec, self.to)
+        self.spec = _quiet(mixed_alike(spec, chain.lineage.arguments.get("mixture", ())), self.to)
         self.spec.check()
         self._say_versions()
 
@@ -302,6 +302,16 @@ def open_scratch(to: str | None, run: str) -> Iterator[str]:
     store.ensure_writable(field="--to")
     store.write_bytes(_MARK, run.encode())
     yield store.url
+
+
+def mixed_alike(spec: PipelineSpec, changes: Sequence[Mapping[str, Any]]) -> PipelineSpec:
+    """The spec whose schedule has the weights that were changed while the run trained."""
+    mixture = spec.prepare.mixture
+    if mixture is None or not changes:
+        return spec
+    schedule = {**mixture.schedule, **{int(change["step"]): dict(change["weights"]) for change in changes}}
+    mixed = mixture.model_copy(update={"schedule": schedule})
+    return spec.model_copy(update={"prepare": spec.prepare.model_copy(update={"mixture": mixed})})
 
 
 def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:

@@ -324,6 +324,7 @@ CASES = {
     "deploy": (2, "pipeline.yaml --pool main"),
     "watch": (2, "new toy/toy --every never"),
     "follow": (0, "pipeline.yaml --once train.eval_split=test"),
+    "mix": (2, "pipeline.yaml --weight web=1"),
     "join": (2, "here"),
     "predict": (0, "last new.jsonl --to {free}"),
     "evaluate": (2, "last new.jsonl"),

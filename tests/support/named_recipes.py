@@ -47,10 +47,12 @@ def refusal(call: Callable[[], object]) -> TrainflowError:
     return caught.value
 
 
-def prepare_sources(name: str, sources: Sequence[str], options: Mapping[str, Any], folder: Path) -> Prepared:
+def prepare_sources(
+    name: str, sources: Sequence[str], options: Mapping[str, Any], folder: Path, mixture: Sequence[str] = ()
+) -> Prepared:
     """The recipe `name`, the rows of each split that it prepares from sources, and what it notes about the data."""
     recipe = load(recipe_file(name), folder)
-    out = PrepareOutput(Store.open(folder / "out"), sources)
+    out = PrepareOutput(Store.open(folder / "out"), sources, mixture)
     splits = {split: [dict(row) for row in rows] for split, rows in recipe.prepare(options, out).items()}
     files = [vars(entry) for entry in out.files()]
     rows = {split: {"rows": len(each)} for split, each in splits.items()}

@@ -17,7 +17,7 @@ SOURCE = "source"
 
 
 class Piece(NamedTuple):
-    """Weights by source, not negative, from an optimizer step on."""
+    """Weights by source, not negative, from an optimizer step on; sources that are not named keep theirs."""
 
     step: int
     weights: Mapping[str, float]
@@ -30,7 +30,7 @@ class Mixture:
     Attributes:
         rows: name of a source -> its rows, which follow those of the source before.
         budgets: name -> the rows that it may give in an epoch; the others give what their weights ask for.
-        pieces: weights by step, the first at step 0.
+        pieces: weights by step, the first at step 0 and of all sources.
     """
 
     rows: Mapping[str, int]
@@ -68,10 +68,8 @@ class Mixture:
         else:
             power = 1 / float(info["temperature"])
             weights = {name: budgets.get(name, count) ** power for name, count in rows.items()}
-        pieces = [Piece(0, _shares(weights, field=FIELD))]
-        for step, asked in info["schedule"]:
-            pieces.append(Piece(step, merge_weights(pieces[-1].weights, asked, field=f"{FIELD}.schedule")))
-        return cls(rows, budgets, pieces)
+        later = [Piece(step, asked) for step, asked in info["schedule"]]
+        return cls(rows, budgets, [Piece(0, _shares(weights, field=FIELD)), *later])
 
 
 def _budget(info: Mapping[str, Any], split: str, entry: Mapping[str, Any]) -> int | None:

@@ -114,7 +114,10 @@ class MixtureOrder:
     def _forget(self) -> None:
         changed = [Piece(int(change["step"]), change["weights"]) for change in self.changes]
         # Sorted stably: of two for one step the change counts, and of two changes the newer one.
-        self._pieces = sorted([*self.mixture.pieces, *changed], key=lambda piece: piece.step)
+        first, *later = sorted([*self.mixture.pieces, *changed], key=lambda piece: piece.step)
+        self._pieces = [first]
+        for step, weights in later:
+            self._pieces.append(Piece(step, merge_weights(self._pieces[-1].weights, weights, field=FIELD)))
         self._plans: dict[int, list[_Segment]] = {}
         self._used: dict[int, _Counts] = {}
         self._block: tuple[tuple[int, int, int], Indices] | None = None
@@ -126,7 +129,7 @@ class MixtureOrder:
         return dict([piece for piece in self._pieces if piece.step <= step][-1].weights)
 
     def change(self, step: int, weights: Mapping[str, float], *, name: str) -> dict[str, float]:
-        """Change weights from an optimizer step on, until the schedule has others; return all of them.
+        """Change weights from an optimizer step on, until the schedule names the sources; return all weights.
 
         Raises:
             ConfigError: as `merge_weights`; or no row is left to give.
@@ -138,8 +141,8 @@ class MixtureOrder:
     def use_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """Take these changes in place of those that were made."""
         before, self.changes = self.changes, [dict(change) for change in changes]
-        self._forget()
         try:
+            self._forget()
             for piece in self._pieces:
                 self._segments(piece.step // self._steps)
         except ConfigError:

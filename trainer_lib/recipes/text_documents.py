@@ -121,7 +121,8 @@ class DocumentSplits:
         return cut_rows(way, rows, keys=keys, place=self._place)
 
     def _place(self, number: int) -> str:
-        return next(itertools.islice(self._read_sources(), number, None)).place
+        document: TextDocument = next(itertools.islice(self._read_sources(), number, None))
+        return document.place
 
 
 def read_documents(

@@ -180,6 +180,9 @@ def _chain_lines(chain: Chain) -> Iterator[Text]:
             yield _fact(
                 "", f"step {checkpoint.step}: {checkpoint.name}  content {checkpoint.content_digest[:_SHORT]}{own}"
             )
+    for change in lineage.arguments.get("mixture", ()):
+        shares = ", ".join(f"{name} {weight:.4g}" for name, weight in change["weights"].items())
+        yield _fact("mixture", f"from step {change['step'] + 1} on {shares}, as it was changed while training")
     if lineage.publication is not None:
         yield _fact("hub", f"{lineage.publication.revision}  content {lineage.publication.content_digest[:_SHORT]}")
     if chain.publication is not None:

@@ -18,6 +18,7 @@ from trainer_lib.data.mixture_order import BLOCK, MixtureOrder
 from trainer_lib.data.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.model.source_losses import KEY, SourceLosses, WithSources, take_sources
+from trainflow.flows.lineage.reproduction import mixed_alike
 from trainflow.flows.spec.spec import parse_spec
 
 NAMES = "abcdef"
@@ -181,6 +182,16 @@ def test_a_change_is_what_a_schedule_would_have_and_is_restored(workers: int) ->
         loader_of(order_of([50, 170], [2.0, 2.0])).load_state(changed.state(), epoch=0, step=12)
 
 
+def test_a_change_stays_for_sources_that_the_schedule_does_not_name() -> None:
+    later = (Piece(20, {"a": 1.0}),)
+    live = order_of([50, 170], [1.0, 2.0], later=later)
+    live.change(9, {"b": 0.5}, name="x")
+    assert live.weights_at(19) == pytest.approx({"a": 0.4, "b": 0.6})
+    assert live.weights_at(20) == pytest.approx({"a": 0.625, "b": 0.375})
+    planned = order_of([50, 170], [1.0, 2.0], later=(Piece(9, live.changes[0]["weights"]), *later))
+    assert all(np.array_equal(epoch_of(live, epoch), epoch_of(planned, epoch)) for epoch in range(3))
+
+
 @pytest.mark.parametrize(
     ("weights", "what"),
     [({"c": 1.0}, "no such source"), ({"a": -1.0}, "not a weight"), ({"a": 0.0, "b": 0.0}, "No source has a weight")],
@@ -229,6 +240,8 @@ def test_the_mixture_names_the_sources() -> None:
     assert spec.prepare.sources == ["web/*.jsonl", "stdlib:json", "c.csv"]
     assert spec.prepare.mixture.names == ("web", "json", "mine")
     assert parse_spec(spec.to_record()) == spec
+    alike = mixed_alike(spec, [{"step": 9, "weights": {"web": 1.0, "json": 0.0, "mine": 1.0}}])
+    assert alike.prepare.mixture is not None and sorted(alike.prepare.mixture.schedule) == [5, 9, 20]
     with pytest.raises(ConfigError, match=r"Remove prepare\.sources"):
         spec_with(mixture, sources=["other.csv"])
 

@@ -20,7 +20,7 @@ from tests.support.chat_cases import (
     marked_text,
     template_text,
 )
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
@@ -69,6 +69,20 @@ def test_rows_of_each_shape_are_the_same_conversation(tmp_path: Path, row: dict[
     text = kept_tokenizer(made[2]).decode(made[1]["train"][0]["input_ids"])
     assert text == f"{TURN}user\none?{END}\n{TURN}assistant\n1{END}\n"
     assert f"assistant\n⟦1{END}⟧" in made[2].read_file("conversations.txt").decode()
+
+
+def test_conversations_of_two_sources_share_no_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(*[{"messages": [USER, ANSWER]}] * 9))
+    (tmp_path / "b.jsonl").write_text(lines(*[{"messages": TWICE}] * 7))
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    made = prepare_sources(CHATS.name, files, {**CHATS.options, "split": {"test": 0.25}}, tmp_path, ("one", "two"))
+    assert {row["source"] for row in made[1]["train"]} == {"one", "two"}
+    for rows in made[1].values():
+        assert [row["source"] for row in rows] == sorted(row["source"] for row in rows)
+        texts = [(row["source"], kept_tokenizer(made[2]).decode(row["input_ids"])) for row in rows]
+        assert all(("two?" in text) == (source == "two") for source, text in texts)
+    with pytest.raises(ConfigError, match=r"splits cannot have files"):
+        prepare_sources(CHATS.name, files, {"files": {"train": tmp_path / "a.jsonl"}}, tmp_path, ("one", "two"))
 
 
 def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Path) -> None:

@@ -142,11 +142,13 @@ def test_each_setting_is_part_of_the_key_as_it_declares(cls: type[KeyedSettings]
 
 
 def test_weights_of_a_mixture_are_in_the_key_of_train_and_its_sources_in_that_of_prepare(recipe: str) -> None:
-    one, other = (PrepareConfig(mixture=[{"source": "package:pytest", "weight": weight}]) for weight in (1, 2))
-    renamed = PrepareConfig(mixture=[{"source": "package:pytest", "name": "mine"}])
+    def mixing(**source: Any) -> PrepareConfig:
+        return PrepareConfig.model_validate({"mixture": [{"source": "package:pytest", **source}]})
+
+    one, other, renamed = mixing(weight=1), mixing(weight=2), mixing(name="mine")
     assert _keys.prepare_key(one, at(recipe)).digest == _keys.prepare_key(other, at(recipe)).digest
     assert _keys.prepare_key(one, at(recipe)).digest != _keys.prepare_key(renamed, at(recipe)).digest
-    mixed = [replace(at(recipe), mixture=each.mixture.to_info()) for each in (one, other) if each.mixture]
+    mixed = [replace(at(recipe), mixture=each.mixture_info) for each in (one, other)]
     keys = [_keys.train_key(TrainConfig(), context, DATA).digest for context in (at(recipe), *mixed)]
     assert len(set(keys)) == 3
 
