@@ -22,9 +22,11 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -213,24 +215,29 @@ def find_gap(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     boxes = [box for box in boxes if box.numel]
     if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box in boxes):
         return "a block has another number of dimensions"
-    whole = whole_box(shape)
-    if any(box.overlap(whole) != box for box in boxes):
+    if any(start + size > full for box in boxes for start, size, full in zip(*box, shape, strict=True)):
         return "a block lies outside of it"
-    # Along the dimension with the most borders, so that few blocks stand side by side.
-    axis = max(range(len(shape)), key=lambda dim: len({box.offset[dim] for box in boxes}), default=None)
-    open_boxes: list[Box] = []
-    for box in boxes if axis is None else sorted(boxes, key=lambda box: box.offset[axis]):
-        if axis is not None:
-            begin = box.offset[axis]
-            open_boxes = [other for other in open_boxes if other.offset[axis] + other.shape[axis] > begin]
-        if any(box.overlap(other) for other in open_boxes):
-            return "two blocks overlap"
-        open_boxes.append(box)
-    return None if sum(box.numel for box in boxes) == whole.numel else "a block is missing"
+    starts = np.array([box.offset for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    sizes = np.array([box.shape for box in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
+    if _do_overlap(starts, starts + sizes):
+        return "two blocks overlap"
+    return None if sum(box.numel for box in boxes) == math.prod(shape) else "a block is missing"
 
 
-@dataclass(frozen=True)
-class _Block:
+def _do_overlap(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """Whether any two of the boxes [starts, ends), each `[boxes, dimensions]`, have an element in common."""
+    for axis in range(starts.shape[1]):
+        order = np.argsort(starts[:, axis], kind="stable")
+        reach = np.maximum.accumulate(ends[order, axis])
+        # Where no box crosses: boxes of the two sides cannot meet.
+        borders = np.flatnonzero(reach[:-1] <= starts[order[1:], axis]) + 1
+        if len(borders):
+            sides = np.split(order, borders) if len(borders) + 1 < len(order) else []
+            return any(_do_overlap(starts[side], ends[side]) for side in sides if len(side) > 1)
+    return any(bool(((starts[n] < ends[:n]) & (starts[:n] < ends[n])).all(axis=1).any()) for n in range(1, len(starts)))
+
+
+class _Block(NamedTuple):
     """A box of the tensor `name`: `size` bytes of `file` from `position` on."""
 
     name: str

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ Range = tuple[int, int]
 """The elements [start, stop) of one dimension."""
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A block of a tensor: in every dimension, `shape` elements from `offset` on. Both are () without dimensions."""
 
     offset: tuple[int, ...]
