@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import run_distributed
 from trainer_lib import TrainingArguments
@@ -25,8 +28,8 @@ from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import SingleProcess
-from trainer_lib.distributed.sharding import fill_part
-from trainer_lib.errors import NotReproducibleError
+from trainer_lib.distributed.sharding import fill_part, local_part
+from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.storage import Store
 
 #: Sizes that do not divide by two or four, and dimensions with less elements than there are ranks.
@@ -93,9 +96,10 @@ class Layout:
         return distribute_tensor(value, self.mesh, placements, src_data_rank=None)
 
     def step(self, seed: int) -> None:
+        """Give every parameter the state that a step leaves; a true one compiles its operators for seconds."""
         for (key, param), value in zip(self.params.items(), _values(seed).values(), strict=True):
-            param.grad = self.divide(key, value)
-        self.optimizer.step()
+            moments = {"exp_avg": self.divide(key, value), "exp_avg_sq": self.divide(key, value.square())}
+            self.optimizer.state[param] = {"step": torch.tensor(3.0), **moments}
 
     def snapshot(self, rank: int) -> Snapshot:
         counted = torch.tensor(rank)  # a buffer is each rank's
@@ -133,9 +137,12 @@ def crossed(folder: str) -> list[str]:
         save_checkpoint(Store.open(folder).child(name.replace(" ", "-")), layout.snapshot(comm.rank), comm)
         expected[name] = _tensors(layout)
     wrong = []
-    for source in LAYOUTS:
-        for name in LAYOUTS:
-            layout = Layout(name, 3)
+    for name in LAYOUTS:
+        layout = Layout(name, 3)
+        for source in LAYOUTS:
+            with torch.no_grad():
+                for local in _local(layout.params).values():
+                    local.zero_()
             layout.restore(Store.open(folder).child(source.replace(" ", "-")), comm)
             tensors = _tensors(layout)
             if tensors.keys() != expected[name].keys():
@@ -179,6 +186,41 @@ def test_every_pair_of_layouts_and_one_copy_of_each_element(saved: Path) -> None
         sizes = {"F32": 4, "I64": 8}
         written = [math.prod(block[2]) * sizes[each["dtype"]] for each in index.values() for block in each["blocks"]]
         assert sum(written) == total, name
+
+
+def ranges_of_fsdp() -> list[str]:
+    """What FSDP holds of a tensor-parallel one, whose parts are uneven, on every rank of eight; and of a sum."""
+    wrong = []
+    for replicas, tensors, size in itertools.product((2, 4), (2, 4), range(20)):
+        if replicas * tensors != 8:
+            continue
+        for rank in range(8):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+            try:
+                mesh = init_device_mesh("cpu", (replicas, tensors), mesh_dim_names=("shard", "tensor"))
+                at = list(mesh.get_coordinate() or ())
+                inner = _chunk(torch.arange(size), tensors, at[1])
+                local = _chunk(inner, replicas, at[0])
+                how = [_strided(0, tensors), Shard(0)]
+                divided = DTensor.from_local(local, mesh, how, run_check=False, shape=torch.Size([size]), stride=(1,))
+                held = [n for start, stop in local_part(divided, rank=rank).ranges[0] for n in range(start, stop)]
+                if held != local.tolist():
+                    wrong.append(f"{size} elements, {at} of {replicas} x {tensors}: {held}")
+                total = DTensor.from_local(local, mesh, [Partial(), Replicate()], run_check=False)
+                with pytest.raises(ConfigError, match="in a way that is not known"):
+                    local_part(total, rank=rank)
+            finally:
+                dist.destroy_process_group()
+    return wrong
+
+
+def _chunk(tensor: Tensor, parts: int, index: int) -> Tensor:
+    chunks = tensor.chunk(parts)
+    return chunks[index] if index < len(chunks) else tensor[:0]
+
+
+def test_uneven_parts_of_tensor_parallel_parts() -> None:
+    assert run_distributed(ranges_of_fsdp, 1) == [[]]
 
 
 def differing(folder: str) -> list[list[Any]]:

@@ -127,10 +127,7 @@ class Checkpoint:
         return self._read_tensors("model", self._model_file)
 
     def write_model(self, writer: DigestingWriter) -> None:
-        """Write the model into one safetensors file; one in blocks some rows at a time, so in little memory.
-
-        Raises as `read_model`; StorageError also when the file cannot be written.
-        """
+        """Write the model into one safetensors file; one in blocks some rows at a time, so in little memory."""
         tensors = self.read_model()
         if isinstance(tensors, ShardedTensors):
             tensors.write_file(writer)

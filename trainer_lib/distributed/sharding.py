@@ -24,8 +24,7 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:  # the import takes 0.7 s, which only a sharded model should cost
     from torch.distributed.tensor import DTensor
 
-Range = tuple[int, int]
-"""The elements [start, stop) of one dimension."""
+Range = tuple[int, int]  # the elements [start, stop) of one dimension
 
 
 class Box(NamedTuple):
@@ -130,33 +129,43 @@ def local_part(tensor: Tensor, *, rank: int) -> LocalPart:
     Raises:
         ConfigError: the tensor is divided in a way that is not known here, for instance a sum that is not complete.
     """
-    ranges: list[tuple[Range, ...]] = [((0, size),) for size in tensor.shape]
+    whole: list[tuple[Range, ...]] = [((0, size),) for size in tensor.shape]
     if not is_sharded(tensor):
-        return LocalPart(tensor.detach(), tuple(tensor.shape), tuple(ranges), rank == 0)
+        return LocalPart(tensor.detach(), tuple(tensor.shape), tuple(whole), rank == 0)
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh, values = tensor.device_mesh, tensor.to_local().detach()
-    coordinate = mesh.get_coordinate()
+    mesh, values, coordinate = tensor.device_mesh, tensor.to_local().detach(), tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return LocalPart(values, tuple(tensor.shape), tuple(whole), is_first_copy=False)
     # Of equal copies the one at the origin counts: in its own mesh, and of meshes that are slices of a larger one.
-    is_first, is_known = coordinate is not None and 0 in mesh.mesh, True
-    for placement, parts, index in zip(tensor.placements, mesh.shape, coordinate or (), strict=coordinate is not None):
+    is_first, shares = 0 in mesh.mesh, list[tuple[int, int, int, int]]()
+    for placement, parts, index in zip(tensor.placements, mesh.shape, coordinate, strict=True):
         if isinstance(placement, Replicate):
             is_first = is_first and index == 0
         elif isinstance(placement, Shard) or hasattr(placement, "split_factor"):
-            # A strided shard is that of FSDP inside of a tensor-parallel one; in newer torch no kind of Shard.
-            dim, pieces = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
-            ranges[dim] = _share(ranges[dim], parts, index, pieces)
+            # A strided shard, in newer torch no kind of Shard, is FSDP's part of a tensor-parallel one.
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            shares.append((dim, parts, index, getattr(placement, "split_factor", 1)))
         else:
-            is_known = False
-    held = tuple(sum(stop - start for start, stop in dimension) for dimension in ranges)
-    if not is_known or (coordinate is not None and held != tuple(values.shape)):
-        raise ConfigError(
-            "A tensor is divided over the processes in a way that is not known here.",
-            field="model",
-            value=f"{tuple(tensor.shape)} as {tensor.placements}",
-            remedy="Shard or replicate it in each dimension of the mesh.",
-        )
-    return LocalPart(values, tuple(tensor.shape), tuple(ranges), is_first)
+            raise _unknown_division(tensor)
+    # FSDP divides what tensor parallelism has divided before, which the placements say in the other order. Where
+    # sizes do not divide, only the order in which it was done has the right ranges.
+    for order in (shares, [(dim, parts, index, 1) for dim, parts, index, _ in reversed(shares)]):
+        ranges = [*whole]
+        for dim, parts, index, pieces in order:
+            ranges[dim] = _share(ranges[dim], parts, index, pieces)
+        if tuple(sum(stop - start for start, stop in dimension) for dimension in ranges) == tuple(values.shape):
+            return LocalPart(values, tuple(tensor.shape), tuple(ranges), is_first)
+    raise _unknown_division(tensor)
+
+
+def _unknown_division(tensor: DTensor) -> ConfigError:
+    return ConfigError(
+        "A tensor is divided over the processes in a way that is not known here.",
+        field="model",
+        value=f"{tuple(tensor.shape)} as {tensor.placements}",
+        remedy="Shard or replicate it in each dimension of the mesh.",
+    )
 
 
 def _share(ranges: Sequence[Range], parts: int, index: int, pieces: int) -> tuple[Range, ...]:
@@ -188,19 +197,6 @@ def mesh_place(tensors: Iterable[Tensor]) -> str:
         return ""
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return ",".join(f"{name}={position}" for name, position in zip(names, coordinate, strict=True))
-
-
-def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
-    """Gather a tensor `[rows, ...]` on the CPU where `keep` is true; elsewhere return it without values (on meta).
-
-    Collective for a sharded tensor, which is whole on every process's device for a moment. A whole tensor that is kept
-    is returned where it is.
-    """
-    if not is_sharded(tensor):
-        value = tensor.detach()
-        return value if keep else value.to("meta")
-    gathered: Tensor = tensor.full_tensor().detach()
-    return gathered.to("cpu") if keep else gathered.to("meta")
 
 
 def fill_part(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
@@ -249,7 +245,12 @@ class GatheredTensors(Mapping[str, Tensor]):
         tensor = self._tensors[name]
         if id(tensor) in self._tied:
             return self._tied[id(tensor)]
-        gathered = gather_whole(tensor, keep=self._keep)
+        gathered = tensor.detach()
+        if is_sharded(gathered):
+            # Whole on every process's device for a moment.
+            gathered = gathered.full_tensor().to("cpu" if self._keep else "meta")
+        elif not self._keep:
+            gathered = gathered.to("meta")
         if self._ties[id(tensor)] > 1:
             self._tied[id(tensor)] = gathered
         return gathered
