@@ -263,6 +263,13 @@ def word_orders() -> str:
     return "".join(f"{rows[index * len(rows) // 1200]}\n" for index in range(1200))
 
 
+def marked_orders() -> str:
+    """One answer to each prompt of `word_orders`, as JSON lines: in turns the sentence's rest and the other order."""
+    pairs = map(json.loads, word_orders().splitlines())
+    rows = ((pair["prompt"], pair["rejected" if at % 2 else "chosen"], at % 2 == 0) for at, pair in enumerate(pairs))
+    return "".join(json.dumps(dict(zip(("prompt", "completion", "label"), row, strict=True))) + "\n" for row in rows)
+
+
 def _sentences(tree: ast.Module) -> Iterator[str]:
     """The sentences of 9 to 30 words in the docstrings of a module."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -326,6 +333,20 @@ _RANDOM_LLAMA = """\
 _RANDOM_T5 = """\
   # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
   model: {config: {model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}"""
+_ORDERS = {
+    "data": "sentences.jsonl",
+    "by": "random",
+    "trivial": "always the longer answer, or always the shorter one",
+    "about": "Tells a sentence from its words in another order.",
+    "column": "prompt",
+    "source": "sentences of docstrings of Python's standard library (PSF licence); the other answers are their "
+    "words in an order that was drawn.",
+}
+_SMALL_REFERENCE = """\
+    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.
+    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}
+    vocabulary: 1000
+    max_length: 96  # tokens of a prompt with an answer"""
 TEMPLATES: dict[str, dict[str, Any]] = {
     "causal-language-modeling": {
         "data": "docstrings.jsonl",
@@ -354,6 +375,14 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "column": "positive",
         "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
     },
+    "feedback-optimization": {
+        **_ORDERS,
+        "make": marked_orders,
+        "options": _SMALL_REFERENCE,
+        "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
+        "rate": "5.0e-3",
+        "margin": "auc_over_length",
+    },
     "image-classification": {
         "data": "digits",
         "make": digits,
@@ -368,20 +397,12 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "preference-optimization": {
-        "data": "sentences.jsonl",
+        **_ORDERS,
         "make": word_orders,
-        "options": "    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.\n"
-        "    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}\n"
-        "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
-        "by": "random",
+        "options": _SMALL_REFERENCE,
         "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
         "rate": "5.0e-3",
         "margin": "accuracy_over_length",
-        "trivial": "always the longer answer, or always the shorter one",
-        "about": "Tells a sentence from its words in another order.",
-        "column": "prompt",
-        "source": "sentences of docstrings of Python's standard library (PSF licence); the rejected answers are their "
-        "words in an order that was drawn.",
     },
     "question-answering": {
         "data": "questions.jsonl",
@@ -395,6 +416,14 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "about": "Finds what a function of Python takes, returns or raises.",
         "column": "answers",
         "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
+    },
+    "reward-modeling": {
+        **_ORDERS,
+        "make": word_orders,
+        "options": "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
+        "model": _RANDOM_LLAMA,
+        "rate": "2.0e-3",
+        "margin": "accuracy_over_length",
     },
     "sequence-to-sequence": {
         "data": "characters.csv",

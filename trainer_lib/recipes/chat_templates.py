@@ -8,14 +8,19 @@ whole text, or the conversation is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.recipes.conversations import FIELD, Conversation
+from trainer_lib.recipes.model_places import one_of
+from trainer_lib.recipes.tokenizing import learn_byte_tokenizer, load_fast_tokenizer, note_tokenizer
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import PrepareOutput
 
 TURN, END = "<|im_start|>", "<|im_end|>"
 TEMPLATES = {
@@ -162,3 +167,23 @@ class ChatTemplate:
         text = self.render(Conversation("", list(messages), [], None, {}), asks=True)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
+
+
+def find_template(chosen: Mapping[str, Any], texts: Iterable[str], out: PrepareOutput) -> ChatTemplate:
+    """The template and the tokenizer of the model that the options name, else one that is learned; kept and noted.
+
+    Args:
+        chosen: `pretrained`, `folder`, `pad_token`, `vocabulary` and `template`.
+        texts: those of training.
+
+    Raises:
+        ConfigError: there is no such model or template.
+    """
+    place = one_of(chosen, field=FIELD)
+    if place is None:
+        tokenizer = learn_byte_tokenizer(texts, vocabulary=chosen["vocabulary"], special=(TURN, END))
+    else:
+        tokenizer = load_fast_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+    template = ChatTemplate(tokenizer, chosen["template"] or ("chatml" if place is None else None))
+    note_tokenizer(tokenizer, out)
+    return template

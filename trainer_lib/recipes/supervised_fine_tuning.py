@@ -36,7 +36,7 @@ from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model
-from trainer_lib.recipes.chat_templates import END, LOSSES, TURN, ChatTemplate, FaultyError
+from trainer_lib.recipes.chat_templates import LOSSES, ChatTemplate, FaultyError, find_template
 from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
@@ -51,12 +51,7 @@ from trainer_lib.recipes.packed_batches import (
 )
 from trainer_lib.recipes.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tokenizing import (
-    kept_tokenizer,
-    learn_byte_tokenizer,
-    load_fast_tokenizer,
-    note_tokenizer,
-)
+from trainer_lib.recipes.tokenizing import kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -103,15 +98,9 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     for name in chosen["pack"]:
         require_choice(name, tuple(splits.names), field=f"{FIELD}.pack")
     _refuse_faults(splits, chosen["faulty"])
-    if place is None:
-        chosen["template"] = chosen["template"] or "chatml"
-        read = (conversation for conversation in splits.read("train") if not conversation.fault)
-        texts = (turn["content"] for conversation in read for turn in conversation.messages)
-        tokenizer = learn_byte_tokenizer(texts, vocabulary=chosen["vocabulary"], special=(TURN, END))
-    else:
-        tokenizer = load_fast_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
-    template = ChatTemplate(tokenizer, chosen["template"])
-    note_tokenizer(tokenizer, out)
+    read = (conversation for conversation in splits.read("train") if not conversation.fault)
+    texts = (turn["content"] for conversation in read for turn in conversation.messages)
+    template = find_template(chosen, texts, out)
     counts = {name: {**new_counts(), "faulty": 0, "cut": 0, "tokens_trained": 0} for name in splits.names}
     mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
@@ -120,7 +109,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         packed=chosen["pack"],
         shape=splits.shape,
         packing=counts,  # complete when all rows were read
-        ends={name: getattr(tokenizer, name) for name in ENDS},
+        ends={name: getattr(template.tokenizer, name) for name in ENDS},
         **note_form({}, chosen, optional=[PROMPT, NEW_TOKENS, "input_ids", "lengths", "trained", *mixed]),
     )
     out.write_file("conversations.txt", _show(splits, template, chosen["loss_on"]).encode())

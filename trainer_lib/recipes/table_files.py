@@ -480,6 +480,7 @@ def note_form(
     *,
     optional: Sequence[str] = (),
     dropped: Sequence[str] | None = None,
+    turns: bool = False,
 ) -> dict[str, Any]:
     """The form of new rows, for ``out.info``.
 
@@ -489,11 +490,13 @@ def note_form(
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
+        turns: texts may be lists of turns, which become JSON.
     """
     rename = dict(options.get("rename") or {})
     left_out = None if dropped is None else list(dropped)
     row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
     note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
+    note |= {"turns": True} if turns else {}
     return {NOTE: note | ({"read": dict(options["read"])} if options.get("read") else {})}
 
 
@@ -506,7 +509,7 @@ class TableForm:
     def __init__(self, note: Mapping[str, Any], label: str | None = None) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
-        self._optional = frozenset(note["optional"])
+        self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
         self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
@@ -531,6 +534,8 @@ class TableForm:
             DataError: a column or a value is missing, or a value has another type.
         """
         row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
+        if self._has_turns:
+            row |= {name: json.dumps(value) for name, value in row.items() if isinstance(value, list)}
         for name, kind in self.columns.items():
             if name not in row:
                 what = "the model needs the column, which the row does not have"

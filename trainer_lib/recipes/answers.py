@@ -1,0 +1,539 @@
+"""Prompts with answers that were judged: read as texts or as turns of a conversation, tokenized, and scored by a model.
+
+What the reference says of answers, the model that training begins with, prepare computes once and keeps with the rows:
+training holds one model, and a run that goes on has the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.causal_language_modeling import preprocess_logits_for_metrics
+from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError, find_template
+from trainer_lib.recipes.conversations import read_conversation
+from trainer_lib.recipes.model_places import (
+    DTYPES,
+    ENDS,
+    add_adapters,
+    load_causal_model,
+    new_causal_model,
+    one_of,
+    require_positions,
+)
+from trainer_lib.recipes.option_names import require_choice
+from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, continue_prompts
+from trainer_lib.recipes.table_cells import read_exact_text
+from trainer_lib.recipes.table_files import SOURCES, Reader, note_form
+from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
+from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer
+from trainer_lib.trainer import Trainer as PlainTrainer
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+ANSWERED: dict[str, Any] = {
+    **TEXTS,
+    "prompt": "prompt",  # column with the prompts, which answers follow at once
+    "template": None,  # of conversations, as of supervised-fine-tuning; with it texts are turns as well
+    "system": None,  # the first turn of conversations that have no turn of the system
+    "max_length": 512,  # tokens of a prompt with an answer; longer answers are cut
+}
+"""The options of rows with prompts and answers, with their defaults."""
+REFERENCE: dict[str, Any] = {
+    "config": {},  # configuration of a model that begins at random
+    "seed": 0,  # by which its weights are drawn
+    "dtype": "float32",  # type of a loaded model's weights
+}
+"""The options of the reference, with their defaults."""
+POLICY: dict[str, Any] = {
+    "pretrained": None,
+    "folder": None,
+    "config": None,  # belongs to prepare
+    "lora": {},  # train adapters of this form in place of all weights
+    "beta": 0.1,  # how much a distance from the reference counts
+    "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
+}
+"""The settings of a model that begins as the reference, with their defaults."""
+_TOGETHER = 16  # answers that the reference scores at a time
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+class AnsweredPrompts(TextRows):
+    """The rows of a table by split: a prompt, and answers to it."""
+
+    answers: tuple[str, ...] = ()
+    """The options that name the columns with answers."""
+    needs_prompt = True
+    is_chat = False
+    """Whether the rows are conversations."""
+
+    @override
+    def _readers(self) -> Mapping[str, Reader]:
+        self.is_chat, kinds = self.options["template"] is not None, dict[str, bool]()
+        return {self.options[name]: partial(self._read_turns, kinds, name) for name in ("prompt", *self.answers)}
+
+    def _read_turns(self, kinds: dict[str, bool], name: str, value: Any, where: str) -> str | None:
+        """A text as it is, whose spaces are tokens too; or a list of turns as JSON, where all of the column are."""
+        is_list = isinstance(value, list | tuple)
+        if value is not None and kinds.setdefault(name, is_list) != is_list:
+            what = "a list is not a text" if is_list else "a text is not a list of turns"
+            raise DataError(f"{where}: {what}, as the rows before have it.", field="rows")
+        self.is_chat = self.is_chat or is_list
+        return (json.dumps(value) if value else None) if is_list else read_exact_text(value, where)
+
+    @override
+    def _features(self) -> list[str]:
+        lacks = self.options["prompt"] not in self.table.columns and (self.is_chat or not self.needs_prompt)
+        self.text_options = self.answers if lacks else ("prompt", *self.answers)
+        return super()._features()
+
+    def read_texts(self) -> dict[str, list[str]]:
+        """The prompts and the answers of all rows, by option; a prompt may be what the answers begin with."""
+        columns = [self.texts_of(name) for name in self.text_options]
+        columns = columns if "prompt" in self.text_options else [[""] * len(self.table), *columns]
+        if self.is_chat:
+            columns = split_prompts(*columns)
+        return dict(zip(("prompt", *self.answers), columns, strict=True))
+
+    def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> list[list[dict[str, Any]]]:
+        """Find a tokenizer for these texts, and make the tokens of all answers; what is found is noted.
+
+        Args:
+            texts: as of `read_texts`, perhaps with more answers.
+
+        Raises:
+            DataError: a prompt leaves no room for an answer, or the template does not take a row. ConfigError: there
+                is no such model, or it does not read as many tokens.
+        """
+        chosen = self.options
+        if (place := one_of(chosen, field=FIELD)) is not None:
+            require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
+        train = (texts[name][row] for row in self.splits["train"].tolist() for name in texts)
+        if self.is_chat:
+            turns = (turn for text in train for turn in turns_of(text, "user") if isinstance(turn, Mapping))
+            tokenizer = find_template(chosen, (str(turn.get("content")) for turn in turns), out).tokenizer
+        else:
+            tokenizer = find_tokenizer(chosen, train, out, of_bytes=True)
+        names = {name: chosen[name] for name in ("prompt", *self.answers)}
+        needed = {chosen["prompt"]: "exact"} if "prompt" in self.text_options else {}
+        out.info.update(
+            {**names, "max_length": chosen["max_length"], "is_chat": self.is_chat, "system": chosen["system"]},
+            new_columns=dict.fromkeys(names.values(), "string"),
+            ends={name: getattr(tokenizer, name) for name in ENDS},
+            **note_form(needed, chosen, optional=list(names.values()), turns=self.is_chat),
+        )
+        reader = AnswerReader(tokenizer, out.info, self.table.places, field=f"{FIELD}.max_length")
+        answers = [texts[name] for name in texts if name != "prompt"]
+        found, out.info["cut_answers"] = reader.read(texts["prompt"], answers)
+        return found
+
+    def ask_reference(self, answers: Sequence[Sequence[Mapping[str, Any]]], out: PrepareOutput) -> list[list[float]]:
+        """The logarithms of the probabilities of answers by the reference; what makes it is noted.
+
+        Raises:
+            DataError: one is not finite. ConfigError: transformers cannot load the model.
+        """
+        chosen, place = self.options, one_of(self.options, field=FIELD)
+        require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
+        noted = {name: chosen[name] for name in REFERENCE}
+        out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
+        model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
+        scores = score_answers(model, [each for column in answers for each in column], pad=pad)
+        if not np.isfinite(scores).all():
+            row = int(np.flatnonzero(~np.isfinite(scores))[0]) % len(self.table)
+            what = f"{self.table.places[row]}: the reference gives this row no finite probability."
+            raise DataError(what, field=FIELD, value=place, remedy="Set prepare.options.dtype=float32.")
+        by_column: list[list[float]] = scores.reshape(len(answers), -1).tolist()
+        return by_column
+
+
+def _parse(text: str) -> list[Any] | None:
+    """The turns that a text has as JSON; None for any other text."""
+    with suppress(ValueError):
+        turns = parse_json(text) if text.startswith("[") else None
+        return turns if isinstance(turns, list) else None
+    return None
+
+
+def turns_of(text: str, role: str) -> list[Any]:
+    """The turns that a text has as JSON; any other text is a turn of this role."""
+    turns = _parse(text)
+    return ([{"role": role, "content": text}] if text else []) if turns is None else turns
+
+
+def split_prompts(*columns: Sequence[str]) -> list[list[str]]:
+    """Prompts and answers ``[columns, rows]``, where answers are whole conversations without the turns of the prompt.
+
+    These are the turns that all of them begin with, and of a single one all but the last. So they are where answers
+    are lists and prompts are not.
+    """
+    found = []
+    for prompt, *answers in zip(*columns, strict=True):
+        turns = [_parse(answer) or [] for answer in answers]
+        most, shared = min(map(len, turns)) - 1, 0
+        if most >= 0 and _parse(prompt) is None:
+            while shared < most and all(each[shared] == turns[0][shared] for each in turns):
+                shared += 1
+            prompt, *answers = map(json.dumps, (turns[0][:shared], *(each[shared:] for each in turns)))
+        found.append((prompt, *answers))
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+class AnswerReader:
+    """Makes tokens of prompts with answers: of texts as they are, or of turns by the tokenizer's chat template.
+
+    Args:
+        info: what prepare noted: `max_length`, `prompt`, and for conversations `is_chat` and `system`.
+        places: of the rows, for errors.
+        field: the setting that is to blame for long prompts.
+    """
+
+    def __init__(self, tokenizer: Any, info: Mapping[str, Any], places: Sequence[str], *, field: str = "rows") -> None:
+        self._tokenizer, self._info, self._places, self._field = tokenizer, info, places, field
+        self._template = ChatTemplate(tokenizer, None) if info.get("is_chat") else None
+
+    def read(self, prompts: Sequence[str], answers: Sequence[Sequence[str]]) -> tuple[list[list[dict[str, Any]]], int]:
+        """Columns of answers, as rows that `collate_documents` takes, and how many of them are cut.
+
+        Raises:
+            DataError: a prompt leaves no room for an answer, or the template does not take a row.
+        """
+        found, cut, longest = [], 0, self._info["max_length"]
+        bare = self.ask(prompts) if self._template is None else []
+        for texts in answers:
+            if self._template is None:
+                made = self._follow(bare, texts)
+            else:
+                render = partial(_render, self._template, self._info["system"])
+                made = list(map(render, self._places, prompts, texts))
+            self._require_room([start for _, start in made])
+            cut += sum(len(tokens) > longest for tokens, _ in made)
+            rows = [(tokens[:longest], np.arange(min(len(tokens), longest)) >= start) for tokens, start in made]
+            found.append([{"input_ids": ids, "lengths": [len(ids)], "trained": is_answer} for ids, is_answer in rows])
+        return found, cut
+
+    def ask(self, prompts: Sequence[str]) -> list[list[int]]:
+        """The tokens of prompts, as a text that goes on or with the request for an answer. Raises as `read`."""
+        if self._template is None:
+            end = self._tokenizer.eos_token_id
+            made = self._tokenizer(list(prompts), verbose=False)["input_ids"] if prompts else []
+            made = [each[:-1] if end is not None and len(each) > 1 and each[-1] == end else each for each in made]
+        else:
+            turns = [_with_system(turns_of(prompt, "user"), self._info["system"]) for prompt in prompts]
+            made = list(map(self._template.ask, turns))
+        self._require_room(list(map(len, made)))
+        return made
+
+    def _follow(self, prompts: Sequence[list[int]], answers: Sequence[str]) -> list[tuple[list[int], int]]:
+        """Prompts and their answers, each with the token for the end, and where answers begin."""
+        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        made = self._tokenizer(list(answers), add_special_tokens=False, verbose=False)["input_ids"]
+        return [([*prompt, *tokens, *end], len(prompt)) for prompt, tokens in zip(prompts, made, strict=True)]
+
+    def _require_room(self, starts: Sequence[int]) -> None:
+        longest, name = self._info["max_length"], self._info["prompt"]
+        for place, start in zip(self._places, starts, strict=True):
+            if start >= longest:
+                what = f"{place}, column '{name}': the prompt has {start:,} tokens, and with its answer at most"
+                remedy = "Shorten the prompt, or set a greater max_length, as far as the model reads it."
+                raise DataError(f"{what} {longest:,} are read.", field=self._field, value=longest, remedy=remedy)
+
+
+def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    has_system = system is None or (turns and turns[0].get("role") in ("system", "developer"))
+    return turns if has_system else [{"role": "system", "content": system}, *turns]
+
+
+def _render(template: ChatTemplate, system: str | None, place: str, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The tokens of a conversation up to the end of its last answer, and where that begins."""
+    row = {"prompt": turns_of(prompt, "user"), "completion": turns_of(answer, "assistant")}
+    conversation = read_conversation(place, row, "prompt", system=system)
+    try:
+        if conversation.fault:
+            raise FaultyError(conversation.fault)
+        tokens, is_answer = template.tokenize(conversation, loss_on="last")
+    except FaultyError as fault:
+        raise DataError(f"{place}: {fault}.", field=SOURCES, remedy="Correct the row.") from fault
+    start, stop = is_answer.nonzero()[0][[0, -1]].tolist()
+    return tokens[: stop + 1].tolist(), start
+
+
+def collate_answers(
+    rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Sequence[str], more: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Make a batch: `lengths` of answers ``[rows, answers]``, `labels` ``[rows]`` where rows have them, and answers.
+
+    These are `input_ids`, `attention_mask` and `targets` ``[answers x rows, tokens]``, one column behind the other.
+    Rows that have prompts alone give `input_ids` and `attention_mask` ``[rows, tokens]``, filled up at the beginning.
+
+    Args:
+        names: the options that name columns of answers; new rows may have some of them.
+        more: names of columns that follow them, of prepared rows.
+    """
+    info, tokenizer = data.info, kept_tokenizer(data)
+    pad, places = tokenizer.pad_token_id, [f"Row {number} of the batch" for number in range(len(rows))]
+    reader = AnswerReader(tokenizer, info, places)
+    known = [column for column in [*(info[name] for name in names), *more] if column in rows[0]]
+    columns = [[str(row.get(column, "")) for row in rows] for column in (info["prompt"], *known)]
+    if known and info.get("is_chat"):
+        columns = split_prompts(*columns)
+    if not known:
+        ids, mask = batch_prompts(reader.ask(columns[0]), pad=pad)
+        return {"input_ids": ids, "attention_mask": mask}
+    answers, _ = reader.read(columns[0], columns[1:])
+    batch = collate_documents([row for column in answers for row in column], pad=pad)
+    targets = batch.pop("labels")
+    lengths = torch.stack((targets != NO_TARGET).sum(dim=1).chunk(len(known)), dim=1)
+    labels = {"labels": torch.tensor([int(row["labels"]) for row in rows])} if "labels" in rows[0] else {}
+    return {"lengths": lengths, **labels, **batch, "targets": targets}
+
+
+# -- the reference ----------------------------------------------------------------------------------------------------
+def log_probabilities(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The logarithm of each answer's probability by a model ``[answers]``: the sum over its tokens, after all before.
+
+    Of a batch with `input_ids`, `attention_mask` and `targets` ``[answers, tokens]``.
+    """
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])["logits"]
+    return -preprocess_logits_for_metrics(logits, batch["targets"])[:, 0]
+
+
+def score_answers(model: Any, answers: Sequence[Mapping[str, Any]], *, pad: int) -> np.ndarray:
+    """The logarithm of each answer's probability by a model, float64 ``[answers]``; on a GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.to(device).eval()
+    order = sorted(range(len(answers)), key=lambda row: -len(answers[row]["input_ids"]))  # little padding
+    found = np.empty(len(answers))
+    with torch.no_grad():
+        for start in range(0, len(order), _TOGETHER):
+            rows = order[start : start + _TOGETHER]
+            batch = collate_documents([answers[row] for row in rows], pad=pad)
+            batch["targets"] = batch.pop("labels")
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+            found[rows] = log_probabilities(model, on_device).double().cpu().numpy()
+    return found
+
+
+def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> Any:
+    """The model that training begins with, on the CPU; the generators of random numbers stay as they are.
+
+    Args:
+        info: what prepare noted: the model's `config`, `seed`, `max_length` and `dtype`, and the tokenizer's
+            `vocabulary` and `ends`.
+        place: its name or its folder; None for weights at random.
+        field: the setting that names it. Raises as `load_causal_model`.
+    """
+    if place is not None:
+        return load_causal_model(place, dtype=info["dtype"], vocabulary=info["vocabulary"], field=field)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(info["seed"])
+        facts = {"length": info["max_length"], "vocabulary": info["vocabulary"], "ends": info["ends"]}
+        return new_causal_model(info["config"], **facts, field="prepare.options")
+
+
+def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.Module:
+    """Build the model that the reference is, with adapters if `lora` is given.
+
+    Args:
+        chosen: the settings, those of `POLICY` among them.
+        names: the settings of the loss, which the model keeps for its Trainer.
+
+    Raises:
+        ConfigError: transformers cannot load it, or it is not that of prepare.
+    """
+    require_between("beta", chosen["beta"], most=float("inf"), is_open=True)
+    place = one_of(chosen, field="train.model")
+    _require_reference(chosen, place, data)
+    build = partial(build_first, data.info, place, field="train.model")
+    model = build()
+    model.config.use_cache = False  # training has no use for it
+    remedy = "Give pretrained or folder in prepare.options and in train.model."
+    model = add_adapters(model, chosen["lora"], place=place, remedy=remedy)
+    model.preference = {name: chosen[name] for name in ("beta", *names)}
+    model.build_first, model.new_tokens, model.pad = build, chosen["new_tokens"], data.info["ends"]["pad_token_id"]
+    built: nn.Module = model
+    return built
+
+
+def _require_reference(chosen: Mapping[str, Any], place: str | None, data: DataInfo) -> None:
+    if chosen["config"] is not None:
+        what = "Training begins with the reference, so its configuration belongs to prepare."
+        remedy = "Move it to prepare.options.config."
+        raise ConfigError(what, field="train.model.config", value=chosen["config"], remedy=remedy)
+    if (place is not None) != data.info["has_place"] or chosen["pretrained"] != data.info["reference"]:
+        reference = data.info["reference"] or ("from a folder" if data.info["has_place"] else "one at random")
+        what = f"Training begins with the reference, and in prepare that is {reference}."
+        remedy = "Name one model in train.model and in prepare.options."
+        raise ConfigError(what, field="train.model", value=place, remedy=remedy)
+
+
+def require_between(name: str, value: float, *, most: float, is_open: bool) -> None:
+    """Raise ConfigError for a setting of the loss that is not from 0 on (is_open: above 0) and below `most`."""
+    if value < 0 or value >= most or (is_open and value == 0):
+        what = "The loss has no sense with this number."
+        remedy = "Give a number above 0, such as 0.1." if is_open else f"Give a number from 0 on and below {most}."
+        raise ConfigError(what, field=f"train.model.{name}", value=value, remedy=remedy)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+class AnswerTrainer(PlainTrainer):
+    """A Trainer whose loss is the mean of losses of rows."""
+
+    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+        """The losses of rows with labels ``[rows]``, and the rewards of their answers ``[rows, answers]``."""
+        raise NotImplementedError
+
+    def answer(self, model: nn.Module, inputs: Any) -> Tensor:
+        """What is predicted for rows without labels ``[rows, …]``."""
+        raise NotImplementedError
+
+    def compare(self, inputs: Any) -> Tensor:
+        """What the reference says of the answers ``[rows, answers]``; without it the same of all."""
+        return torch.zeros_like(inputs["lengths"])
+
+    @override
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        losses, rewards = self.judge(model, inputs)
+        loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        return (loss, {"loss": loss, "rewards": rewards}) if return_outputs else loss
+
+    @override
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            if "labels" not in inputs:
+                return None, self.answer(model, inputs), None
+            losses, rewards = self.judge(model, inputs)
+        known = torch.cat((self.compare(inputs).double(), inputs["lengths"].double()), dim=1)
+        return losses.mean(), *((None, None) if prediction_loss_only else (rewards, (inputs["labels"], known)))
+
+
+class PolicyTrainer(AnswerTrainer):
+    """A Trainer that compares a model to the reference, and generates an answer for a prompt that has none."""
+
+    _first: Any = None
+
+    @override
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        if self.state.global_step == 0:  # the weights are still those that training begins with
+            self._require_reference()
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _require_reference(self) -> None:
+        """Raise ConfigError where the model says something else of the first row than the reference did."""
+        if any(each.is_meta for each in self.model.parameters()):
+            return  # without values there is nothing to compare
+        rows: Any = self.train_dataset
+        device = next(self.model.parameters()).device
+        inputs = {name: each.to(device) for name, each in self.data_collator([rows[0]]).items()}
+        with evaluating(self.model):
+            own, reference = self.log_probabilities(self.model, inputs), inputs["reference"]
+        is_rough = self.args.bf16 or self.args.fp16 or own.dtype != next(self.model.parameters()).dtype
+        share, nats = (1e-2, 0.5) if is_rough else (1e-3, 1e-2)
+        if bool(((own - reference).abs() > nats + share * reference.abs()).any()):
+            what = f"The model gives the first row's answers the log-probabilities {_shown(own)}, and the reference"
+            remedy = "Name one model in train.model and in prepare.options; if it was changed, --force prepare."
+            what += f" gave them {_shown(reference)}: it is another model."
+            raise ConfigError(what, field="train.model", remedy=remedy)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the loss."""
+        built: Any = self.model
+        return dict(built.preference)
+
+    def log_probabilities(self, model: nn.Module, inputs: Any) -> Tensor:
+        """The logarithms of the answers' probabilities ``[rows, answers]``."""
+        with self.autocast_smart_context_manager():
+            found = log_probabilities(model, inputs)
+        return torch.stack(found.chunk(len(found) // len(inputs["lengths"])), dim=1)
+
+    @override
+    def compare(self, inputs: Any) -> Tensor:
+        reference: Tensor = inputs["reference"]
+        return reference
+
+    @override
+    def answer(self, model: nn.Module, inputs: Any) -> Tensor:
+        built: Any = self.model
+        if "lengths" in inputs:
+            ratios = self.log_probabilities(model, inputs) - self._ask_reference(inputs)
+            return ratios * float(self.settings["beta"])
+        ids = inputs["input_ids"]
+        wanted = torch.full((len(ids),), built.new_tokens, device=ids.device)
+        with self.autocast_smart_context_manager():  # the most likely token each time
+            return continue_prompts(built, ids, inputs["attention_mask"], wanted, pad=built.pad)
+
+    def _ask_reference(self, inputs: Any) -> Tensor:
+        """Log-probabilities of new rows by the reference: the model without adapters, or as it began."""
+        built: Any = self.model
+        if hasattr(built, "disable_adapter"):
+            with built.disable_adapter():
+                return self.log_probabilities(built, inputs)
+        if self._first is None:
+            self._first = built.build_first().to(inputs["input_ids"].device).eval()
+        return self.log_probabilities(self._first, inputs)
+
+
+def _shown(values: Tensor) -> str:
+    return " and ".join(f"{value:.1f}" for value in values.flatten().tolist())
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode, without gradients, and put it back."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+# -- what is measured and written -------------------------------------------------------------------------------------
+def share_right(scores: Any) -> float:
+    """The share of rows ``[rows, 2]`` whose first score is higher; one of equal scores is half right."""
+    margins = np.asarray(scores, np.float64) @ (1, -1)
+    return float(((margins > 0) + 0.5 * (margins == 0)).mean())
+
+
+def beside_rules(name: str, right: float, reference: float, longer: float, overall: float) -> dict[str, float]:
+    """A metric of which 0.5 is chance, next to that of the reference and of a rule of lengths.
+
+    The rule is always the longer answer, or always the shorter one, whichever is better `overall`.
+    """
+    length = longer if overall >= 0.5 else 1 - longer
+    of_rules = {f"reference_{name}": reference, f"length_{name}": length}
+    return {name: right, **of_rules, f"{name}_over_reference": right - reference, f"{name}_over_length": right - length}
+
+
+def decode_answers(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """The texts of generated tokens ``[rows, tokens]``."""
+    plain = [row[row >= 0].tolist() for row in predictions]
+    return {"prediction": kept_tokenizer(data).batch_decode(plain, skip_special_tokens=True)}

@@ -1,0 +1,242 @@
+"""The recipe feedback-optimization: from answers marked as good or bad a model learns to give good ones (KTO).
+
+    name: helpful
+    recipe: feedback-optimization
+    prepare:
+      sources: [marked.jsonl]  # {"prompt": …, "completion": …, "label": true}: texts, or lists of {role, content}
+      options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, max_length: 512}
+    train:
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 8}, beta: 0.1}
+      args: {num_train_epochs: 1, learning_rate: 5.0e-6, global_batch_size: 16}
+    evaluate: {splits: [validation, test]}
+
+Kahneman-Tversky Optimization (Ethayarajh et al., 2024) needs no pairs: what an answer gains in log-probability over the
+reference is compared to the divergence of the model from the reference. This is estimated on prompts with answers of
+other rows, over all micro-batches and processes of a step, so it does not depend on how a batch is cut.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.feedback_optimization import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.errors import DataError
+from trainer_lib.recipes.answers import (
+    ANSWERED,
+    POLICY,
+    REFERENCE,
+    AnsweredPrompts,
+    PolicyTrainer,
+    beside_rules,
+    build_policy,
+    collate_answers,
+    decode_answers,
+    evaluating,
+    require_between,
+)
+from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.table_files import Reader
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+OTHER = "other"
+"""The column of prepared rows with the answer of another row."""
+_MARKS = {"true": 1, "1": 1, "false": 0, "0": 0}
+
+
+class MarkedAnswers(AnsweredPrompts):
+    """The rows of a table by split: a prompt, an answer, and whether it is good."""
+
+    answers = ("completion",)
+    label_option = "label"
+    reserved = ("labels", "row_id", OTHER, "reference_completion", "reference_other")
+    unclassed = "Marks of answers are no classes to cut by."
+    defaults: Mapping[str, Any] = {
+        **ANSWERED,
+        **REFERENCE,
+        "completion": "completion",  # column with the answers
+        "label": "label",  # column with true for a good answer, false for a bad one
+    }
+
+    @override
+    def _readers(self) -> Mapping[str, Reader]:
+        return {**super()._readers(), self.options["label"]: _read_mark}
+
+    @override
+    def read_texts(self) -> dict[str, list[str]]:
+        """As of any answers, and in `other` the answer of another row of the split, in an order that `seed` draws."""
+        texts, draw = super().read_texts(), np.random.default_rng(self.options["seed"])
+        order = np.empty(len(self.table), int)
+        for rows in map(draw.permutation, self.splits.values()):
+            order[rows] = np.roll(rows, 1)
+        return {**texts, OTHER: [texts["completion"][row] for row in order]}
+
+
+def _read_mark(value: Any, where: str) -> int:
+    """1 for a good answer, 0 for a bad one. Raises DataError for another value."""
+    if (text := str(value).strip().lower()) not in _MARKS:
+        raise DataError(f"{where}: '{text[:40]}' is neither true nor false.", field="rows")
+    return _MARKS[text]
+
+
+# -- losses and metrics -----------------------------------------------------------------------------------------------
+def feedback_losses(
+    ratios: Tensor,
+    divergence: Tensor,
+    labels: Tensor,
+    *,
+    beta: float,
+    good_weight: float = 1.0,
+    bad_weight: float = 1.0,
+) -> Tensor:
+    """The loss of each answer ``[rows]`` (Ethayarajh et al., KTO, 2024, equations 7 and 8 less a constant).
+
+    Args:
+        ratios: ``[rows]``, the logarithm of an answer's probability less that by the reference.
+        divergence: ``[]``, the divergence of the model from the reference, from 0 on.
+        labels: ``[rows]``, 1 for a good answer.
+        beta: how much a distance from the reference counts.
+        good_weight, bad_weight: of good and of bad answers.
+    """
+    gains = beta * (ratios - divergence)
+    good = labels > 0
+    weights = torch.where(good, good_weight, bad_weight)
+    return weights * (1 - torch.sigmoid(torch.where(good, gains, -gains)))
+
+
+def measure_feedback(rewards: Any, labels: Any, known: Any, whole: Any = None) -> dict[str, float]:
+    """The probability that a good answer has a higher reward than a bad one (AUC), next to `beside_rules`.
+
+    Args:
+        rewards: ``[rows, 2]``, of the answers, and of those of other rows to the prompts.
+        labels: ``[rows]``, 1 for a good answer.
+        known: ``[rows, 4]``: log-probabilities by the reference, and lengths.
+        whole: where these rows are a resample, labels and what is known of all rows.
+    """
+    every_label, every = (labels, known) if whole is None else whole
+    scores, divergence = np.asarray(rewards, np.float64).T
+    good, overall = np.asarray(labels) > 0, _area(every[:, 2], every_label)
+    auc, reference, longer = (_area(values, labels) for values in (scores, known[:, 0], known[:, 2]))
+    means = {name: float(scores[kind].mean()) if kind.any() else 0.0 for name, kind in (("good", good), ("bad", ~good))}
+    return {
+        **beside_rules("auc", auc, reference, longer, overall),
+        **{f"{name}_reward": mean for name, mean in means.items()},
+        "divergence": max(0.0, float(divergence.mean())),
+    }
+
+
+def _area(scores: Any, labels: Any) -> float:
+    """The share of pairs of a good and a bad answer whose scores are in this order; without pairs a half."""
+    good = np.asarray(labels) > 0
+    above, below = np.asarray(scores)[good], np.sort(np.asarray(scores)[~good])
+    places = np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")
+    return float(places.mean()) / (2 * len(below)) if len(above) and len(below) else 0.5
+
+
+# -- the recipe -------------------------------------------------------------------------------------------------------
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the answers, find a tokenizer for them, and ask the reference for their probabilities.
+
+    Returns:
+        For every split its rows: the prompt and the answer by the names of their columns, lists of turns as JSON; in
+        `other` the answer of another row; `reference_completion` and `reference_other`, the logarithms of these
+        answers' probabilities; `labels`, 1 for a good answer; `row_id`.
+    """
+    table = MarkedAnswers(options, out)
+    texts = table.read_texts()
+    own, other = table.ask_reference(table.tokenize(texts, out), out)
+    columns: dict[str, Any] = {table.options.get(name, name): column for name, column in texts.items()}
+    labels = list(table.table.columns[table.label])
+    return table.rows(labels, {**columns, "reference_completion": own, "reference_other": other})
+
+
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
+    """Build the model that the reference is, with adapters if `lora` is given.
+
+    Raises:
+        ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
+    """
+    weights = {"good_weight": 1.0, "bad_weight": 1.0}  # of the losses of good and of bad answers
+    chosen = choose(options, {**POLICY, **weights}, field="train.model")
+    for name in weights:
+        require_between(name, chosen[name], most=float("inf"), is_open=True)
+    return build_policy(chosen, data, *weights)
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch of `collate_answers`; of labelled rows with `other` answers, and `reference` ``[rows, 2]``.
+
+    Raises:
+        DataError: the prompt of a new row leaves no room for an answer.
+    """
+    if "labels" not in rows[0]:
+        return collate_answers(rows, data, ["completion"])
+    reference = [[row[f"reference_{name}"] for name in ("completion", OTHER)] for row in rows]
+    return {**collate_answers(rows, data, ["completion"], [OTHER]), "reference": torch.tensor(reference)}
+
+
+class Trainer(PolicyTrainer):
+    """A Trainer that measures the divergence from the reference before each step, and generates answers."""
+
+    _divergence: Tensor | None = None
+
+    @override
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device | None = None
+    ) -> tuple[list[Any], Tensor | int | None]:
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:
+            self._divergence = self._measure(batches)
+        return batches, items
+
+    def _measure(self, batches: Sequence[Any]) -> Tensor:
+        """The divergence ``[]`` over all rows of a step; processes that wait for others count no rows."""
+        run = self._trainflow.run
+        counts = [len(batch["labels"]) for batch in batches] if run is None else run.weights.items
+        sums = torch.zeros(2, dtype=torch.float64)
+        with evaluating(self.model):
+            for batch, count in zip(batches, counts, strict=True):
+                ratios = self._ratios(self.model_wrapped, self._prepare_inputs(batch), 1)
+                sums += torch.tensor([float(ratios.sum()), len(ratios)], dtype=torch.float64) * bool(count)
+        total, rows = self._trainflow.world.comm.sum_tensor(sums.to(self.args.device)).tolist()
+        return torch.tensor(max(0.0, total / rows), device=self.args.device)
+
+    def _ratios(self, model: nn.Module, inputs: Any, column: int) -> Tensor:
+        """The log-probabilities ``[rows]`` of a column of answers, less those by the reference."""
+        tokens = {name: inputs[name].chunk(2)[column] for name in ("input_ids", "attention_mask", "targets")}
+        own = self.log_probabilities(model, {**tokens, "lengths": inputs["lengths"]})
+        ratios: Tensor = own[:, 0] - inputs["reference"][:, column]
+        return ratios
+
+    @override
+    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+        settings, ratios = self.settings, self._ratios(model, inputs, 0)
+        if model.training and self._divergence is not None:
+            return feedback_losses(ratios, self._divergence, inputs["labels"], **settings), settings["beta"] * ratios
+        others = self._ratios(model, inputs, 1).detach()  # an evaluation has the divergence of its batch
+        losses = feedback_losses(ratios, others.mean().clamp(min=0), inputs["labels"], **settings)
+        return losses, settings["beta"] * torch.stack((ratios, others), dim=1)
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure rewards ``[rows, 2]``, beside what the reference and the lengths of answers tell."""
+    labels, known = evaluation.label_ids
+    return measure_feedback(evaluation.predictions, labels, known, evaluation.whole_labels)
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn rewards ``[rows, …]`` into a column, or tokens into a new answer."""
+    if predictions.dtype.kind in "iu":
+        return decode_answers(predictions, data)
+    return {"reward": predictions[:, 0].tolist()}

@@ -1,0 +1,158 @@
+"""The recipe reward-modeling: from pairs of a better and a worse answer a model learns to give answers a score.
+
+    name: judge
+    recipe: reward-modeling
+    prepare:
+      sources: [pairs.jsonl]  # {"prompt": …, "chosen": …, "rejected": …}: texts, or lists of {role, content}
+      options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, max_length: 512}
+    train:
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 8}}
+      args: {num_train_epochs: 1, learning_rate: 1.0e-4, global_batch_size: 16}
+    evaluate: {splits: [validation, test]}
+
+The score is that of Bradley and Terry: its difference is the log odds that an answer is preferred to another one
+(Bai et al., 2022). It is the output of a model for the classification of sequences, and is published as such.
+
+To replace a function, import the others into a file of your own, and define yours behind them::
+
+    from trainer_lib.recipes.reward_modeling import *
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.errors import DataError
+from trainer_lib.recipes.answers import ANSWERED, AnswerTrainer, collate_answers
+from trainer_lib.recipes.model_places import FIELD, MODEL, build_with_head, one_of, require_head
+from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, measure_preferences
+from trainer_lib.recipes.preference_optimization import prediction_columns as describe_pairs
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo, PrepareOutput
+
+COMPLETION, MARGIN = "completion", "margin"
+"""Columns: of new rows with an answer; of prepared rows by how much the chosen answer is better at least."""
+_HEAD = "ForSequenceClassification"
+_SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+          "num_attention_heads": 4}  # fmt: skip
+
+
+class RankedPairs(PreferredPairs):
+    """The rows of a table by split: a prompt where they have one, the better answer, and the other one."""
+
+    needs_prompt = False
+    reserved = ("labels", "row_id", COMPLETION, MARGIN)
+    defaults: Mapping[str, Any] = {
+        **ANSWERED,
+        "chosen": "chosen",  # column with the better answers
+        "rejected": "rejected",  # column with the other answers
+        "margin": None,  # column with the least differences of scores
+    }
+
+    def margins(self) -> Any:
+        """The least difference of the scores of each row. Raises DataError for one that is no number."""
+        if (name := self.options["margin"]) is None:
+            return [0.0] * len(self.table)
+        self.table.require(name, field="prepare.options.margin")
+        self.table.refuse_gaps(name, "Fill it in, or leave prepare.options.margin out.")
+        if (numbers := self.table.find_numbers(name)) is None:
+            remedy = "Name a column of numbers, or leave it out."
+            raise DataError("The margins are no numbers.", field="prepare.options.margin", value=name, remedy=remedy)
+        return numbers.tolist()
+
+
+def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
+    """Read the pairs, and find a tokenizer for them.
+
+    Returns:
+        For every split its rows: the three texts by the names of their columns, lists of turns as JSON; `margin`; in
+        `labels` 0, the place of the chosen answer; `row_id`.
+    """
+    table = RankedPairs(options, out)
+    margins, texts = table.margins(), table.read_texts()
+    table.tokenize(texts, out)
+    out.info.update(completion=COMPLETION, classes=NAMES, pad_token_id=out.info["ends"]["pad_token_id"])
+    out.info["new_columns"] |= {COMPLETION: "string"}
+    out.info["new_rows"]["optional"].append(COMPLETION)
+    return table.rows([0] * len(margins), {**{table.options[name]: texts[name] for name in texts}, MARGIN: margins})
+
+
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
+    """Build a model with one output by name, from a folder, or at random from a configuration.
+
+    Args:
+        options: the settings of `model_places.MODEL`, and `new_head`: replace a head that has other outputs.
+
+    Raises:
+        ConfigError: transformers cannot load it, or its head has other outputs.
+    """
+    chosen = choose(options, {**MODEL, "new_head": False}, field=FIELD)
+    place, names = one_of(chosen, field=FIELD), {"id2label": {0: "reward"}, "label2id": {"reward": 0}}
+    if place is not None:
+        require_head(place, _HEAD, 1, is_new=chosen["new_head"])
+    small = {**_SMALL, "max_position_embeddings": data.info["max_length"]}
+    settings = {"pad_token_id": data.info["pad_token_id"], **names}
+    model: nn.Module = build_with_head(chosen, data, head=_HEAD, task="SEQ_CLS", small=small, **settings)
+    return model
+
+
+def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
+    """Make a batch of `collate_answers`, with the `margin` ``[rows]`` of labelled rows.
+
+    New rows have an answer in `completion`, or pairs.
+
+    Raises:
+        DataError: there is no answer, or its prompt leaves no room for it.
+    """
+    names = [COMPLETION] if COMPLETION in rows[0] else NAMES
+    if data.info[names[0]] not in rows[0]:
+        remedy = f"Give it in the column '{COMPLETION}'."
+        raise DataError("There is no answer to give a score to.", field="rows", value=sorted(rows[0]), remedy=remedy)
+    batch = collate_answers(rows, data, names)
+    margins = {MARGIN: torch.tensor([float(row[MARGIN]) for row in rows])} if "labels" in rows[0] else {}
+    return {**batch, **margins}
+
+
+def reward_losses(scores: Tensor, margins: Tensor) -> Tensor:
+    """The loss of each pair ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first, and margins ``[pairs]``.
+
+    It is that of Bai et al., Training a Helpful and Harmless Assistant, 2022, with the margin of Touvron et al., Llama
+    2, 2023, equation 2.
+    """
+    return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1] - margins)
+
+
+class Trainer(AnswerTrainer):
+    """A Trainer that gives answers a score."""
+
+    @override
+    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+        scores = self.answer(model, inputs)
+        return reward_losses(scores, inputs[MARGIN]), scores
+
+    @override
+    def answer(self, model: nn.Module, inputs: Any) -> Tensor:
+        with self.autocast_smart_context_manager():
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])["logits"]
+        return torch.stack(logits[:, 0].float().chunk(inputs["lengths"].shape[1]), dim=1)
+
+
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure how often the chosen answer has the higher reward, beside what the lengths of answers tell."""
+    known, whole = evaluation.label_ids[1], evaluation.whole_labels[1]
+    measured = measure_preferences(np.asarray(evaluation.predictions), known, whole)
+    return {name: value for name, value in measured.items() if "reference" not in name}
+
+
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
+    """Turn rewards ``[rows, answers]`` into a column; of pairs also into the answer that is preferred."""
+    return describe_pairs(predictions, data) if predictions.shape[1] == 2 else {"reward": predictions[:, 0].tolist()}
