@@ -263,10 +263,23 @@ def word_orders() -> str:
     return "".join(f"{rows[index * len(rows) // 1200]}\n" for index in range(1200))
 
 
-def marked_orders() -> str:
-    """One answer to each prompt of `word_orders`, as JSON lines: in turns the sentence's rest and the other order."""
-    pairs = map(json.loads, word_orders().splitlines())
-    rows = ((pair["prompt"], pair["rejected" if at % 2 else "chosen"], at % 2 == 0) for at, pair in enumerate(pairs))
+def ranked_lines() -> str:
+    """600 pairs of lines of Python as JSON lines: those of argparse and ast are better than of turtle and tarfile.
+
+    They are lines of `modules` (PSF licence).
+    """
+    by_module: dict[str, list[str]] = {}
+    for row in csv.DictReader(io.StringIO(modules())):
+        by_module.setdefault(row["module"], []).append(row["line"])
+    pairs = zip(by_module["argparse"] + by_module["ast"], by_module["turtle"] + by_module["tarfile"], strict=True)
+    rows = (dict(zip(("prompt", "chosen", "rejected"), ("A line of Python: ", *pair), strict=True)) for pair in pairs)
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def marked_lines() -> str:
+    """The 1,200 lines of `ranked_lines` as JSON lines, those that are better marked as good."""
+    pairs = [json.loads(line) for line in ranked_lines().splitlines()]
+    rows = [(pair["prompt"], pair[name], name == "chosen") for pair in pairs for name in ("chosen", "rejected")]
     return "".join(json.dumps(dict(zip(("prompt", "completion", "label"), row, strict=True))) + "\n" for row in rows)
 
 
@@ -333,20 +346,20 @@ _RANDOM_LLAMA = """\
 _RANDOM_T5 = """\
   # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
   model: {config: {model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}"""
-_ORDERS = {
-    "data": "sentences.jsonl",
+_LINES = {
+    "data": "lines.jsonl",
     "by": "random",
     "trivial": "always the longer answer, or always the shorter one",
-    "about": "Tells a sentence from its words in another order.",
+    "about": "Prefers lines of the modules argparse and ast to lines of turtle and tarfile.",
     "column": "prompt",
-    "source": "sentences of docstrings of Python's standard library (PSF licence); the other answers are their "
-    "words in an order that was drawn.",
+    "source": "lines of four modules of Python's standard library (PSF licence).",
 }
 _SMALL_REFERENCE = """\
     # At random from a configuration of transformers; or pretrained: NAME, in train.model too.
     config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}
     vocabulary: 1000
     max_length: 96  # tokens of a prompt with an answer"""
+_SMALL_BETA = "  model: {beta: 0.1}  # how much a distance from the model before its training counts"
 TEMPLATES: dict[str, dict[str, Any]] = {
     "causal-language-modeling": {
         "data": "docstrings.jsonl",
@@ -376,10 +389,10 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
     },
     "feedback-optimization": {
-        **_ORDERS,
-        "make": marked_orders,
+        **_LINES,
+        "make": marked_lines,
         "options": _SMALL_REFERENCE,
-        "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
+        "model": _SMALL_BETA,
         "rate": "5.0e-3",
         "margin": "auc_over_length",
     },
@@ -397,12 +410,16 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "preference-optimization": {
-        **_ORDERS,
+        **_LINES,
+        "data": "sentences.jsonl",
         "make": word_orders,
         "options": _SMALL_REFERENCE,
-        "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
+        "model": _SMALL_BETA,
         "rate": "5.0e-3",
         "margin": "accuracy_over_length",
+        "about": "Tells a sentence from its words in another order.",
+        "source": "sentences of docstrings of Python's standard library (PSF licence); the rejected answers are their "
+        "words in an order that was drawn.",
     },
     "question-answering": {
         "data": "questions.jsonl",
@@ -418,8 +435,8 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
     },
     "reward-modeling": {
-        **_ORDERS,
-        "make": word_orders,
+        **_LINES,
+        "make": ranked_lines,
         "options": "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
         "model": _RANDOM_LLAMA,
         "rate": "2.0e-3",
