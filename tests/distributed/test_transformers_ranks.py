@@ -19,6 +19,8 @@ from torch import nn
 from tests.support.chat_cases import chat_rows, family_tokenizer, new_model
 from tests.support.distributed import loaded, run_distributed
 from tests.support.gradients import assert_close, gradients
+from tests.support.named_recipes import TINY, prepare_sources
+from tests.support.named_recipes import trained as trained_recipe
 from tests.support.seq2seq import Copier, Tokens, rows, seq2seq_trainer, t5
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import classification_rows
@@ -26,9 +28,12 @@ from tests.support.training import losses, trainer
 from trainer_lib import DataCollatorForSeq2Seq, Trainer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.errors import ConfigError
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.recipes import DataInfo, load
 from trainer_lib.recipes.chat_templates import TEMPLATES
 from trainer_lib.storage import Store
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+from trainflow.flows.new_project.starting import marked_lines, ranked_lines
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +60,38 @@ def first_step(kind: str, micro: int) -> Any:
     decoder = kind == "decoder"
     batch, model = (lm_rows(24), llama) if decoder else (text_rows(24), classifier)
     return gradients(batch, micro=micro, batch=11, model=model, label_smoothing_factor=0.0 if decoder else 0.1)
+
+
+def judged_steps(name: str, folder: str, rows: list[Any], data: DataInfo, model: dict[str, Any], size: int) -> Any:
+    """The weights after three steps on 11 rows each, in micro-batches of a size."""
+    made = load(recipe_file(name), folder), {"train": rows}, data
+    settings: dict[str, Any] = {"per_device_train_batch_size": size, "global_batch_size": 11, "learning_rate": 1e-3}
+    one = trained_recipe(made, Path(folder), model, 3, **settings)
+    assert getattr(one, "_divergence", 1) > 0.1
+    return [each.detach().numpy() for each in one.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "options", "model"),
+    [
+        ("feedback-optimization", marked_lines, {"config": TINY}, {}),
+        ("reward-modeling", ranked_lines, {}, {"config": TINY}),
+        ("preference-optimization", ranked_lines, {"config": TINY}, {"loss": "orpo"}),
+    ],
+)
+def test_two_ranks_learn_from_judged_answers_like_one(
+    name: str, made: Any, options: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    """The divergence from the reference is that of all rows of a step, on whichever rank they are."""
+    (tmp_path / "rows.jsonl").write_text(made())
+    options |= {"vocabulary": 400, "max_length": 64}
+    _, splits, data = prepare_sources(name, [str(tmp_path / "rows.jsonl")], options, tmp_path)
+    rows = [{**row, "labels": 1} for row in splits["train"][:33]]  # good ones alone: the model moves away
+    given = str(tmp_path), rows, data, model
+    [alone] = run_distributed(judged_steps, 1, name, *given, 11)
+    for of_rank in run_distributed(judged_steps, 2, name, *given, 2):
+        for value, expected in zip(of_rank, alone, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["decoder", "classifier"])

@@ -111,6 +111,14 @@ def _texts() -> list[dict[str, Any]]:
     ]
 
 
+def _talks() -> list[dict[str, Any]]:
+    """Conversations whose last answers differ."""
+    asked = [{"role": "user", "content": f"which number follows {row}?"} for row in range(40)]
+    answers = [[{"role": "assistant", "content": f"{row + off}"} for off in (1, 2)] for row in range(40)]
+    rows = zip(asked, answers, strict=True)
+    return [{"chosen": [question, good], "rejected": [question, bad]} for question, (good, bad) in rows]
+
+
 EXAMPLES = {
     "gaps": Example("tabular-classification", _gaps(), {**GAPS, **CUT}, {"hidden": [4]}),
     "wine": Example("tabular-classification", _table("tabular/wine.csv", 178), {"label": "cultivar"}, {"hidden": [4]}),
@@ -146,6 +154,14 @@ EXAMPLES = {
     "sentences": Example(
         "preference-optimization",
         _table("preferences/sentences.jsonl", 40),
+        {"config": LLAMA, "max_length": 96, **CUT},
+        {},
+    ),
+    "talks": Example("preference-optimization", _talks(), {"config": LLAMA, "max_length": 96, **CUT}, {}),
+    "rewards": Example("reward-modeling", _talks(), {"max_length": 96, **CUT}, {"config": LLAMA}),
+    "marks": Example(
+        "feedback-optimization",
+        [{"prompt": f"say {row} ", "completion": f"{row}", "label": row % 2 == 0} for row in range(40)],
         {"config": LLAMA, "max_length": 96, **CUT},
         {},
     ),
@@ -193,7 +209,7 @@ def _predict(model: Path, data: Path, to: Path, **more: Any) -> Any:
 def test_a_model_predicts_the_file_that_it_was_trained_on(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
     kinds = ["csv", "jsonl", "parquet"]
-    if name in ("questions", "lines", "nested"):
+    if name in ("questions", "lines", "nested", "talks", "rewards"):
         kinds.remove("csv")  # it has no lists
     files = [_write(tmp_path / f"rows.{kind}", example.rows) for kind in kinds]
     splits = publish_recipe(tmp_path / "model", example.recipe, files[0], example.options, example.model)

@@ -280,7 +280,7 @@ def by_hand(model: Any, tokenizer: Any, row: dict[str, Any], name: str) -> torch
     return total
 
 
-@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0)])
+@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("orpo", 0.0)])
 def test_loss_and_gradients_are_those_of_the_formula(
     of_known: Prepared, known: Path, tmp_path: Path, loss: str, smoothing: float
 ) -> None:
@@ -307,7 +307,12 @@ def test_loss_and_gradients_are_those_of_the_formula(
         assert [row["reference_chosen"], row["reference_rejected"]] == pytest.approx(list(map(float, before)), rel=1e-5)
         own = [by_hand(other, tokenizer, row, name) for name in ("chosen", "rejected")]
         margin = (own[0] - before[0]) - (own[1] - before[1])
-        if loss == "ipo":
+        if loss == "orpo":
+            tokens = [len(tokenizer(row[name])["input_ids"]) + 1 for name in ("chosen", "rejected")]
+            means = [total / count for total, count in zip(own, tokens, strict=True)]
+            odds = [torch.exp(mean) / (1 - torch.exp(mean)) for mean in means]
+            wanted = wanted - means[0] - 0.3 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+        elif loss == "ipo":
             wanted = wanted + (margin - 1 / 0.6) ** 2
         else:
             right = 1 / (1 + torch.exp(-0.3 * margin))

@@ -29,6 +29,8 @@ CASES = {
         "data.jsonl",
         {"vocabulary": 600, "max_length": 128, "split": {"validation": 0, "test": 0.25}},
     ),
+    "feedback-optimization": RecipeCase("feedback-optimization", "data.jsonl", {"vocabulary": 600, "max_length": 128}),
+    "reward-modeling": RecipeCase("reward-modeling", "data.jsonl", {"vocabulary": 600, "max_length": 128}),
     "causal-language-modeling": RecipeCase("causal-language-modeling"),
 }
 STRATIFIED = {"split": {"by": "stratified"}}
@@ -63,6 +65,18 @@ def asked(*answers: Any, context: Any = "  Ada wrote the first program.", questi
 def preferred(**last: Any) -> str:
     rows = [{"prompt": f"say {n}", "chosen": f" {n} is said", "rejected": f" said is {n}"} for n in range(13)]
     return jsonl(*rows[:-1], {**rows[-1], **last})
+
+
+def marked(**last: Any) -> str:
+    rows = [{"prompt": f"say {n}", "completion": f" {n} is said", "label": n % 2 == 0} for n in range(13)]
+    return jsonl(*rows[:-1], {**rows[-1], **last})
+
+
+def talked(role: str, **more: Any) -> str:
+    turns = [{"role": "user", "content": "a?"}, {"role": role, "content": "b"}]
+    return jsonl(
+        *({"chosen": turns, "rejected": [turns[0], {**turns[1], "content": f"c{n}"}], **more} for n in range(9))
+    )
 
 
 TABLE, GAP, RARE = table(), table().replace("1,red,yes,0", ",red,yes,0", 1), table("1,red,maybe,10")
@@ -204,6 +218,26 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (preferred(), {"chosen": "choosen"}, 'Did you mean "chosen"?'),
         (preferred(), STRATIFIED, "no class to cut by"),
         (preferred().replace('"prompt"', '"labels"'), {"prompt": "labels"}, "uses the name 'labels' itself"),
+    ],
+    "feedback-optimization": [
+        (marked(label="maybe"), {}, "data.jsonl, row 12 … column 'label': 'maybe' is neither true nor false"),
+        (marked(label=None), {}, "column 'label': 'none' is neither"),
+        (marked(completion=""), {}, "column 'completion': there is no value"),
+        (marked(), STRATIFIED, "no classes to cut by"),
+        (marked(), {"label": "labels"}, 'Did you mean "label"?'),
+        (marked().replace('"prompt"', '"other"'), {"prompt": "other"}, "uses the name 'other' itself"),
+    ],
+    "reward-modeling": [
+        (preferred(rejected=" 12 is said "), {}, "the two answers are alike"),
+        (preferred(), {"margin": "prompt"}, "prepare.options.margin … no numbers"),
+        (preferred(chosen=SAME + " a", rejected=SAME + " b"), {}, "are the same for both answers"),
+        (talked("human"), {}, "row 0 (line 1): turn 2: the role 'human' is unknown"),
+        (
+            talked("assistant"),
+            {"template": "{{ messages[9].content }}"},
+            "row 0 (line 1): the template does not take it",
+        ),
+        (talked("assistant"), {"max_length": 5}, "the prompt has"),
     ],
     "causal-language-modeling": [
         (TEXTS, {"lenght": 3}, "prepare.options.lenght … no such option"),

@@ -1,0 +1,246 @@
+"""Answers that were judged: conversations among them, and the losses of ORPO, KTO and of rewards by hand.
+
+feedback-optimization and reward-modeling learn, resume and publish; the divergence is that of the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.model_folders import publish_recipe, remove_fetched_code
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
+from tests.support.resuming import prove
+from trainer_lib import load_model
+from trainer_lib.recipes.chat_templates import END, TURN
+from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
+from trainer_lib.recipes.preference_optimization import preference_losses
+from trainer_lib.recipes.reward_modeling import reward_losses
+from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainflow.flows.new_project.starting import marked_lines, ranked_lines
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
+USUAL: dict[str, Any] = {"vocabulary": 500, "max_length": 96, "split": {"validation": 0, "test": 0.3}}
+PAIRS = RecipeCase("preference-optimization", "pairs.jsonl", {**USUAL, "config": TINY})
+REWARDS = RecipeCase("reward-modeling", "pairs.jsonl", USUAL)
+MARKS = RecipeCase("feedback-optimization", "marks.jsonl", {**USUAL, "config": TINY})
+BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e-2}
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "one?"), ("assistant", "1"), ("assistant", "two"))
+)
+
+
+def lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(scope="module")
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return MARKS.prepare(tmp_path_factory.mktemp("marks"), marked_lines())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return REWARDS.prepare(tmp_path_factory.mktemp("ranks"), ranked_lines())
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    rows = "".join(ranked_lines().splitlines(keepends=True)[::6])
+    return PAIRS.prepare(tmp_path_factory.mktemp("pairs"), rows)
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        # As of UltraFeedback: the prompt is there once more, as a text.
+        ({"prompt": "one?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": "one?", "chosen": "1", "rejected": "two"}, {"template": "chatml"}),
+    ],
+)
+@pytest.mark.parametrize("case", [PAIRS, REWARDS], ids=lambda case: case.name)
+def test_pairs_of_each_shape_are_the_same_conversations(
+    tmp_path: Path, case: RecipeCase, row: dict[str, Any], options: dict[str, Any]
+) -> None:
+    made = case.prepare(tmp_path, lines(*[row] * 8), **options, system="brief")
+    rows, tokenizer = made[1]["train"][:1], kept_tokenizer(made[2])
+    new = [{name: each[name] for name in ("prompt", "chosen", "rejected")} for each in rows]
+    for batch in (collate_of(made)(rows), collate_of(made)(new)):
+        texts = [tokenizer.decode(row[batch["attention_mask"][at].bool()]) for at, row in enumerate(batch["input_ids"])]
+        start = f"{TURN}system\nbrief{END}\n{TURN}user\none?{END}\n{TURN}assistant\n"
+        assert texts == [f"{start}1{END}", f"{start}two{END}"]
+        answers = [tokenizer.decode(row[row >= 0]) for row in batch["targets"]]
+        assert answers == [f"1{END}", f"two{END}"]
+
+
+def test_marked_conversations_are_read_and_answered(tmp_path: Path) -> None:
+    rows = [{"prompt": [USER], "completion": [GOOD if at % 2 else BAD], "label": bool(at % 2)} for at in range(16)]
+    made = MARKS.prepare(tmp_path, lines(*rows))
+    ends = [kept_tokenizer(made[2]).decode(row["input_ids"]) for row in [collate_of(made)([{"prompt": "one?"}])]]
+    assert ends == [[f"{TURN}user\none?{END}\n{TURN}assistant\n"]]
+    marked = {(row["labels"], json.loads(row["completion"])[0]["content"]) for row in made[1]["train"]}
+    assert marked == {(1, "1"), (0, "two")}
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+def sigmoid(values: Any) -> Any:
+    return 1 / (1 + np.exp(-values))
+
+
+def test_losses_are_those_of_the_formulas() -> None:
+    draw = np.random.default_rng(0)
+    means = -draw.uniform(0.05, 4, (50, 2))
+    odds = np.exp(means) / (1 - np.exp(means))
+    wanted = -means[:, 0] - 0.3 * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1])))
+    found = preference_losses(torch.from_numpy(means), beta=0.3, loss="orpo")
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-9)
+    assert torch.isfinite(preference_losses(torch.zeros(1, 2), beta=0.3, loss="orpo")).all()
+    ratios, labels = draw.normal(0, 3, 50), draw.integers(0, 2, 50)
+    gains = 0.2 * (ratios - 1.5)
+    wanted = np.where(labels == 1, 2 * (1 - sigmoid(gains)), 0.5 * (1 - sigmoid(-gains)))
+    given = (torch.from_numpy(ratios), torch.tensor(1.5), torch.from_numpy(labels))
+    found = feedback_losses(*given, beta=0.2, good_weight=2.0, bad_weight=0.5)
+    np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6)
+    scores, margins = draw.normal(0, 3, (50, 2)), draw.uniform(0, 2, 50)
+    found = reward_losses(torch.from_numpy(scores), torch.from_numpy(margins))
+    np.testing.assert_allclose(found.numpy(), -np.log(sigmoid(scores[:, 0] - scores[:, 1] - margins)), rtol=1e-9)
+
+
+def test_the_area_counts_ties_as_half_and_takes_the_better_rule_of_lengths() -> None:
+    rewards = np.array([[2.0, 0], [1, 0], [1, -3], [0, 0]])
+    known = np.array([[0.0, 0, 5, 0], [0, 0, 1, 0], [0, 0, 9, 0], [1, 0, 9, 0]])
+    measured = measure_feedback(rewards, np.array([1, 1, 0, 0]), known)
+    assert (measured["auc"], measured["reference_auc"], measured["length_auc"]) == (3.5 / 4, 0.25, 1.0)
+    assert (measured["good_reward"], measured["bad_reward"], measured["divergence"]) == (1.5, 0.5, 0)
+    assert measure_feedback(rewards, np.ones(4), known)["auc"] == 0.5
+
+
+def test_the_divergence_is_that_of_all_rows_of_the_step_by_other_answers(marks: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = marks
+    model: Any = recipe.build_model({}, data)
+    for each in model.parameters():
+        each.data *= 1.2
+    rows = splits["train"][:8]
+    assert sorted(row["other"] for row in splits["test"]) == sorted(row["completion"] for row in splits["test"])
+    trainer = trainer_of(recipe, data, model, tmp_path, rows, 1, **BATCHES)
+    batches = [collate_of(marks)(rows[:2]), collate_of(marks)(rows[2:])]
+    assert trainer.get_batch_samples(iter(batches), 2)[1] == 8
+    tokenizer, ratios = kept_tokenizer(data), []
+    for row in rows:
+        prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["other"])["input_ids"]
+        tokens = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logs = model.double()(input_ids=tokens).logits[0, :-1].log_softmax(-1)
+        own = logs[range(len(tokens[0]) - 1), tokens[0, 1:]][len(prompt) - 1 :].sum()
+        ratios.append(float(own) - row["reference_other"])
+    assert float(trainer._divergence) == pytest.approx(max(0.0, float(np.mean(ratios))), rel=1e-4, abs=1e-5)
+
+
+SETTINGS = {"marks": {}, "ranks": {"config": TINY}, "pairs": {"loss": "orpo"}}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_micro_batches_of_any_size_take_the_same_steps(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    recipe, splits, data = request.getfixturevalue(name)
+    rows = [{**row, "labels": 1} for row in splits["train"][:20]]  # good ones alone: the model moves away
+    small, weights, divergences = (recipe, {"train": rows}, data), [], []  # the last step has 4 rows
+    for size, steps in ((8, 1), (2, 4)):
+        given: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer = trained(small, tmp_path / str(size), SETTINGS[name], 5, **given, learning_rate=1e-3)
+        weights.append([each.detach() for each in trainer.model.parameters()])
+        divergences.append(float(getattr(trainer, "_divergence", 1.0)))
+    assert divergences[0] == pytest.approx(divergences[1], rel=1e-4)
+    assert divergences[0] > 0.1
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_bit_for_bit(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    recipe, splits, data = request.getfixturevalue(name)
+
+    def make(folder: Path, *callbacks: Any) -> Any:
+        torch.manual_seed(0)
+        given = {**BATCHES, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+        model = recipe.build_model(SETTINGS[name], data)
+        trainer = trainer_of(recipe, data, model, folder, splits["train"][:70], 8, **given)
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        return trainer
+
+    prove(make, tmp_path, 5)
+
+
+# -- what is learned --------------------------------------------------------------------------------------------------
+def test_marks_are_learned_and_new_answers_have_rewards(marks: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = marks
+    trainer = trained(marks, tmp_path, {}, 80, **BATCHES)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert min(measured["eval_auc_over_length"], measured["eval_auc_over_reference"]) > 0.15
+    assert measured["eval_good_reward"] > measured["eval_bad_reward"]
+    known = trainer.predict(splits["test"][:9])
+    new = trainer.predict([{name: row[name] for name in ("prompt", "completion")} for row in splits["test"][:9]])
+    assert new.predictions[:, 0] == pytest.approx(known.predictions[:, 0], abs=1e-4)
+    assert recipe.prediction_columns(new.predictions, data)["reward"] == new.predictions[:, 0].tolist()
+    made = trainer.predict([{"prompt": row["prompt"]} for row in splits["test"][:2]]).predictions
+    assert len(recipe.prediction_columns(made, data)["prediction"]) == 2
+
+
+def test_rewards_are_learned_by_a_margin_and_new_answers_have_them(ranks: Prepared, tmp_path: Path) -> None:
+    recipe, splits, data = ranks
+    trainer = trained(ranks, tmp_path, {"config": TINY}, 60, **BATCHES)
+    measured = trainer.evaluate(eval_dataset=splits["test"])
+    assert measured["eval_accuracy_over_length"] > 0.15
+    assert not any("reference" in name for name in measured)
+    known = trainer.predict(splits["test"][:5]).predictions
+    for at, name in enumerate(("chosen", "rejected")):
+        new = [{"prompt": row["prompt"], "completion": row[name]} for row in splits["test"][:5]]
+        rewards = recipe.prediction_columns(trainer.predict(new).predictions, data)["reward"]
+        assert rewards == pytest.approx(known[:, at].tolist(), abs=1e-4)
+    bare = [{"chosen": "a b", "rejected": "c", "gap": row / 4} for row in range(8)]
+    made = REWARDS.prepare(tmp_path, lines(*bare), margin="gap")
+    batch = collate_of(made)([*made[1]["train"], *made[1]["test"]])
+    assert sorted(batch["margin"].tolist()) == [row["gap"] for row in bare]
+
+
+def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    (tmp_path / "rows.jsonl").write_text(ranked_lines())
+    publish_recipe(tmp_path / "model", "reward-modeling", tmp_path / "rows.jsonl", dict(USUAL), {"config": TINY})
+    loaded: Any = load_model(str(tmp_path / "model"), trust_code=True)
+    row = {"prompt": "A line of Python: ", "completion": "import ast"}
+    [reward] = loaded.predict([row])["reward"]
+    loaded.model.save_pretrained(tmp_path / "saved")
+    plain: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    tokenizer = kept_tokenizer(loaded._data)
+    parts = [tokenizer(text)["input_ids"] for text in (*row.values(), tokenizer.eos_token)]
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([[token for part in parts for token in part]])).logits
+    assert plain.config.id2label == {0: "reward"}
+    assert float(logits) == pytest.approx(reward, abs=1e-5)
+    remove_fetched_code()
+
+
+def test_adapters_leave_the_reference_of_marks_as_it_is(marks: Prepared, tmp_path: Path) -> None:
+    first: Any = marks[0].build_model({}, marks[2])
+    first.save_pretrained(tmp_path / "base")
+    for name in marks[2].info["tokenizer"]:
+        (tmp_path / "base" / Path(name).name).write_bytes(marks[2].read_file(name))
+    rows = "".join(marked_lines().splitlines(keepends=True)[:40])
+    made = MARKS.prepare(tmp_path, rows, config={}, folder=tmp_path / "base")
+    trainer = trained(made, tmp_path / "run", {"folder": tmp_path / "base", "lora": {"r": 4}}, 5, **BATCHES)
+    seen = trainer.predict(made[1]["test"]).predictions[:, 0]
+    assert np.abs(seen).max() > 0.01
+    new = [{name: row[name] for name in ("prompt", "completion")} for row in made[1]["test"]]
+    assert trainer.predict(new).predictions[:, 0] == pytest.approx(seen, abs=1e-4)
