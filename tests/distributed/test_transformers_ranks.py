@@ -63,12 +63,13 @@ def first_step(kind: str, micro: int) -> Any:
 
 
 def judged_steps(name: str, folder: str, rows: list[Any], data: DataInfo, model: dict[str, Any], size: int) -> Any:
-    """The weights after three steps on 11 rows each, in micro-batches of a size."""
+    """The weights after three steps on 11 rows each, in micro-batches of a size; and the last divergence."""
     made = load(recipe_file(name), folder), {"train": rows}, data
     settings: dict[str, Any] = {"per_device_train_batch_size": size, "global_batch_size": 11, "learning_rate": 1e-3}
     one = trained_recipe(made, Path(folder), model, 3, **settings)
-    assert getattr(one, "_divergence", 1) > 0.1
-    return [each.detach().numpy() for each in one.model.parameters()]
+    divergence = float(getattr(one, "_divergence", 1))
+    assert divergence > 0.1
+    return [*(each.detach().numpy() for each in one.model.parameters()), divergence]
 
 
 @pytest.mark.parametrize(
