@@ -141,7 +141,7 @@ def wine() -> str:
     names = [str(name).replace("/", "_") for name in data.feature_names]
     cultivars = [str(name).replace("class_", "cultivar ") for name in data.target_names]
     rows = zip(data.data, data.target, strict=True)
-    return _csv([*names, "cultivar"], ([*map(_short, row), cultivars[target]] for row, target in rows))
+    return _csv([*names, "cultivar"], ([*map("{:g}".format, row), cultivars[target]] for row, target in rows))
 
 
 def diabetes() -> str:
@@ -151,7 +151,9 @@ def diabetes() -> str:
     data = datasets.load_diabetes(scaled=False)
     rows = zip(data.data, data.target, strict=True)
     # The codes of the sexes, 1 and 2, are names.
-    table = ([_short(row[0]), "ab"[int(row[1]) - 1], *map(_short, row[2:]), _short(target)] for row, target in rows)
+    table = (
+        [f"{row[0]:g}", "ab"[int(row[1]) - 1], *map("{:g}".format, row[2:]), f"{target:g}"] for row, target in rows
+    )
     return _csv([*data.feature_names, "progression"], table)
 
 
@@ -264,23 +266,17 @@ def word_orders() -> str:
 
 
 def ranked_lines() -> str:
-    """600 pairs of lines of Python as JSON lines: those of argparse and ast are better than of turtle and tarfile.
-
-    They are lines of `modules` (PSF licence).
-    """
-    by_module: dict[str, list[str]] = {}
-    for row in csv.DictReader(io.StringIO(modules())):
-        by_module.setdefault(row["module"], []).append(row["line"])
-    pairs = zip(by_module["argparse"] + by_module["ast"], by_module["turtle"] + by_module["tarfile"], strict=True)
-    rows = (dict(zip(("prompt", "chosen", "rejected"), ("A line of Python: ", *pair), strict=True)) for pair in pairs)
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    """The lines of `modules` as 600 pairs, as CSV: those of argparse and ast are better than the others."""
+    rows = list(csv.DictReader(io.StringIO(modules())))
+    lines = ([row["line"] for row in rows if (row["module"][0] == "a") is kind] for kind in (True, False))
+    return _csv(["chosen", "rejected"], zip(*lines, strict=True))
 
 
 def marked_lines() -> str:
-    """The 1,200 lines of `ranked_lines` as JSON lines, those that are better marked as good."""
-    pairs = [json.loads(line) for line in ranked_lines().splitlines()]
-    rows = [(pair["prompt"], pair[name], name == "chosen") for pair in pairs for name in ("chosen", "rejected")]
-    return "".join(json.dumps(dict(zip(("prompt", "completion", "label"), row, strict=True))) + "\n" for row in rows)
+    """The lines of `modules` as CSV, each with a prompt; those of argparse and ast are marked as good."""
+    rows = csv.DictReader(io.StringIO(modules()))
+    marked = (["A line of Python: ", row["line"], str(row["module"][0] == "a")] for row in rows)
+    return _csv(["prompt", "completion", "label"], marked)
 
 
 def _sentences(tree: ast.Module) -> Iterator[str]:
@@ -324,49 +320,42 @@ def _sources(modules: Sequence[str]) -> Iterator[str]:
         yield (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text("utf-8")
 
 
-def _short(number: Any) -> str:
-    return f"{number:g}"
-
-
 def _csv(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
 
 
 _GITIGNORE = ".trainflow/\npredictions/\n__pycache__/\n.pytest_cache/\n"
-_RANDOM_BERT = """\
+_AT_RANDOM = """\
   # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
-  model: {config: {model_type: bert, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}"""
-_RANDOM_LLAMA = """\
-  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
-  model: {config: {model_type: llama, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}"""
-_RANDOM_T5 = """\
-  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
-  model: {config: {model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}"""
-_LINES = {
-    "data": "lines.jsonl",
-    "by": "random",
+  model: {config: """
+_RANDOM_BERT, _RANDOM_LLAMA = (
+    f"{_AT_RANDOM}{{model_type: {kind}, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}}}"
+    for kind in ("bert", "llama")
+)
+_RANDOM_T5 = f"{_AT_RANDOM}{{model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}}}"
+_JUDGED = {
+    "data": "lines.csv",
     "trivial": "always the longer answer, or always the shorter one",
     "about": "Prefers lines of the modules argparse and ast to lines of turtle and tarfile.",
     "column": "prompt",
     "source": "lines of four modules of Python's standard library (PSF licence).",
 }
-_SMALL_REFERENCE = """\
-    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.
-    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}
-    vocabulary: 1000
-    max_length: 96  # tokens of a prompt with an answer"""
-_SMALL_BETA = "  model: {beta: 0.1}  # how much a distance from the model before its training counts"
+_COMPARED = {
+    **_JUDGED,
+    "options": "    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.\n"
+    "    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}\n"
+    "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
+    "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
+    "rate": "5.0e-3",
+}
 TEMPLATES: dict[str, dict[str, Any]] = {
     "causal-language-modeling": {
         "data": "docstrings.jsonl",
         "make": docstrings,
         "options": "    length: 128\n    overlong: split  # a longer text becomes pieces; or drop, refuse\n"
         "    vocabulary: 1024",
-        "by": "random",
         "model": _RANDOM_LLAMA,
         "rate": "3.0e-3",
         "margin": "nats_below_unigram",
@@ -379,7 +368,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "data": "entities.csv",
         "make": entity_names,
         "options": "    query: entity\n    positive: character\n    vocabulary: 400\n    max_length: 48",
-        "by": "random",
         "model": _RANDOM_BERT,
         "rate": "2.0e-3",
         "margin": "mrr_over_overlap",
@@ -388,14 +376,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "column": "positive",
         "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
     },
-    "feedback-optimization": {
-        **_LINES,
-        "make": marked_lines,
-        "options": _SMALL_REFERENCE,
-        "model": _SMALL_BETA,
-        "rate": "5.0e-3",
-        "margin": "auc_over_length",
-    },
+    "feedback-optimization": {**_COMPARED, "make": marked_lines, "margin": "auc_over_length"},
     "image-classification": {
         "data": "digits",
         "make": digits,
@@ -410,12 +391,9 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "preference-optimization": {
-        **_LINES,
+        **_COMPARED,
         "data": "sentences.jsonl",
         "make": word_orders,
-        "options": _SMALL_REFERENCE,
-        "model": _SMALL_BETA,
-        "rate": "5.0e-3",
         "margin": "accuracy_over_length",
         "about": "Tells a sentence from its words in another order.",
         "source": "sentences of docstrings of Python's standard library (PSF licence); the rejected answers are their "
@@ -425,7 +403,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "data": "questions.jsonl",
         "make": code_questions,
         "options": "    max_length: 128  # tokens of a window; a longer context has several\n    stride: 32",
-        "by": "random",
         "model": _RANDOM_BERT,
         "rate": "1.0e-3",
         "margin": "f1_over_usual",
@@ -435,7 +412,8 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
     },
     "reward-modeling": {
-        **_LINES,
+        **_JUDGED,
+        "column": "chosen",
         "make": ranked_lines,
         "options": "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
         "model": _RANDOM_LLAMA,
@@ -447,7 +425,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "make": character_names,
         "options": "    text: name\n    target: parts\n    vocabulary: 600\n    max_length: 48    # tokens to read\n"
         "    target_length: 48 # tokens to write",
-        "by": "random",
         "model": _RANDOM_T5,
         "rate": "3.0e-3",
         "every": 150,  # each evaluation generates
@@ -461,7 +438,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "data": "chats.jsonl",
         "make": code_chats,
         "options": "    vocabulary: 800\n    length: 192\n    overlong: cut  # a longer conversation; or drop, refuse",
-        "by": "random",
         "model": _RANDOM_LLAMA,
         "rate": "3.0e-3",
         "margin": "nats_below_unigram",
@@ -480,20 +456,17 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "margin": "accuracy_over_majority",
         "trivial": "always the most frequent class",
         "about": "Tells the cultivar of a wine from what a laboratory measured.",
-        "column": "label",
         "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
     },
     "tabular-regression": {
         "data": "diabetes.csv",
         "make": diabetes,
         "options": "    label: progression",
-        "by": "random",
         "model": "  model: {hidden: [64], dropout: 0.1}",
         "rate": "5.0e-3",
         "margin": "rmse_below_mean",
         "trivial": "always the mean",
         "about": "Estimates the progression of diabetes within a year.",
-        "column": "label",
         "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
     },
     "text-classification": {
@@ -506,7 +479,6 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "margin": "accuracy_over_majority",
         "trivial": "always the most frequent class",
         "about": "Tells which module of the standard library a line of Python is from.",
-        "column": "label",
         "source": "lines of four modules of Python's standard library (PSF licence).",
     },
     "time-series-forecasting": {
@@ -527,13 +499,11 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "data": "lines.jsonl",
         "make": code_lines,
         "options": "    words: words\n    label: tags",
-        "by": "random",
         "model": _RANDOM_BERT,
         "rate": "2.0e-3",
         "margin": "accuracy_over_usual",
         "trivial": "the tag that each word had most often in training",
         "about": "Tells the part that each word of a line of Python plays.",
-        "column": "label",
         "source": "lines of Python's standard library, with tags by its parser (PSF licence).",
     },
 }
@@ -571,7 +541,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     check_target(folder, recipe)
     name = folder.absolute().name
     module = "".join(char if char.isalnum() else "_" for char in name.lower())
-    facts = {"name": name, "recipe": recipe, "module": module, **TEMPLATES[recipe]}
+    facts = {"name": name, "recipe": recipe, "module": module, "by": "random", "column": "label", **TEMPLATES[recipe]}
     texts = {
         "pipeline.yaml": _render("pipeline.yaml.j2", facts),
         f"test_{module}.py": _render("test_project.py.j2", facts),

@@ -34,7 +34,7 @@ from trainer_lib.recipes.model_places import (
 from trainer_lib.recipes.option_names import require_choice
 from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, continue_prompts
 from trainer_lib.recipes.table_cells import read_exact_text
-from trainer_lib.recipes.table_files import SOURCES, Reader, note_form
+from trainer_lib.recipes.table_files import NOTE, SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
 from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
@@ -107,7 +107,7 @@ class AnsweredPrompts(TextRows):
         return dict(zip(("prompt", *self.answers), columns, strict=True))
 
     def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> list[list[dict[str, Any]]]:
-        """Find a tokenizer for these texts, and make the tokens of all answers; what is found is noted.
+        """Find a tokenizer for these texts, and make the tokens of all answers; note how they are made.
 
         Args:
             texts: as of `read_texts`, perhaps with more answers.
@@ -131,8 +131,9 @@ class AnsweredPrompts(TextRows):
             {**names, "max_length": chosen["max_length"], "is_chat": self.is_chat, "system": chosen["system"]},
             new_columns=dict.fromkeys(names.values(), "string"),
             ends={name: getattr(tokenizer, name) for name in ENDS},
-            **note_form(needed, chosen, optional=list(names.values()), turns=self.is_chat),
+            **note_form(needed, chosen, optional=list(names.values())),
         )
+        out.info[NOTE]["turns"] = self.is_chat
         reader = AnswerReader(tokenizer, out.info, self.table.places, field=f"{FIELD}.max_length")
         answers = [texts[name] for name in texts if name != "prompt"]
         found, out.info["cut_answers"] = reader.read(texts["prompt"], answers)

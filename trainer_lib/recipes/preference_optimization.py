@@ -199,7 +199,8 @@ class Trainer(PolicyTrainer):
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         if self._is_alone and "lengths" in inputs:
-            return self.log_probabilities(model, inputs) / inputs["lengths"] * float(self.settings["beta"])
+            means: Tensor = self.log_probabilities(model, inputs) / inputs["lengths"]
+            return means * float(self.settings["beta"])
         return super().answer(model, inputs)
 
     @property

@@ -59,7 +59,7 @@ class RankedPairs(PreferredPairs):
     }
 
     def margins(self) -> Any:
-        """The least difference of the scores of each row. Raises DataError for one that is no number."""
+        """The least difference of the scores of each row. Raises DataError for another value than a number."""
         if (name := self.options["margin"]) is None:
             return [0.0] * len(self.table)
         self.table.require(name, field="prepare.options.margin")

@@ -480,7 +480,6 @@ def note_form(
     *,
     optional: Sequence[str] = (),
     dropped: Sequence[str] | None = None,
-    turns: bool = False,
 ) -> dict[str, Any]:
     """The form of new rows, for ``out.info``.
 
@@ -490,13 +489,11 @@ def note_form(
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
-        turns: texts may be lists of turns, which become JSON.
     """
     rename = dict(options.get("rename") or {})
     left_out = None if dropped is None else list(dropped)
     row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
     note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
-    note |= {"turns": True} if turns else {}
     return {NOTE: note | ({"read": dict(options["read"])} if options.get("read") else {})}
 
 
@@ -534,7 +531,7 @@ class TableForm:
             DataError: a column or a value is missing, or a value has another type.
         """
         row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
-        if self._has_turns:
+        if self._has_turns:  # a list of them is read as JSON
             row |= {name: json.dumps(value) for name, value in row.items() if isinstance(value, list)}
         for name, kind in self.columns.items():
             if name not in row:

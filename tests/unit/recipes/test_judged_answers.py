@@ -22,13 +22,14 @@ from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_f
 from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
 from trainer_lib.recipes.tokenizing import kept_tokenizer
-from trainflow.flows.new_project.starting import marked_lines, ranked_lines
+from trainflow.flows.new_project.starting import marked_lines, ranked_lines, word_orders
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 USUAL: dict[str, Any] = {"vocabulary": 500, "max_length": 96, "split": {"validation": 0, "test": 0.3}}
 PAIRS = RecipeCase("preference-optimization", "pairs.jsonl", {**USUAL, "config": TINY})
 REWARDS = RecipeCase("reward-modeling", "pairs.jsonl", USUAL)
 MARKS = RecipeCase("feedback-optimization", "marks.jsonl", {**USUAL, "config": TINY})
+TABLES = (RecipeCase("reward-modeling", "pairs.csv", USUAL), RecipeCase(MARKS.name, "marks.csv", MARKS.options))
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e-2}
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "one?"), ("assistant", "1"), ("assistant", "two"))
@@ -41,17 +42,17 @@ def lines(*rows: Any) -> str:
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return MARKS.prepare(tmp_path_factory.mktemp("marks"), marked_lines())
+    return TABLES[1].prepare(tmp_path_factory.mktemp("marks"), marked_lines())
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return REWARDS.prepare(tmp_path_factory.mktemp("ranks"), ranked_lines())
+    return TABLES[0].prepare(tmp_path_factory.mktemp("ranks"), ranked_lines())
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    rows = "".join(ranked_lines().splitlines(keepends=True)[::6])
+    rows = "".join(word_orders().splitlines(keepends=True)[::6])
     return PAIRS.prepare(tmp_path_factory.mktemp("pairs"), rows)
 
 
@@ -144,7 +145,7 @@ def test_the_divergence_is_that_of_all_rows_of_the_step_by_other_answers(marks: 
     assert float(trainer._divergence) == pytest.approx(max(0.0, float(np.mean(ratios))), rel=1e-4, abs=1e-5)
 
 
-SETTINGS = {"marks": {}, "ranks": {"config": TINY}, "pairs": {"loss": "orpo"}}
+SETTINGS: dict[str, dict[str, Any]] = {"marks": {}, "ranks": {"config": TINY}, "pairs": {"loss": "orpo"}}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -204,7 +205,7 @@ def test_rewards_are_learned_by_a_margin_and_new_answers_have_them(ranks: Prepar
     assert not any("reference" in name for name in measured)
     known = trainer.predict(splits["test"][:5]).predictions
     for at, name in enumerate(("chosen", "rejected")):
-        new = [{"prompt": row["prompt"], "completion": row[name]} for row in splits["test"][:5]]
+        new = [{"completion": row[name]} for row in splits["test"][:5]]
         rewards = recipe.prediction_columns(trainer.predict(new).predictions, data)["reward"]
         assert rewards == pytest.approx(known[:, at].tolist(), abs=1e-4)
     bare = [{"chosen": "a b", "rejected": "c", "gap": row / 4} for row in range(8)]
@@ -216,17 +217,16 @@ def test_rewards_are_learned_by_a_margin_and_new_answers_have_them(ranks: Prepar
 def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    (tmp_path / "rows.jsonl").write_text(ranked_lines())
-    publish_recipe(tmp_path / "model", "reward-modeling", tmp_path / "rows.jsonl", dict(USUAL), {"config": TINY})
+    (tmp_path / "rows.csv").write_text(ranked_lines())
+    publish_recipe(tmp_path / "model", "reward-modeling", tmp_path / "rows.csv", dict(USUAL), {"config": TINY})
     loaded: Any = load_model(str(tmp_path / "model"), trust_code=True)
-    row = {"prompt": "A line of Python: ", "completion": "import ast"}
+    row = {"completion": "import ast"}
     [reward] = loaded.predict([row])["reward"]
     loaded.model.save_pretrained(tmp_path / "saved")
     plain: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     tokenizer = kept_tokenizer(loaded._data)
-    parts = [tokenizer(text)["input_ids"] for text in (*row.values(), tokenizer.eos_token)]
     with torch.no_grad():
-        logits = plain(input_ids=torch.tensor([[token for part in parts for token in part]])).logits
+        logits = plain(**tokenizer(row["completion"] + tokenizer.eos_token, return_tensors="pt")).logits
     assert plain.config.id2label == {0: "reward"}
     assert float(logits) == pytest.approx(reward, abs=1e-5)
     remove_fetched_code()
@@ -238,7 +238,7 @@ def test_adapters_leave_the_reference_of_marks_as_it_is(marks: Prepared, tmp_pat
     for name in marks[2].info["tokenizer"]:
         (tmp_path / "base" / Path(name).name).write_bytes(marks[2].read_file(name))
     rows = "".join(marked_lines().splitlines(keepends=True)[:40])
-    made = MARKS.prepare(tmp_path, rows, config={}, folder=tmp_path / "base")
+    made = TABLES[1].prepare(tmp_path, rows, config={}, folder=tmp_path / "base")
     trainer = trained(made, tmp_path / "run", {"folder": tmp_path / "base", "lora": {"r": 4}}, 5, **BATCHES)
     seen = trainer.predict(made[1]["test"]).predictions[:, 0]
     assert np.abs(seen).max() > 0.01
