@@ -227,7 +227,7 @@ def index_shards(ranks: int) -> dict[str, Any]:
     def shard(rank: int) -> dict[str, Any]:
         blocks = {name: [[shard_file(rank), [4 * rank, 0], [4, 4], 64 * n, SHA]] for n, name in enumerate(names)}
         specs = {name: ["F32", [rows, 4]] for name in names} if rank == 0 else {}
-        return {"blocks": blocks, "copies": {}, "specs": specs, "tied": {}, "place": ""}
+        return {"blocks": blocks, "specs": specs, "tied": {}, "place": ""}
 
     store, _ = counting_store()
     with _Measured() as build:

@@ -113,26 +113,17 @@ def write_shard(store: Store, shard: LocalShard, rank: int) -> tuple[FileEntry, 
             stored |= {f"{n}/{name}" if n else name: values for n, (_, values) in enumerate(part.boxes())}
     with store.open_write(file) as writer:
         positions = write_safetensors(writer, stored)
-    blocks: dict[str, list[Any]] = {}
-    copies: dict[str, list[Any]] = {}
+    blocks: dict[str, list[Any]] = {}  # of a copy without a file: its digest is compared
     for name, part in shard.parts.items():
         for number, (box, values) in enumerate(part.boxes()):
-            for offset, shape, start, digest in _digest(box, values):
-                if part.is_first_copy:
-                    position = positions[f"{number}/{name}" if number else name] + start
-                    blocks.setdefault(name, []).append([file, offset, shape, position, digest])
-                else:
-                    copies.setdefault(name, []).append([offset, shape, digest])
+            begin = positions.get(f"{number}/{name}" if number else name, 0)
+            for rows, start in _split_rows(box, values.element_size()):
+                digest = hashlib.sha256(view_bytes(rows.view(values, box))).hexdigest()
+                place = (list(rows.offset), list(rows.shape), begin + start)
+                blocks.setdefault(name, []).append([file if part.is_first_copy else "", *place, digest])
     specs = {name: [dtype_name(name, part.values.dtype), list(part.shape)] for name, part in shard.parts.items()}
-    record = {"blocks": blocks, "copies": copies, "specs": specs if rank == 0 else {}}
-    return writer.entry, {**record, "tied": dict(shard.tied), "place": shard.place}
-
-
-def _digest(box: Box, values: Tensor) -> Iterator[tuple[list[int], list[int], int, str]]:
-    """Yield offset, shape, first byte and digest of the parts of a box: rows that are read and compared together."""
-    for part, start in _split_rows(box, values.element_size()):
-        digest = hashlib.sha256(view_bytes(part.view(values, box))).hexdigest()
-        yield list(part.offset), list(part.shape), start, digest
+    record = {"blocks": blocks, "specs": specs if rank == 0 else {}, "tied": dict(shard.tied)}
+    return writer.entry, {**record, "place": shard.place}
 
 
 def _split_rows(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
@@ -177,7 +168,7 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     for shard in shards:
         for name, blocks in shard["blocks"].items():
-            tensors[name]["blocks"] += blocks
+            tensors[name]["blocks"] += [block for block in blocks if block[0]]
     for name, tensor in tensors.items():
         boxes = [Box(tuple(offset), tuple(shape)) for _, offset, shape, _, _ in tensor["blocks"]]
         if problem := find_gap(tensor["shape"], boxes):
@@ -191,23 +182,23 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _compare_copies(tensors: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
-    for rank, shard in enumerate(shards):
-        for name, copies in shard["copies"].items():
-            written = {str(block[1:3]): block for block in tensors[name]["blocks"]}
-            for offset, shape, digest in copies:
-                file, _, _, _, expected = written.get(str([offset, shape]), ("", 0, 0, 0, ""))
-                if digest == expected:
-                    continue
-                first = next((n for n in range(len(shards)) if shard_file(n) == file), 0)
-                here, there = (f"rank {n} ({shards[n]['place'] or 'no mesh'})" for n in (first, rank))
-                raise NotReproducibleError(
-                    f"Two processes that should hold the same values do not: {name!r} from {offset} on differs between"
-                    f" {here} and {there}.",
-                    field="model",
-                    rank=rank,
-                    remedy="Resume from the checkpoint before; look for a parameter that is changed on one process"
-                    " only, a failing device, or an operation that is not deterministic.",
-                )
+    written = {(name, str(block[1:3])): block for name, tensor in tensors.items() for block in tensor["blocks"]}
+    copies = ((rank, *item) for rank, shard in enumerate(shards) for item in shard["blocks"].items())
+    for rank, name, blocks in copies:
+        for _, offset, shape, _, digest in blocks:
+            file, *_, expected = written.get((name, str([offset, shape])), [""])
+            if digest == expected:
+                continue
+            first = next((n for n in range(len(shards)) if shard_file(n) == file), 0)
+            here, there = (f"rank {n} ({shards[n]['place'] or 'no mesh'})" for n in (first, rank))
+            raise NotReproducibleError(
+                f"Two processes that should hold the same values do not: {name!r} from {offset} on differs between"
+                f" {here} and {there}.",
+                field="model",
+                rank=rank,
+                remedy="Resume from the checkpoint before; look for a parameter that is changed on one process only, a"
+                " failing device, or an operation that is not deterministic.",
+            )
 
 
 def find_gap(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
