@@ -20,7 +20,9 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_val
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.path_options import absolute_path, is_path, map_paths
+from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.protocol import recipe_names
 from trainer_lib.protocol.recipe_names import is_recipe_name
 from trainflow.flows.spec import checks as _checks
 from trainflow.flows.spec.findings import spec_error
@@ -189,8 +191,11 @@ class PipelineSpec(Settings):
     def evaluate_config(self) -> EvaluateConfig:
         """The settings of evaluate; what it leaves unset is taken from train."""
         own = self.evaluate
+        # trainflow's own recipes that mix sources have metrics.
+        is_mixed = self.prepare.mixture is not None and Path(self.recipe).parent == recipe_names.FOLDER
         return own.model_copy(
             update={
+                "slices": own.slices or ([SOURCE] if is_mixed else []),
                 "args": {**self.train.args, **own.args},
                 "launch": own.launch or self.train.launch.on_one_machine(),
                 "resamples": own.resamples

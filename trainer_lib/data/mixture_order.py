@@ -109,7 +109,7 @@ class MixtureOrder:
         ]
         whole = self.num_samples // self.batch
         self._steps = max(1, whole if self.drop_last or whole * self.batch == self.num_samples else whole + 1)
-        self._forget()
+        self.use_changes(self.changes)
 
     def _forget(self) -> None:
         changed = [Piece(int(change["step"]), change["weights"]) for change in self.changes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.data.loader import LoaderOptions, TrainLoader
 from trainer_lib.data.mixture import INFO, Mixture, Piece, count_sources, merge_weights
 from trainer_lib.data.mixture_order import BLOCK, MixtureOrder
@@ -146,6 +148,23 @@ def test_ranks_share_the_same_positions_whatever_their_number() -> None:
     assert steps(1) == steps(3)
 
 
+class Rows(list[Any]):
+    mixture = Mixture({"a": 4, "b": 4}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
+
+
+def trainer_of(folder: Path, **args: Any) -> Trainer:
+    settings = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", **args)
+    return Trainer(torch.nn.Linear(1, 1), settings, train_dataset=Rows(range(8)), data_collator=list)
+
+
+def test_a_mixture_is_not_sorted_by_length_and_may_keep_the_order_of_its_sources(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not by length"):
+        trainer_of(tmp_path, train_sampling_strategy="group_by_length").get_train_dataloader()
+    order = trainer_of(tmp_path, train_sampling_strategy="sequential").get_train_dataloader().order
+    found = epoch_of(order, 0).tolist()
+    assert [row for row in found if row < 4] == [0, 1, 2, 3] != found[:4]
+
+
 # -- changes ----------------------------------------------------------------------------------------------------------
 def loader_of(order: MixtureOrder, workers: int = 0) -> TrainLoader:
     given: dict[str, Any] = {"global_batch": 8, "micro_batch": 4, "drop_last": False}
@@ -240,6 +259,7 @@ def test_the_mixture_names_the_sources() -> None:
     assert spec.prepare.sources == ["web/*.jsonl", "stdlib:json", "c.csv"]
     assert spec.prepare.mixture.names == ("web", "json", "mine")
     assert parse_spec(spec.to_record()) == spec
+    assert spec.evaluate_config().slices == ["source"]
     alike = mixed_alike(spec, [{"step": 9, "weights": {"web": 1.0, "json": 0.0, "mine": 1.0}}])
     assert alike.prepare.mixture is not None and sorted(alike.prepare.mixture.schedule) == [5, 9, 20]
     with pytest.raises(ConfigError, match=r"Remove prepare\.sources"):
