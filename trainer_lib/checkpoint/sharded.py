@@ -40,7 +40,7 @@ from trainer_lib.checkpoint.tensors import (
     write_header,
     write_safetensors,
 )
-from trainer_lib.distributed.sharding import Box, LocalPart, is_sharded, local_part, mesh_place, whole_box
+from trainer_lib.distributed.sharding import Box, LazyTensors, LocalPart, is_sharded, local_part, mesh_place, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
@@ -248,7 +248,7 @@ class _Spec:
     blocks: tuple[_Block, ...]
 
 
-class ShardedTensors(Mapping[str, Tensor]):
+class ShardedTensors(LazyTensors):
     """The tensors of one group, read when they are asked for, whole or by boxes.
 
     A request in the order of the names is fastest, because the blocks that follow are fetched along.
@@ -273,6 +273,7 @@ class ShardedTensors(Mapping[str, Tensor]):
             reason = f"it is not an index that trainflow writes ({name!r}: {str(error)[:200]})"
             raise damaged_file(where, reason) from error
         self._specs = {name.removeprefix(prefix): spec for name, spec in specs.items()}
+        super().__init__(self._specs)
         # Names that are likely to be asked for whole, in order: their blocks are fetched ahead.
         self._expected = list(self._specs)
         self._ready: dict[_Block, Tensor] = {}
@@ -335,14 +336,6 @@ class ShardedTensors(Mapping[str, Tensor]):
     @override
     def __getitem__(self, name: str) -> Tensor:
         return self.read_boxes(name, [whole_box(self._specs[name].shape)])[0]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._specs)
 
     def _fetch(self, blocks: Iterable[_Block]) -> None:
         """Read the first of some blocks, and those after it until enough are at hand; those before are dropped."""

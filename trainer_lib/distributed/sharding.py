@@ -227,7 +227,22 @@ def load_like(target: Tensor, source: Mapping[str, Tensor], name: str) -> Tensor
     return made
 
 
-class GatheredTensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name that are made when they are asked for."""
+
+    def __init__(self, names: Mapping[str, object]) -> None:
+        self._names = names
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class GatheredTensors(LazyTensors):
     """Sharded tensors that are gathered when they are asked for; values only where `keep` is true.
 
     Asking is collective: every rank asks for the same names in the same order. Tied names share one tensor, which is
@@ -235,6 +250,7 @@ class GatheredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
+        super().__init__(tensors)
         self._tensors, self._keep = tensors, keep
         self._ties = Counter(id(tensor) for tensor in tensors.values())
         # Only tied tensors are kept: the others must be freed as soon as they are written.
@@ -255,16 +271,8 @@ class GatheredTensors(Mapping[str, Tensor]):
             self._tied[id(tensor)] = gathered
         return gathered
 
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
 
-    @override
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-class BroadcastTensors(Mapping[str, Tensor]):
+class BroadcastTensors(LazyTensors):
     """Tensors of rank 0 that are broadcast when they are asked for.
 
     Asking is collective: every rank asks for the same names in the same order. One tensor at a time crosses the
@@ -277,6 +285,7 @@ class BroadcastTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, own: Mapping[str, Tensor], specs: Mapping[str, tuple[str, list[int]]], rank: int) -> None:
+        super().__init__(specs)
         self._own, self._specs, self._rank = own, specs, rank
 
     @override
@@ -300,14 +309,6 @@ class BroadcastTensors(Mapping[str, Tensor]):
         """The dtype and shape of a tensor; no communication."""
         dtype, shape = self._specs[name]
         return getattr(torch, dtype), tuple(shape)
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._specs)
 
 
 def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int]]]:

@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from tests.support.toys import classification_rows
+from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import SingleProcess
+from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 
 ROWS = classification_rows(8)
@@ -33,6 +34,13 @@ def test_one_process_trains_and_says_that_nothing_is_divided(tmp_path: Path, cap
     one.train()
     assert all(isinstance(each, DTensor) for each in one.model.parameters())
     assert "FSDP runs with one process, so nothing is sharded" in caplog.text
+
+
+def test_blocks_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    trainer(tmp_path, ROWS, fsdp="full_shard", max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = trainer(tmp_path, ROWS, model=Classifier(classes=4), fsdp="full_shard", max_steps=2)
+    with pytest.raises(ConfigError, match=r"has another shape for head\.bias, head\.weight"):
+        other.train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_in_blocks_is_pushed_as_one_file(tmp_path: Path) -> None:
