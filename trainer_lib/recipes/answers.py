@@ -7,8 +7,8 @@ training holds one model, and a run that goes on has the same numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from trainer_lib.recipes.conversations import read_conversation
 from trainer_lib.recipes.model_places import (
     DTYPES,
     ENDS,
+    MODEL,
     add_adapters,
     load_causal_model,
     new_causal_model,
@@ -32,7 +33,7 @@ from trainer_lib.recipes.model_places import (
     require_positions,
 )
 from trainer_lib.recipes.option_names import require_choice
-from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, continue_prompts
+from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, continue_prompts, evaluating
 from trainer_lib.recipes.table_cells import read_exact_text
 from trainer_lib.recipes.table_files import NOTE, SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
@@ -57,10 +58,8 @@ REFERENCE: dict[str, Any] = {
 }
 """The options of the reference, with their defaults."""
 POLICY: dict[str, Any] = {
-    "pretrained": None,
-    "folder": None,
+    **MODEL,
     "config": None,  # belongs to prepare
-    "lora": {},  # train adapters of this form in place of all weights
     "beta": 0.1,  # how much a distance from the reference counts
     "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
 }
@@ -106,15 +105,15 @@ class AnsweredPrompts(TextRows):
             columns = split_prompts(*columns)
         return dict(zip(("prompt", *self.answers), columns, strict=True))
 
-    def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> list[list[dict[str, Any]]]:
-        """Find a tokenizer for these texts, and make the tokens of all answers; note how they are made.
+    def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> dict[str, list[dict[str, Any]]]:
+        """Find a tokenizer for these texts, and make the tokens of answers, by option; note how they are made.
 
         Args:
             texts: as of `read_texts`, perhaps with more answers.
 
         Raises:
             DataError: a prompt leaves no room for an answer, or the template does not take a row. ConfigError: there
-                is no such model, or it does not read as many tokens.
+                is not such a model, or it does not read as many tokens.
         """
         chosen = self.options
         if (place := one_of(chosen, field=FIELD)) is not None:
@@ -135,12 +134,14 @@ class AnsweredPrompts(TextRows):
         )
         out.info[NOTE]["turns"] = self.is_chat
         reader = AnswerReader(tokenizer, out.info, self.table.places, field=f"{FIELD}.max_length")
-        answers = [texts[name] for name in texts if name != "prompt"]
-        found, out.info["cut_answers"] = reader.read(texts["prompt"], answers)
-        return found
+        answers = {name: column for name, column in texts.items() if name != "prompt"}
+        found, out.info["cut_answers"] = reader.read(texts["prompt"], list(answers.values()))
+        return dict(zip(answers, found, strict=True))
 
-    def ask_reference(self, answers: Sequence[Sequence[Mapping[str, Any]]], out: PrepareOutput) -> list[list[float]]:
-        """The logarithms of the probabilities of answers by the reference; what makes it is noted.
+    def ask_reference(
+        self, answers: Mapping[str, Sequence[Mapping[str, Any]]], out: PrepareOutput
+    ) -> dict[str, list[float]]:
+        """The columns `reference_…` with the logarithms of answers' probabilities by the reference, which is noted.
 
         Raises:
             DataError: one is not finite. ConfigError: transformers cannot load the model.
@@ -150,13 +151,13 @@ class AnsweredPrompts(TextRows):
         noted = {name: chosen[name] for name in REFERENCE}
         out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
         model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
-        scores = score_answers(model, [each for column in answers for each in column], pad=pad)
+        scores = score_answers(model, [each for column in answers.values() for each in column], pad=pad)
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores))[0]) % len(self.table)
             what = f"{self.table.places[row]}: the reference gives this row no finite probability."
             raise DataError(what, field=FIELD, value=place, remedy="Set prepare.options.dtype=float32.")
-        by_column: list[list[float]] = scores.reshape(len(answers), -1).tolist()
-        return by_column
+        columns = scores.reshape(len(answers), -1).tolist()
+        return {f"reference_{name}": column for name, column in zip(answers, columns, strict=True)}
 
 
 def _parse(text: str) -> list[Any] | None:
@@ -271,34 +272,35 @@ def _render(template: ChatTemplate, system: str | None, place: str, prompt: str,
     return tokens[: stop + 1].tolist(), start
 
 
-def collate_answers(
-    rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Sequence[str], more: Sequence[str] = ()
-) -> dict[str, Tensor]:
-    """Make a batch: `lengths` of answers ``[rows, answers]``, `labels` ``[rows]`` where rows have them, and answers.
+def collate_answers(rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Sequence[str]) -> dict[str, Tensor]:
+    """Make a batch: `lengths` of answers ``[rows, answers]``, answers, and what rows have of `labels` and `reference`.
 
-    These are `input_ids`, `attention_mask` and `targets` ``[answers x rows, tokens]``, one column behind the other.
-    Rows that have prompts alone give `input_ids` and `attention_mask` ``[rows, tokens]``, filled up at the beginning.
+    The answers are `input_ids`, `attention_mask` and `targets` ``[answers x rows, tokens]``, one column behind the
+    other. Rows with prompts alone give `input_ids` and `attention_mask` ``[rows, tokens]``, filled up at the beginning.
 
     Args:
-        names: the options that name columns of answers; new rows may have some of them.
-        more: names of columns that follow them, of prepared rows.
+        names: the facts that name the columns of answers; new rows may have some of them.
+
+    Raises:
+        DataError: the prompt of a new row leaves no room for an answer, or the template does not take it.
     """
     info, tokenizer = data.info, kept_tokenizer(data)
-    pad, places = tokenizer.pad_token_id, [f"Row {number} of the batch" for number in range(len(rows))]
-    reader = AnswerReader(tokenizer, info, places)
-    known = [column for column in [*(info[name] for name in names), *more] if column in rows[0]]
+    reader = AnswerReader(tokenizer, info, [f"Row {number} of the batch" for number in range(len(rows))])
+    known = [info[name] for name in names if info[name] in rows[0]]
     columns = [[str(row.get(column, "")) for row in rows] for column in (info["prompt"], *known)]
-    if known and info.get("is_chat"):
-        columns = split_prompts(*columns)
     if not known:
-        ids, mask = batch_prompts(reader.ask(columns[0]), pad=pad)
+        ids, mask = batch_prompts(reader.ask(columns[0]), pad=tokenizer.pad_token_id)
         return {"input_ids": ids, "attention_mask": mask}
-    answers, _ = reader.read(columns[0], columns[1:])
-    batch = collate_documents([row for column in answers for row in column], pad=pad)
-    targets = batch.pop("labels")
-    lengths = torch.stack((targets != NO_TARGET).sum(dim=1).chunk(len(known)), dim=1)
-    labels = {"labels": torch.tensor([int(row["labels"]) for row in rows])} if "labels" in rows[0] else {}
-    return {"lengths": lengths, **labels, **batch, "targets": targets}
+    prompts, *texts = split_prompts(*columns) if info.get("is_chat") else columns
+    answers = [answer for column in reader.read(prompts, texts)[0] for answer in column]
+    batch = collate_documents(answers, pad=tokenizer.pad_token_id)
+    targets = batch["targets"] = batch.pop("labels")
+    made = {"lengths": torch.stack((targets != NO_TARGET).sum(dim=1).chunk(len(known)), dim=1)}
+    if "labels" in rows[0]:
+        made["labels"] = torch.tensor([int(row["labels"]) for row in rows])
+    if f"reference_{names[0]}" in rows[0]:
+        made["reference"] = torch.tensor([[row[f"reference_{name}"] for name in names] for row in rows])
+    return made | batch
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
@@ -503,18 +505,6 @@ class PolicyTrainer(AnswerTrainer):
 
 def _shown(values: Tensor) -> str:
     return " and ".join(f"{value:.1f}" for value in values.flatten().tolist())
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Have a model in evaluation mode, without gradients, and put it back."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 # -- what is measured and written -------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.model_places import MODEL, build_with_head
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
+from trainer_lib.recipes.packed_batches import evaluating
 from trainer_lib.recipes.table_files import note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
 from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
@@ -271,18 +272,15 @@ class Trainer(PlainTrainer):
             rows = self.eval_dataset[rows]
         if isinstance(rows, Mapping):  # each of them comes here alone
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        was_training = self.model.training
-        self.model.eval()
+        size = self.args.eval_batch_size
+        parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
+        batches = (self.data_collator([rows[row] for row in part]) for part in parts)
+        with evaluating(self.model):
+            self._candidates = Candidates((self._prepare_inputs(batch) for batch in batches), self._embed)
         try:
-            size = self.args.eval_batch_size
-            parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
-            batches = (self.data_collator([rows[row] for row in part]) for part in parts)
-            with torch.no_grad():
-                self._candidates = Candidates((self._prepare_inputs(batch) for batch in batches), self._embed)
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._candidates = None
-            self.model.train(was_training)
 
     @override
     def prediction_step(

@@ -1,6 +1,5 @@
 """The recipe feedback-optimization: from answers marked as good or bad a model learns to give good ones (KTO).
 
-    name: helpful
     recipe: feedback-optimization
     prepare:
       sources: [marked.jsonl]  # {"prompt": …, "completion": …, "label": true}: texts, or lists of {role, content}
@@ -41,10 +40,10 @@ from trainer_lib.recipes.answers import (
     build_policy,
     collate_answers,
     decode_answers,
-    evaluating,
     require_between,
 )
 from trainer_lib.recipes.option_names import PathOptions, choose
+from trainer_lib.recipes.packed_batches import evaluating
 from trainer_lib.recipes.table_files import Reader
 
 if TYPE_CHECKING:
@@ -155,10 +154,10 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     table = MarkedAnswers(options, out)
     texts = table.read_texts()
-    own, other = table.ask_reference(table.tokenize(texts, out), out)
     columns: dict[str, Any] = {table.options.get(name, name): column for name, column in texts.items()}
-    labels = list(table.table.columns[table.label])
-    return table.rows(labels, {**columns, "reference_completion": own, "reference_other": other})
+    columns |= table.ask_reference(table.tokenize(texts, out), out)
+    out.info[OTHER] = OTHER
+    return table.rows(list(table.table.columns[table.label]), columns)
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
@@ -175,15 +174,8 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `collate_answers`; of labelled rows with `other` answers, and `reference` ``[rows, 2]``.
-
-    Raises:
-        DataError: the prompt of a new row leaves no room for an answer.
-    """
-    if "labels" not in rows[0]:
-        return collate_answers(rows, data, ["completion"])
-    reference = [[row[f"reference_{name}"] for name in ("completion", OTHER)] for row in rows]
-    return {**collate_answers(rows, data, ["completion"], [OTHER]), "reference": torch.tensor(reference)}
+    """Make a batch of `collate_answers`, those of other rows last."""
+    return collate_answers(rows, data, ["completion", OTHER] if "labels" in rows[0] else ["completion"])
 
 
 class Trainer(PolicyTrainer):
@@ -201,16 +193,15 @@ class Trainer(PolicyTrainer):
         return batches, items
 
     def _measure(self, batches: Sequence[Any]) -> Tensor:
-        """The divergence ``[]`` over all rows of a step; processes that wait for others count no rows."""
-        run = self._trainflow.run
-        counts = [len(batch["labels"]) for batch in batches] if run is None else run.weights.items
-        sums = torch.zeros(2, dtype=torch.float64)
+        """The divergence ``[]`` over all rows of a step; a batch for which others wait has none."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        counts = [1] * len(batches) if self._trainflow.run is None else self._trainflow.run.weights.items
         with evaluating(self.model):
             for batch, count in zip(batches, counts, strict=True):
-                ratios = self._ratios(self.model_wrapped, self._prepare_inputs(batch), 1)
-                sums += torch.tensor([float(ratios.sum()), len(ratios)], dtype=torch.float64) * bool(count)
-        total, rows = self._trainflow.world.comm.sum_tensor(sums.to(self.args.device)).tolist()
-        return torch.tensor(max(0.0, total / rows), device=self.args.device)
+                ratios = self._ratios(self.model_wrapped, self._prepare_inputs(batch), 1).double()
+                sums += torch.stack((ratios.sum(), torch.ones_like(ratios).sum())) * bool(count)
+        total: Tensor = self._trainflow.world.comm.sum_tensor(sums)
+        return (total[0] / total[1]).clamp(min=0).float()
 
     def _ratios(self, model: nn.Module, inputs: Any, column: int) -> Tensor:
         """The log-probabilities ``[rows]`` of a column of answers, less those by the reference."""

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -187,18 +188,25 @@ def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *
     return None
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Have a model in evaluation mode, without gradients, and put it back."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, rows: int) -> Tensor:
     row = {"input_ids": np.concatenate(documents), "lengths": [len(each) for each in documents]}
     batch = collate_packed([row] * rows, pad=0, isolate=isolate)
     del batch["labels"]
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = model(**{name: each.to(device) for name, each in batch.items()})
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        outputs = model(**{name: each.to(device) for name, each in batch.items()})
     logits: Tensor = outputs["logits"]
     return logits.float()
 

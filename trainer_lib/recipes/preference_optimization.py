@@ -80,9 +80,9 @@ class PreferredPairs(AnsweredPrompts):
         return texts
 
     @override
-    def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> list[list[dict[str, Any]]]:
+    def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> dict[str, list[dict[str, Any]]]:
         found, longest = super().tokenize(texts, out), self.options["max_length"]
-        for place, one, other in zip(self.table.places, *found, strict=True):
+        for place, one, other in zip(self.table.places, *found.values(), strict=True):
             if one["input_ids"] == other["input_ids"]:
                 what = f"{place}: the first {longest:,} tokens of prompt and answer are the same for both answers"
                 remedy = "Remove the row, or set a greater max_length, as far as the model reads it."
@@ -147,9 +147,8 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     table = PreferredPairs(options, out)
     texts = table.read_texts()
-    answers = table.tokenize(texts, out)
+    scores = table.ask_reference(table.tokenize(texts, out), out)
     out.info["classes"] = NAMES
-    scores = dict(zip(("reference_chosen", "reference_rejected"), table.ask_reference(answers, out), strict=True))
     return table.rows([0] * len(table.table), {**{table.options[name]: texts[name] for name in texts}, **scores})
 
 
@@ -171,15 +170,8 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `collate_answers`, the chosen answers first, and `reference` ``[rows, 2]`` of labelled rows.
-
-    Raises:
-        DataError: the prompt of a new row leaves no room for an answer.
-    """
-    batch = collate_answers(rows, data, NAMES)
-    if "labels" in batch:
-        batch["reference"] = torch.tensor([[row[f"reference_{name}"] for name in NAMES] for row in rows])
-    return batch
+    """Make a batch of `collate_answers`, the chosen answers first."""
+    return collate_answers(rows, data, NAMES)
 
 
 class Trainer(PolicyTrainer):

@@ -1,6 +1,5 @@
 """The recipe reward-modeling: from pairs of a better and a worse answer a model learns to give answers a score.
 
-    name: judge
     recipe: reward-modeling
     prepare:
       sources: [pairs.jsonl]  # {"prompt": …, "chosen": …, "rejected": …}: texts, or lists of {role, content}
