@@ -141,6 +141,15 @@ def test_the_loss_of_conversations_is_that_of_trl_on_the_same_batch_by_the_templ
         assert of_ours == pytest.approx([of_trl, of_trl], rel=0, abs=1e-6), name
 
 
+def test_losses_of_judged_answers_are_those_of_trl(tmp_path: Path) -> None:
+    done = run_module("tests.support.judged_cases", str(tmp_path / "answer.json"), output=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = json.loads((tmp_path / "answer.json").read_text(encoding="utf-8"))
+    assert list(losses) == ["dpo", "orpo", "kto", "reward"]
+    for name, (of_trl, of_ours) in losses.items():
+        assert of_ours == pytest.approx(of_trl, rel=0, abs=1e-6), name
+
+
 # ---------------------------------------------------------------------------- argument classes and parsers of both
 #: Every configuration is made, written as JSON, made again, and asked for what its Trainer reads.
 CONFIGURATIONS = """
