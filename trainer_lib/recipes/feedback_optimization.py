@@ -174,7 +174,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `collate_answers`, those of other rows last."""
+    """Make a batch of `collate_answers`: answers ``[2 rows, tokens]``, those of other rows last; of new rows none."""
     return collate_answers(rows, data, ["completion", OTHER] if "labels" in rows[0] else ["completion"])
 
 

@@ -170,7 +170,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `collate_answers`, the chosen answers first."""
+    """Make a batch of `collate_answers`: answers ``[2 rows, tokens]``, the chosen ones first."""
     return collate_answers(rows, data, NAMES)
 
 
