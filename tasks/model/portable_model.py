@@ -56,6 +56,7 @@ def describe_model(
     for split in data.facts.splits.values():  # splits may have columns of their own, such as labels
         columns |= split.columns
     columns |= data.facts.info.get("new_columns") or {}
+    private = {f"{_ASSETS}{name}" for name in data.facts.info.get("unpublished", ())}
     description = ModelDescription(
         name=context.name,
         recipe=closure.name_of(recipe),
@@ -69,7 +70,7 @@ def describe_model(
             for entry in model.files
             if entry.path.startswith(MODEL)
         ),
-        assets=tuple(entry for entry in data.files if entry.path.startswith(_ASSETS)),
+        assets=tuple(entry for entry in data.files if entry.path.startswith(_ASSETS) and entry.path not in private),
         model=model.facts.model,
         options=config.options,
         args=_lasting(sent_arguments(config.args, context)),

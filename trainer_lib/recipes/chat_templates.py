@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,12 +41,35 @@ TEMPLATES = {
 }
 """Templates by name: with the marks of ChatML, which a tokenizer must know, or with none but the token for the end."""
 LOSSES = ("assistant", "last", "all")
+KINDS = {
+    "row": "cannot be read as turns",
+    "template": "do not fit the template",
+    "unended": "have answers without a token for the end",
+    "doubled": "begin with two tokens for the beginning",
+    "untrained": "have nothing that is trained",
+    "overlong": "are too long",
+}
+"""Kinds of faulty conversations, in words that say what they are."""
+FILES = ".jinja"
+"""The end of the name of a template's file."""
 _QUIET = {"verbose": False}
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
 
 class FaultyError(Exception):
-    """A conversation cannot be rendered, or nothing of it would be trained; its text says why."""
+    """A conversation cannot be rendered, or nothing of it would be trained: why, as text and as one of `KINDS`."""
+
+    def __init__(self, what: str, kind: str = "template") -> None:
+        super().__init__(what)
+        self.kind = kind
+
+
+def _read_template(path: str, field: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        what, remedy = f"The template cannot be read: {error}.", "Name a file with a Jinja template, in UTF-8."
+        raise ConfigError(what, field=field, value=path, remedy=remedy) from error
 
 
 class ChatTemplate:
@@ -53,7 +77,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: a fast one.
-        template: a name of `TEMPLATES`, the text of a template, or None for that of the tokenizer.
+        template: a name of `TEMPLATES`, a file, the text of a template, or None for that of the tokenizer.
 
     Raises:
         ConfigError: there is no such template, or the tokenizer has none.
@@ -62,8 +86,9 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         field = f"{FIELD}.template"
         if template is not None:
+            template = _read_template(str(template), field) if str(template).endswith(FILES) else template
             if template not in TEMPLATES and "{" not in template:
-                remedy = f"Give one of {', '.join(TEMPLATES)}, or the text of a template."
+                remedy = f"Give one of {', '.join(TEMPLATES)}, a file NAME.jinja, or the text of a template."
                 raise ConfigError("There is no template of this name.", field=field, value=template, remedy=remedy)
             tokenizer.chat_template = TEMPLATES.get(template, template)
         if not tokenizer.chat_template:
@@ -102,6 +127,10 @@ class ChatTemplate:
             FaultyError: the template does not take it or moves text, nothing would be trained, an answer has no end, or
                 the text has two tokens for its beginning.
         """
+        if conversation.text is not None:
+            tokens = self._plain(conversation.text)
+            self._require_one_beginning(tokens)
+            return tokens, np.ones(len(tokens), bool)
         for name in ("tools", "tool_calls"):
             used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
             if used and name not in self._text:
@@ -110,18 +139,28 @@ class ChatTemplate:
         tokens, parts = self._marked(conversation) if self._is_marked else (np.empty(0, np.int32), [])
         if len(parts) != len(answers):
             tokens, parts = self._between(conversation, answers)
-        if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
-            raise FaultyError("its text begins with two tokens for the beginning")
+        self._require_one_beginning(tokens)
         trained = np.zeros(len(tokens), bool)
         for turn, part in list(zip(answers, parts, strict=True))[-1 if loss_on == "last" else 0 :]:
             if len(part) and int(tokens[part[-1]]) not in self._ends:
-                raise FaultyError(f"turn {turn + 1}: the template ends the answer without a token that means its end")
+                what = f"turn {turn + 1}: the template ends the answer without a token that means its end"
+                raise FaultyError(what, "unended")
             trained[part] = conversation.trained[turn]
         if loss_on == "all":
             trained[:] = True
         if not trained.any():
-            raise FaultyError("nothing of it is trained")
+            raise FaultyError("nothing of it is trained", "untrained")
         return tokens, trained
+
+    def _plain(self, text: str) -> np.ndarray:
+        """The tokens of a text without turns, with that for its end."""
+        tokens: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        return np.array([*tokens, end] if end is not None and tokens[-1:] != [end] else tokens, np.int32)
+
+    def _require_one_beginning(self, tokens: np.ndarray) -> None:
+        if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
+            raise FaultyError("its text begins with two tokens for the beginning", "doubled")
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
         """The tokens, and the numbers of those of each part that the template marks."""
@@ -151,20 +190,19 @@ class ChatTemplate:
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
 
-    def show(self, conversation: Conversation, *, loss_on: str) -> str:
-        """The text with what is trained between ⟦ and ⟧.
+    def show(self, conversation: Conversation, *, loss_on: str) -> list[tuple[str, bool]]:
+        """The text in parts, each with whether it is trained.
 
         Raises:
             FaultyError: as `tokenize`.
         """
         tokens, trained = self.tokenize(conversation, loss_on=loss_on)
         edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
-        parts = [(self.tokenizer.decode(tokens[start:stop]), trained[start]) for start, stop in pairwise(edges)]
-        return "".join(f"⟦{part}⟧" if is_trained else part for part, is_trained in parts)
+        return [(self.tokenizer.decode(tokens[start:stop]), bool(trained[start])) for start, stop in pairwise(edges)]
 
-    def ask(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The tokens of turns with the beginning of the assistant's answer."""
-        text = self.render(Conversation("", list(messages), [], None, {}), asks=True)
+    def ask(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        """The tokens of turns with the beginning of the assistant's answer. Raises FaultyError as `render`."""
+        text = self.render(Conversation("", list(messages), [], tools, {}), asks=True)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
 

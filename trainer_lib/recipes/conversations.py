@@ -2,19 +2,23 @@
 
 messages                 a list of {role, content}, as OpenAI has them; content may be parts of text; `tool_calls`
 conversations            a list of {from, value}, as ShareGPT has them
-instruction, output      a turn each, as Alpaca has them; with `input` behind the instruction, and perhaps `system`
+instruction, output      a turn each, as Alpaca has them; with `input` behind the instruction, perhaps `history`
 prompt, completion       texts, or lists as of `messages`
+text                     a text without turns: all of it is trained
 
-A row may have `tools`, for the template. A turn of the assistant with `train: false` or `weight: 0` is not trained.
+A row may have `system`, and `tools` for the template; lists may be texts of JSON, as in a CSV. A turn of the assistant
+with `train: false` or `weight: 0` is not trained.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, find_row_files
@@ -30,11 +34,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "conversations": ("conversations",),
     "instruction": ("instruction", "output"),
     "prompt": ("prompt", "completion"),
+    "text": ("text",),
 }
 """Shape -> the columns that it needs, in the order in which they are looked for."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+_CALLS = ("function_call", "tool_call")  # of ShareGPT: a turn of the assistant whose text is the call
 _OF_TURN = {"role", "content", "from", "value", "train", "weight"}
+_OTHER_MEDIA = ("images", "videos", "audios")
 _EXAMPLES = 10
 
 
@@ -49,6 +56,8 @@ class Conversation(NamedTuple):
         values: the columns of the row.
         fault: what is wrong with it; empty for one that can be rendered.
         source: the name of its source in a mixture; None: there is none.
+        text: a text without turns, in place of `messages`.
+        shape: how its row has it; empty where it is in no shape.
     """
 
     place: str
@@ -58,26 +67,39 @@ class Conversation(NamedTuple):
     values: Mapping[str, Any]
     fault: str = ""
     source: str | None = None
+    text: str | None = None
+    shape: str = ""
+
+    def texts(self) -> list[str]:
+        """What its turns say, or its text."""
+        return [turn["content"] for turn in self.messages] if self.text is None else [self.text]
 
 
 class Faults:
     """What is wrong with conversations, and how many may be left out for it.
 
     Args:
-        most: the share of the conversations that may be left out, from 0 on and below 1.
+        most: the share of the conversations that may have it, from 0 on and below 1 (of `faulty`), or up to 1.
+        setting: the option with this share: conversations are left out by "faulty", and else stay.
     """
 
-    def __init__(self, most: float) -> None:
-        if not 0 <= most < 1:
+    def __init__(self, most: float, setting: str = "faulty") -> None:
+        if not 0 <= most <= 1 or (setting == "faulty" and most == 1):
             what, remedy = "This is not a share.", "Give a share from 0 on and below 1."
-            raise ConfigError(what, field=f"{FIELD}.faulty", value=most, remedy=remedy)
+            raise ConfigError(what, field=f"{FIELD}.{setting}", value=most, remedy=remedy)
+        self._setting = setting
         self.most = most
-        self.count = 0
+        self.kinds: Counter[str] = Counter()
         self._examples: list[str] = []
 
-    def add(self, place: str, what: str) -> None:
-        """Count a conversation that is left out."""
-        self.count += 1
+    @property
+    def count(self) -> int:
+        """How many are left out."""
+        return self.kinds.total()
+
+    def add(self, place: str, what: str, kind: str = "row") -> None:
+        """Count a conversation that is left out for a fault of one of `chat_templates.KINDS`."""
+        self.kinds[kind] += 1
         self._examples += [f"{place}: {what}"] if len(self._examples) < _EXAMPLES else []
 
     def require_few(self, conversations: int) -> None:
@@ -86,11 +108,14 @@ class Faults:
             return
         lines = "".join(f"\n  {example}" for example in self._examples)
         lines += f"\n  and {self.count - len(self._examples):,} more" if self.count > len(self._examples) else ""
+        what, allows = "cannot be trained on", "leave out"
+        if self._setting != "faulty":
+            what, allows = "would lose answers", "cut"
         raise DataError(
-            f"{counted(self.count, 'conversation')} of {conversations:,} cannot be trained on:{lines}\n",
-            field=f"{FIELD}.faulty",
+            f"{counted(self.count, 'conversation')} of {conversations:,} {what}:{lines}\n",
+            field=f"{FIELD}.{self._setting}",
             value=self.most,
-            remedy="Correct the rows; or set prepare.options.faulty to the share of conversations to leave out.",
+            remedy=f"Correct the rows; or set {FIELD}.{self._setting} to the share of conversations to {allows}.",
         )
 
 
@@ -103,7 +128,7 @@ class ConversationSplits(DocumentSplits):
         mixture: their names in a mixture; empty: there is none.
 
     Attributes:
-        shape: how rows have their conversations; None before one was read.
+        shape: the option; None: each row is in the shape that its columns are of.
 
     Raises:
         ConfigError: there is no such shape. DataError: the rows have none.
@@ -133,92 +158,188 @@ class ConversationSplits(DocumentSplits):
         if not sources:
             remedy = "Name files, as in prepare.sources=[chats.jsonl]."
             raise DataError("There is nothing to read.", field=field, remedy=remedy)
-        reading = read_reading(self._options["read"])
+        reading, was_found = read_reading(self._options["read"]), False
         with naming_sources(field):
             for place, row in read_rows(find_row_files(sources, FORMATS), None, reading):
                 values = renamed_row(row, self._options["rename"], place)
-                self.shape = self.shape or _find_shape(place, values)
-                yield read_conversation(place, values, self.shape, system=self._options["system"])
+                shape = self.shape or find_shape(values)
+                if shape is None and not was_found:
+                    raise _refuse_columns(place, values)
+                was_found = True
+                yield read_conversation(place, values, shape, system=self._options["system"])
 
 
-def _find_shape(place: str, row: Mapping[str, Any]) -> str:
-    for shape, columns in SHAPES.items():
-        if all(column in row for column in columns):
-            return shape
-    wanted = "; ".join(" and ".join(columns) for columns in SHAPES.values())
-    raise DataError(
-        f"{place}: the row has no conversation. Its columns are {', '.join(row)}, and one needs {wanted}.",
-        field=f"{FIELD}.shape",
-        remedy="Name the columns so: prepare.options.rename={THEIRS: messages}. "
-        "For texts without turns there is the recipe causal-language-modeling.",
+def find_shape(row: Mapping[str, Any]) -> str | None:
+    """The first shape whose columns a row has, with values where there is such a one; None: it has none."""
+    having = [shape for shape, columns in SHAPES.items() if all(column in row for column in columns)]
+    filled = (shape for shape in having if not any(_is_missing(row[column]) for column in SHAPES[shape]))
+    return next(filled, having[0] if having else None)
+
+
+def _is_missing(value: Any) -> bool:
+    return (
+        value is None or (isinstance(value, float) and value != value) or (hasattr(value, "__len__") and not len(value))
     )
 
 
-def read_conversation(place: str, row: Mapping[str, Any], shape: str, *, system: str | None = None) -> Conversation:
+def _refuse_columns(place: str, row: Mapping[str, Any]) -> DataError:
+    wanted = "; ".join(" and ".join(columns) for columns in SHAPES.values())
+    return DataError(
+        f"{place}: the row has no conversation. Its columns are {', '.join(row)}, and one needs {wanted}.",
+        field=f"{FIELD}.shape",
+        remedy="Name the columns so: prepare.options.rename={THEIRS: messages}.",
+    )
+
+
+def read_conversation(
+    place: str, row: Mapping[str, Any], shape: str | None, *, system: str | None = None, asks: bool = False
+) -> Conversation:
     """The conversation of a row, with its fault.
 
     Args:
-        system: the first turn of conversations that have no turn of the system.
+        shape: one of `SHAPES`; None: the row is in no shape.
+        system: the first turn of conversations that have no turn of the system, in the row or in its column `system`.
+        asks: it is a new row, whose last turn the assistant is to answer.
     """
-    tools = row.get("tools") or None
-    lacking = [column for column in SHAPES[shape] if row.get(column) is None]
-    if lacking:
-        return Conversation(place, [], [], tools, row, f"there is no value in the column '{lacking[0]}'")
-    turns, fault = _turns(row, shape)
+    tools, fault = _read_list(row.get("tools"), "tools")
+    read = Conversation(place, [], [], tools or None, row, shape=shape or "")
+    if problem := _find_row_fault(row, shape, asks=asks) or fault:
+        return read._replace(fault=problem)
+    if shape == "text":
+        return read._replace(text=row["text"])
+    turns, fault = _turns(row, str(shape))
     messages = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping):
             fault = fault or f"turn {number} is not a mapping of role and content"
             break
-        message, wrong = _read_turn(turn, shape)
+        message, wrong = _read_turn(turn, str(shape))
         fault = fault or (f"turn {number}: {wrong}" if wrong else "")
         messages.append(message)
-    trained = [turn.get("train", turn.get("weight", 1)) not in (False, 0) for turn in turns[: len(messages)]]
-    if system is not None and messages and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": system})
+    fault = fault or _find_fault(messages, asks=asks)
+    trained = [_is_trained(turn) for turn in turns[: len(messages)]]
+    first = row.get("system") or system
+    if first is not None and messages and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": first})
         trained.insert(0, True)
-    return Conversation(place, messages, trained, tools, row, fault or _find_fault(messages))
+    return read._replace(messages=messages, trained=trained, fault=fault)
+
+
+def read_question(row: Mapping[str, Any], *, system: str | None = None) -> Conversation:
+    """The conversation of a new row, whose last turn the assistant answers. Raises DataError for a faulty one."""
+    shape = next((name for name, columns in SHAPES.items() if not _is_missing(row.get(columns[0]))), None)
+    asked = {name: value for name, value in row.items() if name not in ("output", "completion")}
+    conversation = read_conversation("", asked, shape, system=system, asks=True)
+    if conversation.fault:
+        remedy = "Correct the row: its last turn is of the user or of a tool, and the assistant answers it."
+        raise DataError(f"{conversation.fault}.", field="rows", remedy=remedy)
+    return conversation
+
+
+def _find_row_fault(row: Mapping[str, Any], shape: str | None, *, asks: bool) -> str:
+    """What is wrong with the columns of a row; empty for nothing."""
+    if all(_is_missing(value) and not isinstance(value, list) for value in row.values()):
+        return "the row is empty"
+    if shape is None:
+        return f"it has no conversation; its columns are {', '.join(row)}"
+    needed = SHAPES[shape][:1] if asks else SHAPES[shape]
+    lacking = next((column for column in needed if row.get(column) is None), None)
+    if lacking is not None:
+        return f"there is no value in the column '{lacking}'"
+    media = next((name for name in _OTHER_MEDIA if not _is_missing(row.get(name))), None)
+    if media is not None:
+        return f"it has {media}, and the model reads texts"
+    for column in ("system", "text"):
+        if (column == "system" or shape == "text") and not isinstance(row.get(column), str | None):
+            return f"the column '{column}' has a {type(row[column]).__name__}, and not a text"
+    return "the text is empty" if shape == "text" and not row["text"].strip() else ""
+
+
+def _read_list(value: Any, column: str) -> tuple[list[Any], str]:
+    """A list, which may be a text of JSON as in the cell of a CSV, and what is wrong with it."""
+    if _is_missing(value):
+        return [], ""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            quoted = "; write it with json.dumps(), as str() gives no JSON" if value.lstrip()[:1] in ("[", "{") else ""
+            return [], f"the column '{column}' is not a list, and its text is no JSON{quoted}"
+    return (list(value), "") if isinstance(value, list | tuple) else ([], f"the column '{column}' is not a list")
+
+
+def _is_trained(turn: Mapping[str, Any]) -> bool:
+    values = [turn[name] for name in ("train", "weight") if turn.get(name) is not None]
+    return not values or values[0] not in (False, 0)
 
 
 def _turns(row: Mapping[str, Any], shape: str) -> tuple[list[Any], str]:
     if shape in ("messages", "conversations"):
-        turns = row[shape]
-        return (list(turns), "") if isinstance(turns, list | tuple) else ([], f"the column '{shape}' is not a list")
+        return _read_list(row[shape], shape)
+    turns: list[Any] = []
     if shape == "instruction":
+        pairs, fault = _read_list(row.get("history"), "history")
+        if fault or any(not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs):
+            return [], fault or "the column 'history' has no pairs of an instruction and its answer"
         asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
-        first = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        return [*first, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}], ""
-    turns = []
+        pairs = [*pairs, (asked, row["output"]) if "output" in row else (asked,)]
+        roles = ("user", "assistant")
+        return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=False)], ""
     for column, role in (("prompt", "user"), ("completion", "assistant")):
-        part = row[column]
-        turns += list(part) if isinstance(part, list | tuple) else [{"role": role, "content": part}]
+        part = row.get(column)
+        if column in row:
+            turns += list(part) if isinstance(part, list | tuple) else [{"role": role, "content": part}]
     return turns, ""
 
 
 def _read_turn(turn: Mapping[str, Any], shape: str) -> tuple[dict[str, Any], str]:
     """A turn as templates take it, and what is wrong with it."""
-    role = turn.get("role", turn.get("from"))
-    role = _SHAREGPT.get(str(role), role) if shape == "conversations" else role
-    content, wrong = turn.get("content", turn.get("value")), ""
+    has_role = turn.get("role") is not None
+    name = turn["role"] if has_role else turn.get("from")
+    role = _SHAREGPT.get(str(name), name) if shape == "conversations" or not has_role else name
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
+    others = {key: value for key, value in turn.items() if key not in _OF_TURN and value not in (None, [])}
+    wrong = ""
+    if role in _CALLS and isinstance(content, str):
+        wrong = _add_calls(others, content)
+        role, content = "assistant", None
+    elif isinstance(others.get("tool_calls"), str):
+        others["tool_calls"], wrong = _read_list(others["tool_calls"], "tool_calls")
     if isinstance(content, list | tuple):
         kinds = [part.get("type") for part in content if isinstance(part, Mapping) and part.get("type") != "text"]
-        wrong = f"a part of kind '{kinds[0]}', and the model reads texts" if kinds else ""
+        wrong = f"a part of kind '{kinds[0]}', and the model reads texts" if kinds else wrong
         content = "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
-    if role not in ROLES:
-        wrong = f"the role '{role}' is unknown; roles are {', '.join(ROLES)}"
+    if role is None:
+        wrong = f"it has no role; its keys are {', '.join(turn)}, and a turn has role and content, or from and value"
+    elif role not in ROLES:
+        near = f" (write '{_SHAREGPT[str(role)]}')" if str(role) in _SHAREGPT else ""
+        wrong = f"the role '{role}' is unknown{near}; roles are {', '.join(ROLES)}"
     elif content is not None and not isinstance(content, str):
         wrong = f"its content is a {type(content).__name__}, and not a text"
-    elif not (content or "").strip() and not turn.get("tool_calls"):
-        wrong = wrong or "it is empty"
-    others = {name: value for name, value in turn.items() if name not in _OF_TURN and value is not None}
+    elif not (content or "").strip() and not others.get("tool_calls"):
+        has_content = "content" in turn or "value" in turn
+        wrong = wrong or ("it is empty" if has_content else f"it is empty: its keys are {', '.join(turn)}")
     return {"role": role, "content": content or "", **others}, wrong
 
 
-def _find_fault(messages: Sequence[Mapping[str, Any]]) -> str:
+def _add_calls(turn: dict[str, Any], text: str) -> str:
+    """Put the calls of a ShareGPT turn into it as OpenAI has them; what is wrong with them."""
+    try:
+        calls = parse_json(text)
+    except ValueError:
+        return "the call of a tool is no JSON"
+    calls = calls if isinstance(calls, list) else [calls]
+    turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return "" if all(isinstance(call, Mapping) and "name" in call for call in calls) else "the call names no tool"
+
+
+def _find_fault(messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
     """What is wrong with the order of turns; empty for nothing."""
     if not messages:
         return "it has no turn"
-    if not any(message["role"] == "assistant" for message in messages):
+    if asks and messages[-1]["role"] not in ("user", "tool"):
+        return f"turn {len(messages)}: it is of the {messages[-1]['role']}, and the last turn is to be answered"
+    if not asks and not any(message["role"] == "assistant" for message in messages):
         return "the assistant has no turn, so nothing is trained"
     for number, (message, following) in enumerate(zip(messages, [*messages[1:], {"role": ""}], strict=True), 1):
         if message.get("tool_calls") and following["role"] != "tool":

@@ -11,7 +11,7 @@
     evaluate: {splits: [validation, test]}
 
 The loss is on what the assistant writes, the token for its end included. Conversations of training share rows, in which
-none sees another one. What is trained is shown, of five conversations, in `conversations.txt` among the prepared files.
+none sees another one. `trainflow plan` and the report show what is trained of five conversations.
 
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the conversations of training.
 
@@ -22,8 +22,11 @@ To replace a function, import the others into a file of your own, and define you
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,12 +35,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model
-from trainer_lib.recipes.chat_templates import LOSSES, ChatTemplate, FaultyError, find_template
-from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults
+from trainer_lib.recipes.chat_templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
+from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults, read_question
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
@@ -60,10 +64,11 @@ __all__ = ["Trainer", "after_evaluate", "build_model", "collate", "compute_metri
            "preprocess_logits_for_metrics"]  # fmt: skip
 DEFAULTS: dict[str, Any] = {
     "shape": None,  # of rows (`conversations.SHAPES`); None: by their columns
-    "template": None,  # a name of `chat_templates.TEMPLATES`, or a template; None: the tokenizer's
+    "template": None,  # a name of `chat_templates.TEMPLATES`, FILE.jinja, or a template; None: the tokenizer's
     "system": None,  # the first turn of conversations that have no turn of the system
     "loss_on": "assistant",  # turns of the assistant; or the last of these, or all tokens
     "faulty": 0.0,  # the share of conversations that may be left out
+    "most_cut": 1.0,  # the share of conversations whose answers may be cut
     "rename": {},  # name of a column in the files -> its name here
     "read": {},  # how tables are written (`table_cells.READ`)
     "files": {},  # split -> its file
@@ -80,8 +85,11 @@ DEFAULTS: dict[str, Any] = {
 """Every option of `prepare`, with its default."""
 PROMPT = "prompt"
 """The column of new rows with what a user says."""
+QUESTION = "conversation"
+"""The column in which new rows have their turns, tools and system prompt together, as JSON."""
+_ASKED = ["messages", "conversations", "instruction", "input", "history", "system", "tools"]
 _OVERLONG = ("cut", "drop", "refuse")
-_SHOWN = 5
+_SHOWN, _SHOWN_CHARACTERS = 5, 2000
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -97,25 +105,34 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     splits = ConversationSplits(chosen, out.sources, out.mixture)
     for name in chosen["pack"]:
         require_choice(name, tuple(splits.names), field=f"{FIELD}.pack")
-    _refuse_faults(splits, chosen["faulty"])
+    shapes = _refuse_faults(splits, chosen["faulty"])
     read = (conversation for conversation in splits.read("train") if not conversation.fault)
-    texts = (turn["content"] for conversation in read for turn in conversation.messages)
-    template = find_template(chosen, texts, out)
-    counts = {name: {**new_counts(), "faulty": 0, "cut": 0, "tokens_trained": 0} for name in splits.names}
+    template = find_template(chosen, (text for conversation in read for text in conversation.texts()), out)
+    own = {"faulty": 0, "cut": 0, "answers_cut": 0, "ended_by_pad": 0, "tokens_trained": 0}
+    counts = {name: {**new_counts(), **own} for name in splits.names}
     mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
         {name: chosen[name] for name in ("length", "overlong", "isolate", "loss_on", "system")},
-        new_columns={PROMPT: "string", NEW_TOKENS: "int64"},
+        new_columns={PROMPT: "string", NEW_TOKENS: "int64", QUESTION: "string"},
         packed=chosen["pack"],
-        shape=splits.shape,
+        shape=", ".join(shapes),
+        shapes=dict(shapes),
+        chat_template=template.tokenizer.chat_template,
+        summary=[_describe_shapes(shapes)],  # a sentence for each split follows when its rows were read
+        unpublished=["conversations.json", "conversations.txt"],  # they quote the data
         packing=counts,  # complete when all rows were read
         ends={name: getattr(template.tokenizer, name) for name in ENDS},
-        **note_form({}, chosen, optional=[PROMPT, NEW_TOKENS, "input_ids", "lengths", "trained", *mixed]),
+        **note_form(
+            {},
+            chosen,
+            optional=[PROMPT, NEW_TOKENS, *_ASKED, "input_ids", "lengths", "trained", *mixed],
+            gathered={"into": QUESTION, "names": _ASKED, "unless": "input_ids"},
+        ),
     )
-    out.write_file("conversations.txt", _show(splits, template, chosen["loss_on"]).encode())
+    _show(splits, template, chosen["loss_on"], out)
     return {
         name: pack_documents(
-            _tokenize(splits.read(name), template, chosen, counts[name]),
+            _tokenize(splits.read(name), template, chosen, counts[name], partial(_summarize, out, name)),
             length=chosen["length"],
             overlong="refuse",  # what is longer was cut or dropped before
             packed=name in chosen["pack"],
@@ -134,80 +151,134 @@ def _choose(options: PathOptions) -> dict[str, Any]:
     return chosen
 
 
-def _refuse_faults(splits: ConversationSplits, most: float) -> None:
-    """Raise DataError for conversations that no template can take, all of them at once."""
-    faults, count = Faults(most), 0
+def _refuse_faults(splits: ConversationSplits, most: float) -> Counter[str]:
+    """The number of conversations by shape. Raises DataError for those that no template can take, all of them."""
+    faults, shapes = Faults(most), Counter[str]()
     for conversation in splits.read_all():
-        count += 1
+        shapes[conversation.shape or "unknown"] += 1
         if conversation.fault:
             faults.add(conversation.place, conversation.fault)
-    faults.require_few(count)
+    faults.require_few(shapes.total())
+    return shapes
 
 
 def _tokenize(
-    conversations: Iterator[Any], template: ChatTemplate, chosen: Mapping[str, Any], counts: dict[str, int]
+    conversations: Iterator[Any],
+    template: ChatTemplate,
+    chosen: Mapping[str, Any],
+    counts: dict[str, int],
+    summarize: Callable[[dict[str, int], Faults], None],
 ) -> Iterator[Document]:
     """The tokens of conversations; those with a fault are counted and left out, as far as that is allowed."""
     faults, length, count = Faults(chosen["faulty"]), chosen["length"], 0
+    cut, pad = Faults(chosen["most_cut"], "most_cut"), template.tokenizer.pad_token_id
     for conversation in conversations:
         count += 1
         try:
             if conversation.fault:
-                raise FaultyError(conversation.fault)
+                raise FaultyError(conversation.fault, "row")
             tokens, trained = template.tokenize(conversation, loss_on=chosen["loss_on"])
             if len(tokens) > length:
                 if chosen["overlong"] == "drop":
                     counts["documents_dropped"] += 1
                     counts["tokens_lost"] += len(tokens)
                     continue
+                lost = int(trained[length:].sum())
                 tokens, trained = _cut(tokens, trained, length, chosen["overlong"])
                 counts["cut"] += 1
+                if lost:
+                    cut.add(conversation.place, f"{lost:,} tokens of its answers are cut")
         except FaultyError as fault:
-            faults.add(conversation.place, str(fault))
+            faults.add(conversation.place, str(fault), fault.kind)
             counts["faulty"] += 1
             continue
         counts["tokens_trained"] += int(trained[1:].sum())
+        counts["ended_by_pad"] += pad is not None and bool((tokens[trained] == pad).any())
         yield Document(conversation.place, tokens, trained, conversation.source)
+    counts["answers_cut"] = cut.count
     faults.require_few(count)
+    cut.require_few(count)
+    summarize(counts, faults)
 
 
 def _cut(tokens: np.ndarray, trained: np.ndarray, length: int, overlong: str | None) -> tuple[np.ndarray, np.ndarray]:
     if overlong != "cut":
         what = f"it has {len(tokens):,} tokens, and a row has {length:,} "
-        raise FaultyError(what + "(prepare.options.overlong=cut or drop, or a greater length)")
+        raise FaultyError(what + "(prepare.options.overlong=cut or drop, or a greater length)", "overlong")
     if not trained[1:length].any():
-        raise FaultyError(f"none of its first {length:,} tokens is trained")
+        raise FaultyError(f"none of its first {length:,} tokens is trained", "untrained")
     return tokens[:length], trained[:length]
 
 
-def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str) -> str:
-    """A text of the first conversations of training with what is trained between ⟦ and ⟧."""
-    shown = ["What is trained stands between ⟦ and ⟧."]
+def _describe_shapes(shapes: Counter[str]) -> str:
+    of_shapes = ", ".join(f"{count:,} in the shape {shape}" for shape, count in shapes.most_common())
+    return f"{counted(shapes.total(), 'conversation')}: {of_shapes}."
+
+
+def _summarize(out: PrepareOutput, split: str, counts: dict[str, int], faults: Faults) -> None:
+    """Append what became of a split to the summary: what is trained, left out, cut, and ended by the pad token."""
+    share = counts["tokens_trained"] / max(counts["tokens_in"], 1)
+    parts = [f"{split}: {counts['documents']:,} with {counts['tokens_in']:,} tokens, {share:.1%} of them trained"]
+    kinds = (f"{count:,} {KINDS[kind]}" for kind, count in faults.kinds.most_common())
+    parts += [f"{faults.count:,} left out: {', '.join(kinds)}"] if faults.count else []
+    parts += [f"{counts['documents_dropped']:,} dropped as too long"] if counts["documents_dropped"] else []
+    parts += [f"{counts['answers_cut']:,} with answers that are cut"] if counts["answers_cut"] else []
+    if counts["ended_by_pad"]:
+        parts.append(f"{counts['ended_by_pad']:,} train the token that fills up rows, as it ends answers too")
+    out.info["summary"].append("; ".join(parts) + ".")
+
+
+def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str, out: PrepareOutput) -> None:
+    """Write the first conversations of training with what is trained, for people and for `trainflow plan`."""
+    text, shown = "What is trained stands between ⟦ and ⟧.\n", list[dict[str, Any]]()
     for conversation in islice((each for each in splits.read("train") if not each.fault), _SHOWN):
         try:
-            shown.append(f"{conversation.place}\n{template.show(conversation, loss_on=loss_on)}")
+            parts = template.show(conversation, loss_on=loss_on)
         except FaultyError as fault:
-            shown.append(f"{conversation.place}\n({fault})")
-    return ("\n" + "-" * 80 + "\n").join(shown) + "\n"
+            parts = [(f"({fault})", False)]
+        marked = "".join(f"⟦{part}⟧" if is_trained else part for part, is_trained in parts)
+        text += f"{'-' * 80}\n{conversation.place}\n{marked}\n"
+        room = iter(accumulate((len(part) for part, _ in parts), initial=0))
+        short = [[part[: max(0, _SHOWN_CHARACTERS - next(room))], is_trained] for part, is_trained in parts]
+        is_cut = sum(len(part) for part, _ in parts) > _SHOWN_CHARACTERS
+        short = [part for part in short if part[0]] + ([["…", False]] if is_cut else [])
+        shown.append({"place": conversation.place, "parts": short})
+    out.write_file("conversations.txt", text.encode())
+    out.write_file("conversations.json", json.dumps(shown).encode())
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch of `input_ids`, `labels`, and `position_ids` or `attention_mask` ``[batch, tokens]``.
 
-    New rows have what a user says in `prompt`, and perhaps `new_tokens`, the most tokens of the answer (64).
+    New rows have a conversation in one of the shapes, or what a user says in `prompt`; and perhaps `new_tokens`, the
+    most tokens of the answer (64).
     """
-    if PROMPT in rows[0]:
-        template, length = ChatTemplate(kept_tokenizer(data), None), data.info["length"]
-        first = [] if data.info["system"] is None else [{"role": "system", "content": data.info["system"]}]
-        wanted = [int(row.get(NEW_TOKENS, 64)) for row in rows]
-        prompts = [template.ask([*first, {"role": "user", "content": row[PROMPT]}]) for row in rows]
-        for prompt, new in zip(prompts, wanted, strict=True):
-            if not 0 < new < length or len(prompt) + new > length:
-                what = f"column '{PROMPT}': {len(prompt):,} tokens and {new:,} new ones exceed the {length:,} of a row."
-                raise DataError(what, field="rows", value=PROMPT, remedy="Shorten it, or set fewer new_tokens.")
-        ids, mask = batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
-        return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
-    return collate_rows(rows, data.info)
+    if "input_ids" in rows[0]:
+        return collate_rows(rows, data.info)
+    template = ChatTemplate(kept_tokenizer(data), None)
+    wanted = [int(row.get(NEW_TOKENS, 64)) for row in rows]
+    prompts = [ask(row, template, data, new) for row, new in zip(rows, wanted, strict=True)]
+    ids, mask = batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
+    return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
+
+
+def ask(row: Mapping[str, Any], template: ChatTemplate, data: DataInfo, new: int) -> list[int]:
+    """The tokens of a new row's conversation with the beginning of the answer, which has up to `new` tokens.
+
+    Raises:
+        DataError: the conversation is faulty, or the row has no room for the answer.
+    """
+    length, gathered = data.info["length"], json.loads(row.get(QUESTION) or "{}")
+    asked = read_question({**row, **gathered}, system=data.info["system"])
+    try:
+        tokens = template.ask(asked.messages, asked.tools)
+    except FaultyError as fault:
+        raise DataError(f"{fault}.", field="rows", remedy="Correct the row.") from fault
+    if not 0 < new < length or len(tokens) + new > length:
+        column = asked.shape or PROMPT
+        what = f"column '{column}': {len(tokens):,} tokens and {new:,} new ones exceed the {length:,} of a row."
+        raise DataError(what, field="rows", value=column, remedy="Shorten it, or set fewer new_tokens.")
+    return tokens
 
 
 class Trainer(TextTrainer):

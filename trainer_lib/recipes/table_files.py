@@ -480,6 +480,7 @@ def note_form(
     *,
     optional: Sequence[str] = (),
     dropped: Sequence[str] | None = None,
+    gathered: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The form of new rows, for ``out.info``.
 
@@ -489,11 +490,13 @@ def note_form(
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
+        gathered: the columns `names`, and those with turns, become one of JSON, `into`, `unless` a row is prepared.
     """
     rename = dict(options.get("rename") or {})
     left_out = None if dropped is None else list(dropped)
     row_id = next((name for name, new in rename.items() if new == options.get("id")), options.get("id"))
     note = {"columns": dict(columns), "optional": list(optional), "rename": rename, "dropped": left_out, "id": row_id}
+    note |= {"gathered": dict(gathered)} if gathered else {}
     return {NOTE: note | ({"read": dict(options["read"])} if options.get("read") else {})}
 
 
@@ -507,6 +510,7 @@ class TableForm:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
         self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
+        self.gathered: dict[str, Any] = note.get("gathered") or {}
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
         self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
@@ -533,12 +537,22 @@ class TableForm:
         row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
         if self._has_turns:  # a list of them is read as JSON
             row |= {name: json.dumps(value) for name, value in row.items() if isinstance(value, list)}
+        if self.gathered and self.gathered["unless"] not in row:
+            row = self._gather(row)
         for name, kind in self.columns.items():
             if name not in row:
                 what = "the model needs the column, which the row does not have"
                 raise refuse_row(place, name, f"{what}; {_describe_columns(values, name)}")
             row[name] = _read(row[name], kind, name, place, self.reading)
         return row
+
+    def _gather(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        names = {name for name, value in row.items() if isinstance(value, list) or name in self.gathered["names"]}
+        others = {name: value for name, value in row.items() if name not in names}
+        return {
+            **others,
+            self.gathered["into"]: json.dumps({name: row[name] for name in row if name in names}, default=str),
+        }
 
     def read_answer(self, values: Mapping[str, Any], name: str, place: str, *, kind: str | None) -> Any:
         """The label of a row of the values that its file has: a text, a number, or without a kind what stands there.

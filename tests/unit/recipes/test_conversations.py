@@ -25,7 +25,7 @@ from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.conversations import read_conversation
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.tokenizing import kept_tokenizer, learn_byte_tokenizer
 from trainflow.flows.new_project.starting import code_chats
 
 CHATS = RecipeCase(
@@ -141,6 +141,55 @@ def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path, overlong
     made = CHATS.prepare(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 7, long), overlong=overlong)
     assert sum(counts[key] for counts in made[2].info["packing"].values()) == 1
     assert max(len(row["input_ids"]) for rows in made[1].values() for row in rows) <= 128
+
+
+def test_the_summary_names_what_is_left_out_and_cut_and_a_setting_refuses_more(tmp_path: Path) -> None:
+    good: dict[str, Any] = {"messages": [USER, ANSWER]}
+    long: dict[str, Any] = {"messages": [USER, {**ANSWER, "content": LONG}]}
+    untrained: dict[str, Any] = {"messages": [USER, {**ANSWER, "train": False}]}
+    rows = lines(*({**row, "fold": "train"} for row in [good] * 8 + [long, untrained]), {**good, "fold": "test"})
+    options: dict[str, Any] = {"split": {"by": "column", "column": "fold"}, "overlong": "cut", "faulty": 0.1}
+    made = CHATS.prepare(tmp_path, rows, **options)
+    shapes, train, test = made[2].info["summary"]
+    assert shapes == "11 conversations: 11 in the shape messages."
+    assert train.startswith("train: 9 with ")
+    assert "; 1 left out: 1 have nothing that is trained; 1 with answers that are cut." in train
+    assert "; " not in test
+    refused = CHATS.refused(tmp_path, rows, **options, most_cut=0.05)
+    assert refused.field == "prepare.options.most_cut"
+    assert "1 conversation of 10 would lose answers" in str(refused)
+    assert "row 8 (line 9): " in str(refused)
+
+
+def test_a_text_without_turns_is_trained_as_a_whole(tmp_path: Path) -> None:
+    made = CHATS.prepare(tmp_path, lines(*[{"text": "one two"}] * 8))
+    assert answers(made, "test") == [f"one two{END}"] * 2
+    assert made[2].info["shape"] == "text"
+
+
+def test_the_end_of_answers_is_trained_where_the_pad_token_is_the_same(tmp_path: Path) -> None:
+    tokenizer = learn_byte_tokenizer(["one two"], vocabulary=300, special=(TURN, END))
+    tokenizer.pad_token, tokenizer.chat_template = END, TEMPLATES["chatml"]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = lines(*[{"messages": [USER, {**ANSWER, "content": "1" * number}]} for number in range(1, 9)])
+    made = CHATS.prepare(tmp_path, rows, folder=str(tmp_path / "tokenizer"), pack=[])
+    assert "6 train the token that fills up rows, as it ends answers too" in made[2].info["summary"][1]
+    batch = collate_of(made)(made[1]["train"])
+    end = tokenizer.eos_token_id
+    assert (batch["labels"] == end).sum() == 6
+    assert batch["labels"][batch["attention_mask"] == 0].eq(-100).all()
+    assert (batch["attention_mask"] == 0).any()
+
+
+@pytest.mark.parametrize("value", ["there.jinja", "missing.jinja"])
+def test_a_template_is_read_from_a_file(tmp_path: Path, value: str) -> None:
+    (tmp_path / "there.jinja").write_text(TEMPLATES["plain"])
+    rows, template = lines(*[{"messages": [USER, ANSWER]}] * 8), str(tmp_path / value)
+    if value == "missing.jinja":
+        assert "cannot be read" in str(CHATS.refused(tmp_path, rows, template=template))
+    else:
+        made = CHATS.prepare(tmp_path, rows, template=template)
+        assert kept_tokenizer(made[2]).decode(made[1]["test"][0]["input_ids"]).startswith("user: one?\nassistant: 1")
 
 
 @pytest.mark.parametrize(
