@@ -43,6 +43,8 @@ NAMES = {
         f"{SCORER}, lists and pairs",
     ],
 }
+#: Theirs divides the steps of a stream by `max_steps`, ours counts its passes (docs/migration.md).
+EPOCHS = ": epoch is"
 # Ours writes a class as text and `accelerator_config` as given; theirs changes the pinning where there is no GPU.
 SHOWN_OTHERWISE = {"accelerator_config", "batch_sampler", "dataloader_pin_memory"}
 
@@ -65,7 +67,8 @@ def test_a_trainer_trains_evaluates_saves_resumes_and_loads_as_its_row_in_the_do
     library: str, name: str, runs: Callable[[str], Runs]
 ) -> None:
     found = runs(library)
-    assert differences(found.ours[name], found.transformers[name]) == []
+    known = EPOCHS if name.endswith("streaming") else "none"
+    assert [text for text in differences(found.ours[name], found.transformers[name]) if known not in text] == []
     written = row(name, found.ours[name], found.transformers[name])
     assert written in PAGE.read_text(encoding="utf-8").splitlines()
 

@@ -263,10 +263,11 @@ def stream_predictions(
             remedy="Give map-style data.",
         )
     # Alone: the ranks have different numbers of rows, so they must not wait for each other.
-    model = trainer._trainflow.evaluator.evaluation_model(alone=True)
+    evaluator = trainer._trainflow.evaluator
+    model = evaluator.evaluation_model(alone=True)
     loader = trainer._trainflow.loaders.range_loader(dataset, start, min(stop, len(dataset)))
     for (first, end), batch in zip(loader.slices, loader, strict=True):
-        _, logits, labels = trainer.prediction_step(model, batch, False, ignore_keys=None)
+        _, logits, labels = evaluator.trainer.prediction_step(model, batch, False, ignore_keys=None)
         if trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, labels)
         yield np.arange(first, end, dtype=np.int64), nested.to_numpy(logits)
