@@ -479,7 +479,7 @@ def write_mixed(folder: Path) -> None:
 
 
 def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A training whose weights change is the one whose schedule says so, also when it fails behind the change."""
     write_mixed(tmp_path)
@@ -502,10 +502,10 @@ def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
     assert all({"loss", "loss_a", "loss_b"} <= set(entry) for entry in history[:6])
     scheduled = trained("prepare.mixture.schedule={4: {b: 3.0}}", TRAINED)
     monkeypatch.setenv("CHANGED", "b")
-    changed = trained("storage=other", TRAINED)
+    changed = trained(f"storage={tmp_path / 'other'}", TRAINED)
     monkeypatch.setenv("FAILS", "1")
-    assert not run(tmp_path, "storage=third", TRAINED).ok
-    resumed = trained("storage=third", TRAINED)
+    assert not run(tmp_path, f"storage={tmp_path / 'third'}", TRAINED).ok
+    resumed = trained(f"storage={tmp_path / 'third'}", TRAINED)
     assert resumed.facts.resumed_from == 4
     assert len({weights(manifest) for manifest in (scheduled, changed, resumed)}) == 1
     assert weights(plain) != weights(changed)
@@ -516,13 +516,13 @@ def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
     assert lineage.arguments["mixture"] == list(changed.facts.mixture)
     monkeypatch.delenv("CHANGED")
     monkeypatch.setenv("FAILS", "1")
-    spec = spec_of(tmp_path, "storage=fourth", TRAINED)
+    spec = spec_of(tmp_path, f"storage={tmp_path / 'fourth'}", TRAINED)
     with pytest.raises(ConfigError, match="No data is prepared"):
         change_mixture(spec, {"b": 3.0})
-    assert not run(tmp_path, "storage=fourth", TRAINED).ok
+    assert not run(tmp_path, f"storage={tmp_path / 'fourth'}", TRAINED).ok
     with pytest.raises(ConfigError, match="no such source"):
         change_mixture(spec, {"c": 3.0})
     change_mixture(spec, {"b": 3.0})  # while it trains, as here while it waits
-    assert [change["step"] for change in trained("storage=fourth", TRAINED).facts.mixture] == [8]
+    assert [change["step"] for change in trained(f"storage={tmp_path / 'fourth'}", TRAINED).facts.mixture] == [8]
     with pytest.raises(ConfigError, match="has ended"):
         change_mixture(spec, {"b": 3.0})
