@@ -47,6 +47,7 @@ _COMMANDS = {
     "mix": "schedules:mix",
     "join": "execution:join",
     "predict": "predicting:predict",
+    "chat": "chatting:chat",
     "evaluate": "evaluating:evaluate",
     "export": "exporting:export",
     "models": "registry:models",

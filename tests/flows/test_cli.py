@@ -327,6 +327,7 @@ CASES = {
     "mix": (2, "pipeline.yaml --weight web=1"),
     "join": (2, "here"),
     "predict": (0, "last new.jsonl --to {free}"),
+    "chat": (2, "last --prompt hello"),
     "evaluate": (2, "last new.jsonl"),
     "export": (2, "absent {free} --to torch-export"),
     "models": (0, ""),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from torch import nn
 
 from trainer_lib import recipes
@@ -138,10 +139,20 @@ class LoadedModel:
         """Rows as for `predict`, with the types of prepared ones."""
         return GivenRows(self._read(rows), self.description.columns)
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the recipe keeps; None without one."""
+        return kept_tokenizer(self._data) if self.description.info.get("tokenizer") else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that predictions are made on."""
+        return self._args.device
+
     def write_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer that the recipe keeps into a folder; nothing without one."""
-        if self.description.info.get("tokenizer"):
-            kept_tokenizer(self._data).save_pretrained(folder)
+        if (tokenizer := self.tokenizer) is not None:
+            tokenizer.save_pretrained(folder)
 
     @property
     def compute_metrics(self) -> Callable[..., Any] | None:

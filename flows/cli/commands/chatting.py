@@ -1,0 +1,141 @@
+"""The command `trainflow chat`: a conversation with a trained model in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from trainer_lib.errors import ConfigError, TrainflowError
+from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address, read_trust
+from trainflow.flows.cli.options import Answer, Bare, Debug, Json, command
+from trainflow.flows.cli.signals import stoppable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainer_lib.model_folder.chat import Chat, Spoken
+
+_WORDS = "/reset and /system TEXT begin again, /exit ends; Ctrl-C ends an answer"
+_System = Annotated[str | None, typer.Option(metavar="TEXT", help="First turn; unset: that of training; empty: none.")]
+_Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the likeliest token each time.")]
+
+
+@command("""
+    trainflow chat last
+    echo "What is a closure?" | trainflow chat models:/helper@champion --base
+""")
+def chat(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Answer this alone; unset: what is piped in, or a conversation.")
+    ] = None,
+    system: _System = None,
+    base: Annotated[bool, typer.Option("--base", help="Answer with the base model as well, to compare.")] = False,
+    new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens of an answer.")] = 512,
+    temperature: _Temperature = 0.0,
+    trust: Trust = None,
+    bare: Bare = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> Answer | None:
+    """Talk with a model that was trained on conversations, by its template and system prompt.
+
+    Nothing of the conversation is logged or written.
+    """
+    from trainer_lib.model_folder.locate import find_model, require_trust
+
+    said = prompt if prompt is not None or sys.stdin.isatty() else sys.stdin.read()
+    if (said is None and as_json) or (said is not None and not said.strip()):
+        remedy = "Give --prompt TEXT, or pipe a text in."
+        raise ConfigError("There is nothing to answer.", field="--prompt", value=said, remedy=remedy)
+    address, out = find_address(model), terminal.console(stderr=as_json)
+    found = find_model(address)
+    require_trust(found, read_trust(trust))
+    with stoppable(out.print, remedy="Run it again."):
+        from trainer_lib.model_folder.chat import Chat
+        from trainer_lib.model_folder.loaded import load_model
+
+        loaded = load_model(address, trust_code=found.description.code_digest)
+        talk = Chat(loaded, system, new_tokens, temperature)
+    if said is None:
+        converse(talk, out, with_base=base, bare=bare, debug=debug)
+        return None
+    with stoppable(out.print, remedy="Run it again."):
+        spoken, beside = answer(talk, said, terminal.console(quiet=as_json), with_base=base)
+    others = {} if beside is None else {"base": _record(beside)}
+    return Answer({**_record(spoken), **others, "system": talk.system or None}, list)
+
+
+def _record(spoken: Spoken) -> dict[str, Any]:
+    return {"answer": spoken.text, "tokens": spoken.tokens, "whole": spoken.is_whole}
+
+
+def answer(talk: Chat, said: str, out: Console, *, with_base: bool) -> tuple[Spoken, Spoken | None]:
+    """Show an answer piece by piece; with that of the base above it, both have a heading."""
+
+    def show(text: str) -> None:
+        out.print(Text(text), end="")
+
+    def name(heading: str) -> None:
+        out.print(Text(heading, "dim"))
+
+    return talk.answer(said, show, heading=name if with_base else None)
+
+
+def converse(
+    talk: Chat,
+    out: Console,
+    *,
+    with_base: bool,
+    bare: bool = False,
+    debug: bool = False,
+    read: Callable[[str], str] | None = None,
+) -> None:
+    """Answer lines until /exit or the end of the input; a failure is shown, and the conversation stays.
+
+    Args:
+        read: shows a prompt and returns a line; raises EOFError at the end, and KeyboardInterrupt for Ctrl-C. None: of
+            the terminal.
+    """
+    read = read or _read_line
+    if not bare:
+        out.print(Text(_WORDS, "dim"))
+    while True:
+        try:
+            said = read("> ").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            out.print()
+            continue
+        if said == "/exit":
+            return
+        try:
+            if said.startswith("/"):
+                _obey(talk, said, out)
+            elif said:
+                answer(talk, said, out, with_base=with_base)
+        except TrainflowError as error:
+            for line in presentation.failure(error, debug=debug):
+                out.print(line)
+
+
+def _read_line(prompt: str) -> str:
+    import readline  # noqa: F401 - lines can be edited, and earlier ones called back while it runs
+
+    return input(prompt)
+
+
+def _obey(talk: Chat, said: str, out: Console) -> None:
+    word, _, text = said.partition(" ")
+    if word not in ("/reset", "/system"):
+        out.print(Text(f"There is no {word}: {_WORDS}", "yellow"))
+        return
+    talk.turns.clear()
+    if word == "/system":
+        talk.system = text.strip()

@@ -1,0 +1,160 @@
+"""A model trained on conversations: its answers to new ones, in a chat and as predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.model_folders import publish_recipe, remove_fetched_code
+from tests.support.named_recipes import TINY, refusal
+from trainer_lib.errors import ConfigError
+from trainer_lib.model_folder.chat import Chat
+from trainer_lib.model_folder.loaded import LoadedModel, load_model
+from trainer_lib.recipes.model_places import new_causal_model
+from trainflow.flows.cli import terminal
+from trainflow.flows.cli.commands import chatting
+
+USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}
+OPTIONS: dict[str, Any] = {"vocabulary": 300, "length": 96, "split": {"validation": 0, "test": 0.25}}
+NEW = 5
+
+
+def publish(where: Path, model: dict[str, Any], /, **options: Any) -> str:
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "chats.jsonl").write_text(f"{json.dumps({'messages': [USER, ANSWER]})}\n" * 8)
+    publish_recipe(where, "supervised-fine-tuning", where / "chats.jsonl", {**OPTIONS, **options}, model)
+    return str(where)
+
+
+@pytest.fixture(autouse=True)
+def _code() -> Iterator[None]:
+    yield
+    remove_fetched_code()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return publish(tmp_path_factory.mktemp("chats"), {"config": TINY}, system="brief")
+
+
+@pytest.fixture(scope="module")
+def loaded(address: str) -> LoadedModel:
+    return load_model(address, trust_code=True)
+
+
+def say(chat: Chat, said: str, **settings: Any) -> tuple[str, str]:
+    """The answer, and what was shown of it."""
+    pieces: list[str] = []
+    spoken, _ = chat.answer(said, pieces.append, **settings)
+    return spoken.text, "".join(pieces)
+
+
+# -- a chat -----------------------------------------------------------------------------------------------------------
+def test_a_chat_goes_on_as_a_prediction_of_the_whole_conversation(loaded: LoadedModel) -> None:
+    chat = Chat(loaded, new_tokens=NEW)
+    first, shown = say(chat, "one?")
+    assert shown.strip() == first
+    assert loaded.predict([{"prompt": "one?", "new_tokens": NEW}])["answer"][0].strip() == first
+    second, _ = say(chat, "two?")
+    turns = [USER, {"role": "assistant", "content": first}, {"role": "user", "content": "two?"}]
+    assert loaded.predict([{"messages": turns, "new_tokens": NEW}])["answer"][0].strip() == second
+    assert [turn["content"] for turn in chat.turns] == ["one?", first, "two?", second]
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(loaded: LoadedModel) -> None:
+    chat = Chat(loaded, new_tokens=NEW)
+    pieces: list[str] = []
+
+    def interrupt(text: str) -> None:
+        pieces.append(text)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    spoken, _ = chat.answer("one?", interrupt)
+    assert (spoken.is_whole, spoken.tokens) == (False, 2)
+    assert len(chat.turns) == 2
+    assert chat.answer("two?", pieces.append)[0].is_whole
+
+
+def test_a_conversation_that_is_too_long_is_refused_and_stays(loaded: LoadedModel) -> None:
+    chat = Chat(loaded, new_tokens=NEW)
+    assert "the model reads 96" in str(refusal(lambda: chat.answer("one? " * 90, print)))
+    assert chat.turns == []
+    assert say(chat, "one?")
+
+
+def test_the_base_answers_beside_the_model(tmp_path: Path, loaded: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="began with weights at random"):
+        Chat(loaded).answer("one?", print, heading=print)
+    tokenizer, base = loaded.tokenizer, tmp_path / "base"
+    tokenizer.save_pretrained(base)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    new_causal_model(TINY, length=96, vocabulary=len(tokenizer), ends=ends).save_pretrained(base)
+    place = {"folder": str(base)}
+    chat = Chat(
+        load_model(publish(tmp_path / "tuned", place, template="chatml", **place), trust_code=True), new_tokens=NEW
+    )
+    headings: list[str] = []
+    spoken, beside = chat.answer("one?", lambda text: None, heading=headings.append)
+    assert beside == spoken  # it was not trained
+    assert headings == ["base", "model"]
+
+
+def test_lines_of_a_terminal_are_answered_and_obeyed(loaded: LoadedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    chat, said = Chat(loaded, new_tokens=NEW), iter(["one?", "/nothing", "/system long", "", "two?", "one? " * 90])
+
+    def read(prompt: str) -> str:
+        if (line := next(said, None)) is None:
+            raise EOFError
+        return line
+
+    chatting.converse(chat, terminal.console(), with_base=False, read=read)
+    shown = capsys.readouterr().out
+    assert [turn["content"] for turn in chat.turns[::2]] == ["two?"]
+    assert chat.system == "long"
+    assert "There is no /nothing" in shown
+    assert "the model reads 96" in shown
+
+
+def test_the_command_answers_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask: Any = chatting.chat
+    answer = ask.__wrapped__(address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
+    assert capsys.readouterr().out.strip() == answer["answer"]
+    assert (answer["ok"], answer["whole"], answer["system"]) == (True, True, "brief")
+    assert answer["tokens"] <= NEW
+    assert ask.__wrapped__(address, prompt="one?", new_tokens=NEW, trust="any", as_json=True).to_dict() == answer
+    assert capsys.readouterr().out == ""
+    assert "nothing to answer" in str(refusal(lambda: ask.__wrapped__(address, prompt=" ")))
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+def test_conversations_in_every_shape_are_predicted_alike(loaded: LoadedModel) -> None:
+    shapes: list[dict[str, Any]] = [
+        {"messages": [USER]},
+        {"conversations": [{"from": "human", "value": "one?"}]},
+        {"instruction": "one?", "input": ""},
+        {"messages": json.dumps([USER])},
+    ]
+    rows = [{**row, "new_tokens": NEW} for row in shapes]
+    answers = loaded.predict(rows, batch_size=2)["answer"]
+    assert set(answers) == {loaded.predict([{"prompt": "one?", "new_tokens": NEW}])["answer"][0]}
+    own = loaded.predict([{**rows[0], "system": "talk at length"}, rows[0]])["answer"]
+    assert own[1] == answers[0]
+    turns = [{"role": "system", "content": "talk at length"}, USER]
+    assert own[0] == loaded.predict([{"messages": turns, "new_tokens": NEW}])["answer"][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [USER, ANSWER]}, "turn 2: it is of the assistant"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "turn 1: the role 'bot' is unknown"),
+        ({"messages": [{"role": "user", "content": "one? " * 90}]}, "column 'messages': "),
+    ],
+)
+def test_a_conversation_that_cannot_be_answered_is_named(loaded: LoadedModel, row: Any, words: str) -> None:
+    assert words in str(refusal(lambda: loaded.predict([row])))
