@@ -223,7 +223,10 @@ def _is_importable(package: str) -> Callable[[], bool]:
 
 
 _NEEDS: dict[str, Callable[[], bool]] = {
-    **{name: _is_importable(name) for name in ("deepspeed", "keras", "openpyxl", "ray", "tensorflow", "wandb")},
+    **{
+        name: _is_importable(name)
+        for name in ("bitsandbytes", "deepspeed", "keras", "openpyxl", "ray", "tensorflow", "wandb")
+    },
     "clients": clients.are_installed,
     "browser": lambda: any(map(shutil.which, browser.BROWSERS)),
     "dask": _is_importable("prefect_dask"),

@@ -36,12 +36,12 @@ def check_adapters(spec: PipelineSpec) -> None:
     """
     if not (spec.publish.enabled and spec.publish.merge_adapters):
         return
-    if recipe_name(spec.recipe) in ABOUT and not spec.train.model.get("lora"):
+    if recipe_name(spec.recipe) in ABOUT and not (spec.train.model.get("adapter") or spec.train.model.get("lora")):
         raise ConfigError(
             "The spec trains no adapters, so there are none to merge.",
             field="publish.merge_adapters",
             value="true",
-            remedy="Remove it: all weights of the model are published. Or train adapters: train.model.lora={r: 8}.",
+            remedy="Remove it: all weights of the model are published. Or add train.model.adapter={kind: lora}.",
         )
 
 

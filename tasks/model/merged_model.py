@@ -33,7 +33,7 @@ def require_adapters(config: PublishConfig, model: StageManifest[TrainFacts]) ->
         "The trained model has no adapters.",
         field="publish.merge_adapters",
         value="true",
-        remedy="Remove it: all weights of the model are published. Or train adapters, as train.model.lora={r: 8} does.",
+        remedy="Remove it: all weights of the model are published. Or train adapters: train.model.adapter.",
     )
 
 

@@ -330,7 +330,7 @@ def test_a_manifest_of_the_wrong_stage_or_without_a_model_is_bad_input(storage: 
     with pytest.raises(ConfigError, match="no adapters") as refused:
         _push(storage, PublishConfig(merge_adapters=True), inputs)
     assert (refused.value.field, refused.value.value) == ("publish.merge_adapters", "true")
-    assert "train.model.lora" in str(refused.value.remedy)
+    assert "train.model.adapter" in str(refused.value.remedy)
     empty = _stage(storage, "train", {"x": 1}, {"other.txt": b""})
     with pytest.raises(ConfigError, match="no model"):
         _push(storage, PublishConfig(), {**inputs, "model": empty})

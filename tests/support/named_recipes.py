@@ -76,6 +76,7 @@ def trainer_of(
     steps: int,
     *,
     base: type[Trainer] = Trainer,
+    held_out: Sequence[Any] | None = None,
     **args: Any,
 ) -> Any:
     """A Trainer of the recipe for so many steps on the CPU, which reports nothing, and saves nothing unless asked."""
@@ -85,6 +86,7 @@ def trainer_of(
         args=TrainingArguments(output_dir=str(folder), max_steps=steps, use_cpu=True, **{**settings, **args}),
         data_collator=recipe.collate_with(data),
         train_dataset=rows,
+        eval_dataset=held_out,
         compute_metrics=recipe.compute_metrics_with(data),
         compute_loss_func=recipe.compute_loss_func,
         preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,

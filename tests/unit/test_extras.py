@@ -20,7 +20,7 @@ from trainer_lib.keras_models.keras_backend import import_keras
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.refusal import require_torch
 from trainer_lib.protocol.recipe_failures import user_error
-from trainer_lib.recipes.model_places import import_transformers
+from trainer_lib.recipes.model_places import import_transformers, quantized
 from trainer_lib.search.ledger import Ledger
 from trainer_lib.search.trials import default_hp_space_ray
 from trainer_lib.storage import Store
@@ -45,6 +45,10 @@ def _distribute(kind: Any) -> None:
     check_runner(RunnerSettings(kind=kind, workers=2), LaunchSettings(), section="prepare", is_sharded=True)
 
 
+def _load_in_few_bits() -> None:
+    quantized("4bit", place="gpt2", adapted=True)
+
+
 def _open_workbook() -> None:
     list(read_sheet(io.BytesIO(), RowFile("file:///data", "a.xlsx", 1), Reading(), []))
 
@@ -53,6 +57,7 @@ USES = [
     Use("torch", "torch", require_torch),
     Use("torch", "accelerate", lambda: resolve_config(LaunchConfig(kind="accelerate")), "train.launch.kind"),
     Use("transformers", "transformers", import_transformers),
+    Use("quantization", "bitsandbytes", _load_in_few_bits, "train.model.load_in"),
     Use("deepspeed", "deepspeed", lambda: resolve_config(LaunchConfig(kind="deepspeed")), "train.launch.kind"),
     Use("keras", "keras", import_keras, "model"),
     Use("excel", "openpyxl", _open_workbook),

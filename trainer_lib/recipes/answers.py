@@ -30,6 +30,7 @@ from trainer_lib.recipes.model_places import (
     load_causal_model,
     new_causal_model,
     one_of,
+    quantized,
     require_positions,
 )
 from trainer_lib.recipes.option_names import require_choice
@@ -55,11 +56,12 @@ REFERENCE: dict[str, Any] = {
     "config": {},  # configuration of a model that begins at random
     "seed": 0,  # by which its weights are drawn
     "dtype": "float32",  # type of a loaded model's weights
+    "load_in": None,  # 4bit or 8bit: loaded weights take less memory
 }
 """The options of the reference, with their defaults."""
 POLICY: dict[str, Any] = {
     **MODEL,
-    "config": None,  # belongs to prepare
+    "config": None,  # belongs to prepare, as load_in does
     "beta": 0.1,  # how much a distance from the reference counts
     "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
 }
@@ -148,7 +150,8 @@ class AnsweredPrompts(TextRows):
         """
         chosen, place = self.options, one_of(self.options, field=FIELD)
         require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
-        noted = {name: chosen[name] for name in REFERENCE}
+        quantized(chosen["load_in"], place=place, adapted=True, field=FIELD)
+        noted = {name: chosen[name] for name in REFERENCE if name != "load_in" or chosen[name]}
         out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
         model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
         scores = score_answers(model, [each for column in answers.values() for each in column], pad=pad)
@@ -315,8 +318,9 @@ def log_probabilities(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 def score_answers(model: Any, answers: Sequence[Mapping[str, Any]], *, pad: int) -> np.ndarray:
     """The logarithm of each answer's probability by a model, float64 ``[answers]``; on a GPU where there is one."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = model.to(device).eval()
+    if not getattr(model, "is_quantized", False):  # such a model is where it stays
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    device = next(model.eval().parameters()).device
     order = sorted(range(len(answers)), key=lambda row: -len(answers[row]["input_ids"]))  # little padding
     found = np.empty(len(answers))
     with torch.no_grad():
@@ -333,13 +337,15 @@ def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> An
     """The model that training begins with, on the CPU; the generators of random numbers stay as they are.
 
     Args:
-        info: what prepare noted: the model's `config`, `seed`, `max_length` and `dtype`, and the tokenizer's
-            `vocabulary` and `ends`.
+        info: what prepare noted: the model's `config`, `seed`, `max_length` and `dtype`, perhaps `load_in`, and the
+            tokenizer's `vocabulary` and `ends`.
         place: its name or its folder; None for weights at random.
         field: the setting that names it. Raises as `load_causal_model`.
     """
     if place is not None:
-        return load_causal_model(place, dtype=info["dtype"], vocabulary=info["vocabulary"], field=field)
+        settings = quantized(info.get("load_in"), place=place, adapted=True, field=field)
+        known = {name: info[name] for name in ("dtype", "vocabulary")}
+        return load_causal_model(place, field=field, settings=settings, **known)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(info["seed"])
         facts = {"length": info["max_length"], "vocabulary": info["vocabulary"], "ends": info["ends"]}
@@ -347,7 +353,7 @@ def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> An
 
 
 def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.Module:
-    """Build the model that the reference is, with adapters if `lora` is given.
+    """Build the model that the reference is, with adapters on request.
 
     Args:
         chosen: the settings, those of `POLICY` among them.
@@ -359,11 +365,13 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     require_between("beta", chosen["beta"], most=float("inf"), is_open=True)
     place = one_of(chosen, field="train.model")
     _require_reference(chosen, place, data)
+    adapted = bool(chosen["adapter"] or chosen["lora"])
+    quantized(data.info.get("load_in"), place=place, adapted=adapted, field="prepare.options")
     build = partial(build_first, data.info, place, field="train.model")
     model = build()
     model.config.use_cache = False  # training has no use for it
     remedy = "Give pretrained or folder in prepare.options and in train.model."
-    model = add_adapters(model, chosen["lora"], place=place, remedy=remedy)
+    model = add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place, remedy=remedy)
     model.preference = {name: chosen[name] for name in ("beta", *names)}
     model.build_first, model.new_tokens, model.pad = build, chosen["new_tokens"], data.info["ends"]["pad_token_id"]
     built: nn.Module = model
@@ -371,10 +379,11 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
 
 
 def _require_reference(chosen: Mapping[str, Any], place: str | None, data: DataInfo) -> None:
-    if chosen["config"] is not None:
-        what = "Training begins with the reference, so its configuration belongs to prepare."
-        remedy = "Move it to prepare.options.config."
-        raise ConfigError(what, field="train.model.config", value=chosen["config"], remedy=remedy)
+    for name, part in (("config", "configuration"), ("load_in", "type of weights")):
+        if chosen[name] is not None:
+            what = f"Training begins with the reference, so its {part} belongs to prepare."
+            remedy = f"Move it to prepare.options.{name}."
+            raise ConfigError(what, field=f"train.model.{name}", value=chosen[name], remedy=remedy)
     if (place is not None) != data.info["has_place"] or chosen["pretrained"] != data.info["reference"]:
         reference = data.info["reference"] or ("from a folder" if data.info["has_place"] else "one at random")
         what = f"Training begins with the reference, and in prepare that is {reference}."

@@ -1,4 +1,4 @@
-"""The recipe causal-language-modeling: a model that continues texts, from scratch or fine-tuned, whole or by LoRA.
+"""The recipe causal-language-modeling: a model that continues texts, from scratch or fine-tuned, whole or by adapters.
 
     name: notes
     recipe: causal-language-modeling
@@ -6,7 +6,7 @@
       sources: [notes/]  # texts; tables with `text: COLUMN`; stdlib:, package:NAME
       options: {length: 512, overlong: split, pretrained: gpt2}
     train:
-      model: {pretrained: gpt2, lora: {r: 8}}
+      model: {pretrained: gpt2, adapter: {kind: lora, rank: 8}}
       args: {num_train_epochs: 3, learning_rate: 2.0e-4, global_batch_size: 8}
     evaluate: {splits: [validation, test]}
 
@@ -42,6 +42,7 @@ from trainer_lib.recipes.model_places import (
     load_causal_model,
     new_causal_model,
     one_of,
+    quantized,
     require_positions,
 )
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
@@ -133,7 +134,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+    """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Raises:
         ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row; or
@@ -151,14 +152,15 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         remedy = "Remove it, or set prepare.options.pack=[]."
         raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     place = one_of(chosen, field="train.model")
+    settings = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"] or chosen["lora"]))
     if place is None:
         facts = {name: info[name] for name in ("length", "vocabulary", "ends")}
         model = new_causal_model(chosen["config"], **facts)
     else:
-        vocabulary = info["vocabulary"]
-        model = load_causal_model(place, dtype=chosen["dtype"], vocabulary=vocabulary, field="train.model")
+        known = {"dtype": chosen["dtype"], "vocabulary": info["vocabulary"], "settings": settings}
+        model = load_causal_model(place, field="train.model", **known)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
-    model = add_adapters(model, chosen["lora"], place=place)
+    model = add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place)
     if info["packed"] or chosen["flatten"]:
         rows = {name: info[name] for name in ("vocabulary", "length", "isolate")}
         require_isolation(model, flattened=not info["packed"], **rows)

@@ -199,7 +199,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+    """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Raises:
         ConfigError: transformers cannot load it, or a setting is not one of its choices.

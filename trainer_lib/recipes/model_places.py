@@ -1,16 +1,19 @@
-"""Models of transformers: by name, from a folder, or at random from a configuration; with LoRA adapters on request."""
+"""Models of transformers: by name, from a folder, or at random from a configuration; with adapters on request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.targets import head_settings
+from trainer_lib.trainer.model.models import keep_layout
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo
@@ -20,9 +23,20 @@ MODEL: dict[str, Any] = {
     "pretrained": None,  # name of the model on the Hub
     "folder": None,  # or its folder
     "config": {},  # or the configuration of one with weights at random
-    "lora": {},  # train adapters of this form (and a new head) in place of all weights
+    "adapter": {},  # train adapters of this form (and a new head) in place of all weights
+    "lora": {},  # the same for LoRA alone, by peft's names
+    "load_in": None,  # 4bit or 8bit: the loaded weights under adapters take less memory
 }
 """The settings of `build_model` (`train.model`) for a model of transformers, with their defaults."""
+ADAPTER: dict[str, Any] = {
+    "kind": "lora",  # or dora, rslora
+    "rank": 16,
+    "alpha": None,  # the scale is alpha / rank, of rslora alpha / sqrt(rank); None: 2 rank, of rslora 16
+    "dropout": 0.0,
+    "targets": None,  # names of layers that get an adapter; None, or "all-linear": all linear ones but the head
+    "modules_to_save": [],  # layers that are trained as a whole
+}
+"""The settings of adapters, with their defaults."""
 LORA: dict[str, Any] = {
     "r": 8,  # rank
     "alpha": 16,  # the scale is alpha / r
@@ -30,7 +44,9 @@ LORA: dict[str, Any] = {
     "target_modules": None,  # layers that get an adapter; None: all linear ones but the head
     "modules_to_save": [],  # layers that are trained as a whole
 }
-"""The settings of adapters, with their defaults."""
+"""The settings of `lora`, with their defaults."""
+KINDS = ("lora", "dora", "rslora")
+BITS = ("4bit", "8bit")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 """Types of a loaded model's weights."""
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -129,6 +145,8 @@ def build_with_head(
         ConfigError: transformers cannot load it.
     """
     place = one_of(chosen, field=FIELD)
+    adapted = bool(chosen["adapter"] or chosen["lora"])
+    in_few_bits = quantized(chosen["load_in"], place=place, adapted=adapted, task=task)
     if place is None:
         given = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **settings}
         usual = small_bert() if small is None else small
@@ -136,8 +154,8 @@ def build_with_head(
         model: nn.Module = getattr(import_transformers(), f"AutoModel{head}").from_config(config)
     else:
         settings["ignore_mismatched_sizes"] = chosen.get("new_head", False)
-        model = from_place(f"AutoModel{head}", place, field=FIELD, **settings)
-    return add_adapters(model, chosen["lora"], place=place, task=task)
+        model = lay_out(from_place(f"AutoModel{head}", place, field=FIELD, **settings, **in_few_bits))
+    return add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place, task=task)
 
 
 def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, task: str) -> nn.Module:
@@ -178,13 +196,15 @@ def new_causal_model(
     return import_transformers().AutoModelForCausalLM.from_config(made)
 
 
-def load_causal_model(place: str, *, dtype: str, vocabulary: int, field: str) -> Any:
-    """The model of this name or folder, with weights of one of `DTYPES`.
+def load_causal_model(
+    place: str, *, dtype: str, vocabulary: int, field: str, settings: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """The model of this name or folder, with weights of one of `DTYPES`, or quantized by `settings` of `quantized`.
 
     Raises:
         ConfigError: transformers cannot load it, or it does not know all tokens of the data's `vocabulary`.
     """
-    model = from_place("AutoModelForCausalLM", place, field=field, dtype=dtype)
+    model = lay_out(from_place("AutoModelForCausalLM", place, field=field, dtype=dtype, **settings))
     known = model.get_input_embeddings().num_embeddings
     if known < vocabulary:
         what = f"The model knows {known:,} tokens, and the tokenizer of the data has {vocabulary:,}."
@@ -206,47 +226,163 @@ def require_positions(place: str, length: int, *, field: str) -> None:
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
+def quantized(
+    load_in: str | None, *, place: str | None, adapted: bool, task: str = "CAUSAL_LM", field: str = FIELD
+) -> dict[str, Any]:
+    """What `from_pretrained` takes for weights in few bits: NF4 with double quantization (Dettmers et al., 2023), or 8.
+
+    Args:
+        load_in: one of `BITS`; None: nothing.
+        place: name or folder of the model.
+        adapted: it has adapters.
+        task: peft's name for its use; a head that is trained as a whole keeps its type.
+        field: the setting that holds `load_in`.
+
+    Raises:
+        ConfigError: the model begins at random, or has no adapters. MissingExtraError: bitsandbytes is not installed.
+    """
+    if load_in is None:
+        return {}
+    field = f"{field}.load_in"
+    require_choice(load_in, BITS, field=field)
+    if place is None:
+        what, remedy = "A model that begins at random loads no weights.", "Remove it, or give pretrained or folder."
+        raise ConfigError(what, field=field, value=load_in, remedy=remedy)
+    if not adapted:
+        what = "Quantized weights have no gradient, so they are trained by adapters alone."
+        remedy = "Add train.model.adapter={kind: lora}, or remove load_in."
+        raise ConfigError(what, field=field, value=load_in, remedy=remedy)
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        what = f"Weights in {load_in} need bitsandbytes."
+        raise MissingExtraError(what, extra="quantization", field=field, value=load_in) from error
+    config = import_transformers().BitsAndBytesConfig(
+        load_in_4bit=load_in == "4bit",
+        load_in_8bit=load_in == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        llm_int8_skip_modules=["classifier", "score", "qa_outputs"] if task in _WITH_HEADS else None,
+    )
+    return {"quantization_config": config}
+
+
+def lay_out(model: Any) -> Any:
+    """A loaded model whose quantized weights keep their layout, and compute in the type of the training arguments."""
+    if getattr(model, "is_quantized", False):
+        keep_layout(model)
+        model.computes_by_args = True
+    return model
+
+
 def add_adapters(
     model: Any,
     options: Mapping[str, Any],
     *,
     place: str | None,
+    adapter: Mapping[str, Any] = MappingProxyType({}),
     task: str = "CAUSAL_LM",
     remedy: str = "Give train.model.pretrained or folder as well.",
 ) -> Any:
-    """The model with LoRA adapters (Hu et al., 2021) by peft: only these are trained, saved and published.
+    """The model with adapters by peft: only these are trained, saved and published.
+
+    They are those of LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) or rsLoRA (Kalajdzievski, 2023).
 
     Args:
-        options: some of `LORA`; empty: the model stays as it is.
+        options: some of `LORA`; empty: by `adapter`, or the model stays as it is.
         place: name or folder of the model; None: it begins at random, and takes no adapters.
+        adapter: some of `ADAPTER`.
         task: peft's name for the model's use.
 
     Raises:
-        ConfigError: a setting is unknown, the model has no such layers, or begins at random. MissingExtraError: peft is
-            not installed.
+        ConfigError: a setting is unknown or has no sense, the model has no such layers, or begins at random.
+            MissingExtraError: peft is not installed.
     """
-    if not options:
+    if not options and not adapter:
         return model
-    field = f"{FIELD}.lora"
+    field = f"{FIELD}.adapter" if adapter else f"{FIELD}.lora"
+    if options and adapter:
+        what = "Adapters are described by one of adapter and lora."
+        raise ConfigError(what, field=f"{FIELD}.lora", value=dict(options), remedy="Remove lora.")
     if place is None:
         raise ConfigError("Adapters are for a model that has been trained.", field=field, remedy=remedy)
-    chosen = choose(options, LORA, field=field)
+    settings = _read_adapter(model, adapter) if adapter else _read_lora(options)
     try:
         import peft
     except ImportError as error:
         raise MissingExtraError("Adapters need peft.", extra="transformers") from error
     config = peft.LoraConfig(
         task_type=task,
-        r=chosen["r"],
-        lora_alpha=chosen["alpha"],
-        lora_dropout=chosen["dropout"],
-        target_modules=chosen["target_modules"] or "all-linear",
-        modules_to_save=chosen["modules_to_save"] or None,
         exclude_modules=_HEADS if task in _WITH_HEADS else None,  # peft trains them as a whole
+        **settings,
     )
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        what, wrong = f"peft cannot add the adapters: {first_line(error)}", dict(options)
-        remedy = "Name layers of the model, or leave target_modules out."
+        what, wrong = f"peft cannot add the adapters: {first_line(error)}", dict(adapter or options)
+        remedy = f"Name layers of the model, or leave {'targets' if adapter else 'target_modules'} out."
         raise ConfigError(what, field=field, value=wrong, remedy=remedy) from error
+
+
+def _read_lora(options: Mapping[str, Any]) -> dict[str, Any]:
+    chosen = choose(options, LORA, field=f"{FIELD}.lora")
+    return {
+        "r": chosen["r"],
+        "lora_alpha": chosen["alpha"],
+        "lora_dropout": chosen["dropout"],
+        "target_modules": chosen["target_modules"] or "all-linear",
+        "modules_to_save": chosen["modules_to_save"] or None,
+    }
+
+
+def _read_adapter(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of peft's `LoraConfig` for some of `ADAPTER`; ConfigError for those that have no sense."""
+    field = f"{FIELD}.adapter"
+    chosen = choose(options, ADAPTER, field=field)
+    require_choice(chosen["kind"], KINDS, field=f"{field}.kind")
+    if chosen["kind"] == "dora" and getattr(model, "is_loaded_in_8bit", False):
+        what, remedy = "DoRA cannot train on weights in 8 bits.", "Give lora or rslora, or train.model.load_in=4bit."
+        raise ConfigError(what, field=f"{field}.kind", value="dora", remedy=remedy)
+    rank, scaled, targets = chosen["rank"], chosen["kind"] == "rslora", chosen["targets"]
+    alpha = (16 if scaled else 2 * rank) if chosen["alpha"] is None else chosen["alpha"]
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    for name, is_right, remedy in (
+        ("rank", rank >= 1, "Give a whole number from 1 on, such as 16."),
+        ("alpha", is_number and 0 < alpha < float("inf"), f"Give a number above 0, such as {2 * rank}."),
+        ("dropout", 0 <= chosen["dropout"] < 1, "Give a number from 0 on and below 1."),
+        ("targets", targets in (None, "all-linear") or _is_list(targets), "Give all-linear, or a list of names."),
+        ("modules_to_save", _is_list(chosen["modules_to_save"], least=0), "Give a list of names."),
+    ):
+        if not is_right:
+            raise ConfigError("Adapters have no such form.", field=f"{field}.{name}", value=chosen[name], remedy=remedy)
+    named = targets if isinstance(targets, list) else []
+    for name, names in (("targets", named), ("modules_to_save", chosen["modules_to_save"])):
+        _require_layers(model, names, field=f"{field}.{name}")
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": chosen["dropout"],
+        "target_modules": named or "all-linear",
+        "modules_to_save": chosen["modules_to_save"] or None,
+        "use_dora": chosen["kind"] == "dora",
+        "use_rslora": scaled,
+    }
+
+
+def _is_list(value: Any, least: int = 1) -> bool:
+    return isinstance(value, list) and len(value) >= least and all(isinstance(name, str) for name in value)
+
+
+def _require_layers(model: nn.Module, names: Sequence[str], *, field: str) -> None:
+    """Raise ConfigError for a name of no layer, or of one whose weight is another layer's as well."""
+    layers = dict(model.named_modules())
+    uses = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
+    for name in names:
+        meant = [layer for path, layer in layers.items() if path == name or path.endswith(f".{name}")]
+        if not meant:
+            known = {path.rpartition(".")[2] for path, layer in layers.items() if not list(layer.children())}
+            remedy = suggestion(name, sorted(part for part in known if part and not part.isdigit()))
+            raise ConfigError("The model has no such layer.", field=field, value=name, remedy=remedy)
+        if any(uses[weight.data_ptr()] > 1 for layer in meant for weight in layer.parameters(recurse=False)):
+            what = "This layer shares its weight with another one, which the trained one would leave."
+            raise ConfigError(what, field=field, value=name, remedy="Leave it out.")

@@ -6,7 +6,7 @@
       sources: [pairs.jsonl]  # {"prompt": …, "chosen": …, "rejected": …}: texts, or lists of {role, content}
       options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, max_length: 512}
     train:
-      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 8}, beta: 0.1}
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, adapter: {rank: 8}, beta: 0.1}
       args: {num_train_epochs: 1, learning_rate: 5.0e-6, global_batch_size: 16}
     evaluate: {splits: [validation, test]}
 
@@ -153,7 +153,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model that the reference is, with adapters if `lora` is given.
+    """Build the model that the reference is, with adapters on request.
 
     Raises:
         ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.

@@ -268,7 +268,7 @@ def _require_room(questions: Sequence[str], tokenizer: Any, info: Mapping[str, A
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+    """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Raises:
         ConfigError: transformers cannot load it.

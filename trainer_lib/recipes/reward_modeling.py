@@ -5,7 +5,7 @@
       sources: [pairs.jsonl]  # {"prompt": …, "chosen": …, "rejected": …}: texts, or lists of {role, content}
       options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, max_length: 512}
     train:
-      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 8}}
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, adapter: {rank: 8}}
       args: {num_train_epochs: 1, learning_rate: 1.0e-4, global_batch_size: 16}
     evaluate: {splits: [validation, test]}
 

@@ -120,7 +120,7 @@ def _tokens_of(targets: Sequence[str], tokenizer: Any, *, longest: int | None) -
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+    """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Args:
         options: the settings of `model_places.MODEL`, and `beams`: texts that are followed at a time in generation.

@@ -6,7 +6,7 @@
       sources: [chats.jsonl]  # messages, ShareGPT, Alpaca, prompt and completion
       options: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, length: 1024}
     train:
-      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, lora: {r: 16}}
+      model: {pretrained: Qwen/Qwen2.5-0.5B-Instruct, adapter: {kind: lora, rank: 16}}
       args: {num_train_epochs: 1, learning_rate: 1.0e-4, global_batch_size: 16}
     evaluate: {splits: [validation, test]}
 

@@ -207,7 +207,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
-    """Build the model by name, from a folder, or at random from a configuration; with adapters if `lora` is given.
+    """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Args:
         options: the settings of `model_places.MODEL`, and `new_head`: replace a head that was trained for other tags.

@@ -161,7 +161,9 @@ class Strategy:
         _complete_tied(own, given)
         reshaped = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
         refuse_others(own.keys() - given.keys(), given.keys() - own.keys(), reshaped)
-        target.load_state_dict(given)
+        # Quantized layers, which are kept, take no part of their state alone; all names were compared above.
+        kept = set(keep) - state.keys()
+        target.load_state_dict({name: each for name, each in given.items() if name not in kept}, strict=False)
 
     def describe(self) -> dict[str, Any]:
         """Return the part of a checkpoint's metadata that describes the strategy, as JSON."""

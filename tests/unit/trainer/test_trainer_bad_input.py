@@ -128,7 +128,7 @@ TRAINING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
     ({"train": [{"x": [1.0] * (i % 2 + 1)} for i in range(8)]}, DataError, "x: Samples of one batch cannot be stacked"),
     ({"train": Stream([]), "max_steps": 2}, DataError, "The training data gave no batch"),
     ({"dataloader_drop_last": True, "global_batch_size": 9}, DataError, r"fewer samples \(8\) than a global batch"),
-    ({"optim": "adamw_bnb_8bit"}, ConfigError, "optim = adamw_bnb_8bit: .*bitsandbytes"),
+    ({"optim": "schedule_free_sgd"}, ConfigError, "optim = schedule_free_sgd: .*schedulefree"),
 ]
 
 

@@ -92,6 +92,29 @@ def _as_device(name: Any, kind: str = "cuda") -> torch.device:
     return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
 
 
+def keep_layout(model: nn.Module) -> None:
+    """Keep 4-bit weights as they are in evaluation on a CPU.
+
+    With AVX512-BF16 bitsandbytes packs them in another way for it. That rounds their scales, even when it is undone for
+    a checkpoint, and the layers that stay packed pass no gradient on.
+    """
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            layer.support_avx512bf16_for_cpu = False
+
+
+def set_compute_type(model: nn.Module, args: TrainingArguments) -> None:
+    """Let 4-bit layers multiply in the type of the arguments, where their model asks for it by `computes_by_args`."""
+    if not getattr(innermost(model), "computes_by_args", False):
+        return
+    wanted = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    layer: Any
+    for layer in model.modules():
+        if hasattr(layer, "compute_type_is_set"):
+            layer.compute_dtype, layer.compute_type_is_set = wanted, True
+
+
 def refuse_untrainable(model: nn.Module) -> None:
     """Raise ConfigError for a quantised model without adapters: it has nothing that can be trained."""
     if not getattr(model, "is_quantized", False) or is_adapted(model):

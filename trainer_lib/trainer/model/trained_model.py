@@ -116,6 +116,7 @@ class TrainedModel:
                 remedy="Give a module.",
             )
         models.refuse_untrainable(model)
+        models.keep_layout(model)
         trainer.is_model_parallel = models.is_spread(model, self._internals.world.device)
         stays = trainer.is_model_parallel or models.is_placed(model) or strategy.places_model
         # A model that was placed stays there: the parts of a spread one must not move to one device.

@@ -28,7 +28,7 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.model.models import innermost, is_peft
+from trainer_lib.trainer.model.models import innermost, is_peft, set_compute_type
 from trainer_lib.trainer.model.seeding import set_seed
 from trainer_lib.worker.process.events import EventsCallback
 from trainer_lib.worker.process.session import Work
@@ -67,6 +67,7 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
     module = require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
     if is_keras_model(module):
         _prepare_keras(module, work)
+    set_compute_type(module, args)
     if args.label_smoothing_factor and getattr(innermost(module), "has_class_loss", False):
         what = "The smoothed loss takes the place of the one by class_weights and focal_gamma."
         remedy = "Remove one of them."
