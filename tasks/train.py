@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.protocol.requests import TrainRequest
 from trainflow.tasks.configs import TrainConfig
 from trainflow.tasks.keys.keys import train_key
@@ -43,7 +44,7 @@ def train(config: TrainConfig, context: StageContext, data: StageManifest[Prepar
 
     key = train_key(config, context, data)
     processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
-    halvings = max_halvings(rows_at_a_time(parsed, data_parallel_size=processes))
+    halvings = max_halvings(rows_at_a_time(parsed, data_parallel_size=data_size(parsed, processes)))
     manifest = run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
     # The result was cached, so no launch came: machines that wait to take part would wait until their timeout.
     if not attempts:

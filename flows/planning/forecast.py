@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import total_batch_size
 from trainer_lib.arguments.configs.accelerator_config import describe_step, rows_at_a_time
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.base.records import to_record
 from trainer_lib.data.mixture import INFO, Mixture
 from trainer_lib.errors import ConfigError, TrainflowError
@@ -127,6 +128,7 @@ class Length:
         mixture: Mapping[str, Any] | None = None,
     ) -> Length:
         """The length that follows from the arguments and the number of rows, or from their mixture."""
+        processes = data_size(args, processes)
         rows, batch = facts.splits[config.train_split].rows, total_batch_size(args, data_parallel_size=processes)
         if mixture is not None:
             rows = Mixture.of({**facts.info.get(INFO, {}), **mixture}, config.train_split).epoch_rows

@@ -13,6 +13,7 @@ import psutil
 from markupsafe import Markup
 
 from trainer_lib.arguments.configs.accelerator_config import describe_step
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.base.json_text import parse_json
@@ -317,7 +318,8 @@ def _machine(training: StageManifest | None, plan: Plan) -> Rows:
     args, micro_batch = plan.stages["train"].arguments, getattr(facts, "micro_batch", None)
     if args is not None and micro_batch is not None:
         processes = getattr(facts, "world_size", None) or 1
-        rows.append(("batch", describe_step(args, data_parallel_size=processes, micro_batch=micro_batch)))
+        shares = data_size(args, processes)
+        rows.append(("batch", describe_step(args, data_parallel_size=shares, micro_batch=micro_batch)))
     return rows
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import CodeError, ConfigError, DataError, Pruned
@@ -139,7 +140,7 @@ def _stage_params(stage: StagePlan, section: Any) -> dict[str, Any]:
     args = {name: effective.get(name, value) for name, value in (getattr(section, "args", None) or {}).items()}
     if stage.stage.name == "train":
         processes = getattr(stage.launch, "world_size", 1) or 1
-        args |= numeric_fields(stage.arguments, data_parallel_size=processes)
+        args |= numeric_fields(stage.arguments, data_parallel_size=data_size(stage.arguments, processes))
         given["processes"] = processes
     return {**given, "args": args}
 

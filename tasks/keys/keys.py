@@ -248,6 +248,7 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
     """The key of train: its settings, the code that it reaches, versions, and the content of the prepared data."""
     from trainer_lib.arguments import evaluation_matters, numeric_fields
+    from trainer_lib.arguments.configs.parallelism_config import data_size
 
     args = context.resolver.arguments(config.args, prefix="train.args")
     # The launch counts only through the global batch that its number of processes makes.
@@ -260,7 +261,7 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
     settings = settings_fields(
         config,
         selects=choose,
-        args=numeric_fields(args, data_parallel_size=launch.world_size, evaluations_choose=choose),
+        args=numeric_fields(args, data_parallel_size=data_size(args, launch.world_size), evaluations_choose=choose),
         recipe=code.digests,
         model=keyed_options(config.model, paths.model, paths.folder, context),
         **_options("train", config, context),

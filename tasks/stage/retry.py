@@ -261,10 +261,12 @@ def halve_training_batch(
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
     from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
+    from trainer_lib.arguments.configs.parallelism_config import data_size
 
     if halvings == 0 and (not varies or args.get("global_batch_size")):
         return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="train.args")
+    world_size = data_size(parsed, world_size)
     micro_batch = rows_at_a_time(parsed, data_parallel_size=world_size)
     given_for = count_sharers(parsed, lambda: world_size)
     return {

@@ -104,13 +104,14 @@ WORKS: dict[str, dict[str, Any]] = {
 LAUNCHED: dict[str, Any] = {
     "fsdp": {"fsdp": "full_shard"},
     "fsdp_config": {"fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}},
+    "parallelism": {"parallelism": {"shard": 1}},
+    "parallelism_config": {"parallelism_config": {"dp_shard_size": 1}},
     "deepspeed": {"deepspeed": {"zero_optimization": {"stage": 2}}},
     "sharded_ddp": {"sharded_ddp": "zero_dp_2"},
     "fsdp_min_num_params": {"fsdp": "full_shard", "fsdp_min_num_params": 100},
     "fsdp_transformer_layer_cls_to_wrap": {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "Linear"},
 }
 REFUSED: dict[str, Any] = {
-    "parallelism_config": {"dp_size": 2},
     "save_safetensors": False,
     "dispatch_batches": True,
     "tpu_metrics_debug": True,

@@ -498,7 +498,14 @@ class DistributedArguments:
         "gradient_accumulation_kwargs, use_configured_state; a mapping, or a JSON file.",
         affects="weights",
     )
-    parallelism_config: Any = arg(None, "Sizes of the parallel dimensions (data, tensor, context).", affects="nothing")
+    parallelism: dict[str, Any] | None = arg(
+        None,
+        "Processes in each dimension (replicate, shard, tensor), and the plan of the layers that tensor divides.",
+        affects="nothing",
+    )
+    parallelism_config: Any = arg(
+        None, "The same as accelerate's ParallelismConfig or transformers' DistributedConfig.", affects="nothing"
+    )
     ddp_backend: str | None = arg(
         None,
         "Communication library; follows from the device when not given.",

@@ -17,6 +17,7 @@ from trainer_lib.arguments.configs import deepspeed_config as deepspeed
 from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig, refuse_unknown
 from trainer_lib.arguments.configs.deepspeed_config import AUTO
 from trainer_lib.arguments.configs.fsdp_config import read_settings
+from trainer_lib.arguments.configs.parallelism_config import PeerSizes, check_layout
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Unset, field_map
 from trainer_lib.base.suggestions import suggestion
@@ -97,6 +98,7 @@ def normalise(args: ArgumentGroups) -> None:
     args.output_dir, args.logging_dir = _expanded(args.output_dir), _expanded(args.logging_dir)
     if not isinstance(args.accelerator_config, str | AcceleratorConfig):
         args.accelerator_config = AcceleratorConfig(args.accelerator_config or {})
+    args.parallelism_config = PeerSizes.of(args.parallelism_config)
     args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
     if args.fsdp is True:
         args.fsdp = FSDPOption.FULL_SHARD.value
@@ -174,7 +176,14 @@ def _consequences(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
         yield "torch_compile", True
     # Not where a step cannot be tried again with half of it, or where one number is for all processes.
     config = args.accelerator_config
-    cannot_change = args.fsdp or args.deepspeed or isinstance(config, str) or (config or {}).get("split_batches")
+    cannot_change = (
+        args.fsdp
+        or args.deepspeed
+        or args.parallelism
+        or args.parallelism_config
+        or isinstance(config, str)
+        or (config or {}).get("split_batches")
+    )
     if args.global_batch_size and isinstance(args.per_device_train_batch_size, Unset) and not cannot_change:
         yield "per_device_train_batch_size", args.global_batch_size
 
@@ -366,6 +375,7 @@ def _check_strategies(args: ArgumentGroups) -> None:
     """Read what is not in a file, which may exist only where the training runs."""
     if not isinstance(args.fsdp_config, str):
         read_settings(args)
+    check_layout(args)
     if isinstance(args.deepspeed, dict):
         zero = args.deepspeed.get("zero_optimization")
         if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # accelerate's launcher gives an "auto" stage

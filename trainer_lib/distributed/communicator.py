@@ -144,6 +144,21 @@ class Communicator(Protocol):
         """Return the same ranks over connections of their own, for the messages of one other thread."""
 
 
+def sharers(comm: Communicator) -> int:
+    """Return how many ranks work on the same samples."""
+    return comm.world_size // comm.data_parallel.size
+
+
+def leads(comm: Communicator) -> bool:
+    """Return whether this is the first of the ranks that work on its samples: the one that reports them."""
+    return comm.rank % sharers(comm) == 0
+
+
+def sum_over_data(comm: Communicator, values: list[int]) -> list[int]:
+    """Return the sums of a few integers that ranks with the same samples have equal, counted once. Collective."""
+    return [total // sharers(comm) for total in comm.sum_ints(values)]
+
+
 class _Known:
     """The result of a collective that needed no message."""
 

@@ -20,7 +20,7 @@ from trainer_lib.data.foreign import count_samples_of
 from trainer_lib.data.items import MAPPINGS, count_samples
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, Micro, has_length
-from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.communicator import Communicator, leads
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.metrics import BatchMetrics, compute_on_rank_zero, is_metric_object, parse_metrics
@@ -169,9 +169,11 @@ class EvaluationLoop:
         if len(self._held) < (self._hooks.trainer.args.eval_accumulation_steps or 1) and not last:
             return
         rounds, self._held = self._held, []
+        if not leads(self._comm):
+            rounds = []
         if self._comm.data_parallel.size > 1:
-            packed = nested.pack_tree(rounds if self._objects else nested.to_numpy(rounds))
-            ranks = [nested.unpack_tree(data) for data in self._comm.gather_bytes(packed) or ()]
+            packed = nested.pack_tree(rounds if self._objects else nested.to_numpy(rounds)) if rounds else b""
+            ranks = [nested.unpack_tree(data) for data in self._comm.gather_bytes(packed) or () if data]
             # Round by round, and rank by rank within a round: that is the order of the dataset.
             rounds = [tree for turn in zip(*ranks, strict=True) for tree in turn if tree is not None]
         for number, tree in enumerate(rounds):
@@ -194,7 +196,7 @@ class EvaluationLoop:
         # The only wait for the device: the sum stayed there during the whole pass.
         total = 0.0 if self._loss is None else float(self._loss)
         # Summed on rank 0 and broadcast, so that every rank has the same digits.
-        counted = comm.gather_json([total, self._items, self._samples]) or []
+        counted = comm.gather_json([total, self._items, self._samples] if leads(comm) else [0, 0, 0]) or []
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
         self.counted = (loss_sum, items, samples)
         if samples == 0:

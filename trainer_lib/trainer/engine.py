@@ -16,6 +16,7 @@ from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import AcceleratorConfig
 from trainer_lib.arguments.configs.deepspeed_config import plan
+from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.precision import Precision
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.optimizers import get_decay_parameter_names, parameter_groups
@@ -209,7 +210,12 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
         from trainer_lib.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 
         return DeepSpeedStrategy(device, comm, args)
-    if args.fsdp:
+    layout = read_layout(args)
+    if layout is not None and layout.tensor > 1:
+        from trainer_lib.strategies.tensor.tensor_strategy import TensorStrategy
+
+        return TensorStrategy(device, comm, args)
+    if args.fsdp or (layout is not None and layout.shard > 1):
         from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 
         return FsdpStrategy(device, comm, args)

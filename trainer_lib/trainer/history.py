@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_lib.distributed.communicator import sharers
 from trainer_lib.errors import DataError, NonFiniteError
 from trainer_lib.strategies.base import Strategy
 
@@ -170,9 +171,9 @@ class StepHistory:
         sums = self._strategy.sum(torch.stack([torch.stack(self._losses).float(), empty]))
         losses = sums[0] / self._strategy.comm.world_size
         values = torch.stack([losses, torch.stack(self._norms).float(), sums[1]]).tolist()  # one transfer for all
-        self.batches_without_targets += int(sum(values.pop()))
+        self.batches_without_targets += int(sum(values.pop())) // sharers(self._strategy.comm)
         if self.sources is not None:
-            self.sources.collect(self._strategy.sum, losses.device)
+            self.sources.collect(lambda own: self._strategy.sum(own) / sharers(self._strategy.comm), losses.device)
         if self._spikes is not None:
             self._note_watched(self._spikes, step, values)
         else:

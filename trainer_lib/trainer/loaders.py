@@ -27,6 +27,7 @@ from trainer_lib.data.order import (
     SamplerOrder,
     SequentialOrder,
 )
+from trainer_lib.distributed.communicator import sum_over_data
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.api.base import TrainerBase
@@ -513,10 +514,10 @@ class DataMethods(TrainerBase):
         run, comm, count = self._trainflow.run, self._trainflow.world.comm, self._trainflow.forward.target_items
         if run is None:
             total = sum(count(batch) for batch in batch_samples)
-            return comm.sum_ints([total])[0] if self.args.average_tokens_across_devices else total
+            return sum_over_data(comm, [total])[0] if self.args.average_tokens_across_devices else total
         total = run.weights.count(batch_samples, count)
         if comm.world_size == 1 or not self.args.average_tokens_across_devices:
             return total
         # In one message: a second one would make the host wait twice per step.
-        total, run.weights.all_batches = comm.sum_ints([total, sum(map(bool, run.weights.items))])
+        total, run.weights.all_batches = sum_over_data(comm, [total, sum(map(bool, run.weights.items))])
         return total

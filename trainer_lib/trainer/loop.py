@@ -190,6 +190,8 @@ class TrainingLoop:
         if len(weights.items) != len(samples):  # an override counted in its own way
             weights.count(samples, self._internals.forward.target_items)
         weights.note_targets()
+        if trainer.state.global_step == run.first_step:
+            self._internals.world.check_samples(samples)
         # The last step of an epoch may have fewer micro-batches, and overridden steps divide by this number.
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
         if run.skip_until > trainer.state.global_step:

@@ -29,10 +29,6 @@ _UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
         lambda args: isinstance(args.fsdp_config, str) and not args.fsdp,
         'Remove it, or set fsdp="full_shard auto_wrap".',
     ),
-    "parallelism_config": (
-        lambda args: args.parallelism_config is not None,
-        'Remove it: layers are not split over processes. fsdp="full_shard" divides them all.',
-    ),
     "debug": (
         lambda args: "tpu_metrics_debug" in (args.debug or ()),
         "Remove it: torch_xla.debug.metrics prints them.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,11 +12,15 @@ import torch
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings
+from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.mesh import Mesh
+from trainer_lib.errors import DataError
+from trainer_lib.evaluation import nested
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import verify_files
 
@@ -79,6 +85,14 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
     return root.child(checkpoint_name(max(common))).url if common else None
 
 
+def _bytes_of(leaf: Any) -> bytes:
+    """The bytes of a tensor ``[...]``, a text or a number; empty for other objects, whose texts may be addresses."""
+    if isinstance(leaf, torch.Tensor):
+        values = leaf.detach().cpu().contiguous()
+        return f"{values.dtype}{list(values.shape)}".encode() + values.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return repr(leaf).encode() if isinstance(leaf, str | int | float) else b""
+
+
 T = TypeVar("T")
 
 
@@ -91,12 +105,14 @@ class World:
         save_group: the ranks that share output_dir: all of them or, with `save_on_each_node`, those of this machine.
         device: the device of this process.
         batching: what `accelerator_config` asks for.
+        mesh: the coordinates of this process and of the others; the groups along it are the strategy's.
     """
 
     comm: distributed.Communicator
     save_group: distributed.Communicator
     device: torch.device
     batching: BatchSettings
+    mesh: Mesh
 
     @classmethod
     def form(cls, args: TrainingArguments) -> World:
@@ -106,8 +122,13 @@ class World:
         # Before the group is formed: afterwards it cannot be seen who formed it.
         batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=formed)
         comm = distributed.init(args)
+        sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
+        mesh = Mesh(sizes, comm.rank)
+        if mesh.shares_samples:
+            comm = copy.copy(comm)  # another Trainer of this process may have another layout
+            comm.data_parallel = distributed.DataParallel(mesh.data_rank, mesh.data_size)
         save_group: distributed.Communicator = NodeView(comm) if args.save_on_each_node else comm
-        return cls(comm, save_group, distributed.choose_device(use_cpu=args.use_cpu), batching)
+        return cls(comm, save_group, distributed.choose_device(use_cpu=args.use_cpu), batching, mesh)
 
     def train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one micro-batch of this process, as the arguments give it."""
@@ -119,6 +140,24 @@ class World:
         """Samples that this process evaluates at a time."""
         shares = self.comm.data_parallel.size
         return self.batching.share(args.eval_batch_size, shares, field="per_device_eval_batch_size")
+
+    def check_samples(self, batches: list[Any]) -> None:
+        """Raise DataError, on every rank, where ranks of one data coordinate have different samples. Collective."""
+        if not self.mesh.shares_samples:
+            return
+        digest = hashlib.sha256()
+        nested.map_tree(lambda leaf: digest.update(_bytes_of(leaf)), batches)
+        digests = self.comm.broadcast_json(self.comm.gather_json(digest.hexdigest()))
+        for rank, own in enumerate(digests):
+            first = rank - rank % distributed.sharers(self.comm)
+            if own != digests[first]:
+                raise DataError(
+                    "Two processes that compute parts of the same layers have other samples: "
+                    f"{self.mesh.describe(first)} and {self.mesh.describe(rank)}.",
+                    field="train_dataset",
+                    value=f"ranks {first} and {rank}",
+                    remedy="Make the samples follow from the seed alone: not from the rank, the time or the machine.",
+                )
 
     def run_on_main_process(self, work: Callable[[], T]) -> T | None:
         """`work()` on rank 0, or with `save_on_each_node` on one rank of each machine; None on the others.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, rows_at_a_time
 from trainer_lib.arguments.configs.fsdp_config import read_settings
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.base.memory import read_resident_bytes
 from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit
@@ -37,6 +38,8 @@ _ALONE = {  # what a process alone does without, and what an estimate must not d
     "fsdp": "",
     "fsdp_config": None,
     "deepspeed": None,
+    "parallelism": None,
+    "parallelism_config": None,
     "torch_compile": False,
     "push_to_hub": False,
     "save_strategy": "no",
@@ -62,7 +65,8 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
     eval_set = ArrowSplit(prepared, work.request.eval_split) if work.request.eval_split else None
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         given = arguments(work, "train", folder)
-        micro_batch = rows_at_a_time(given, data_parallel_size=work.request.processes)
+        shares = data_size(given, work.request.processes)
+        micro_batch = rows_at_a_time(given, data_parallel_size=shares)
         args = arguments(_alone(work, micro_batch), "train", folder)
         train_set[0]  # as a process that is about to build its model has read
         process_bytes = read_resident_bytes()
@@ -71,7 +75,7 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
         model = _build_without_values(work, args, DataInfo(prepared), notes)
         gathered = _gathered_bytes(model, given)
         sizes = _Sizes(work, args, _on_fake_device(model, device), train_set, eval_set, notes)
-        micro_batches = accumulation_steps(given, data_parallel_size=work.request.processes)
+        micro_batches = accumulation_steps(given, data_parallel_size=shares)
         size = replace(sizes.measure(micro_batches, gathered), micro_batch=micro_batch)
     return Estimate(size, process_bytes, sizes.tokens_per_sample, device.type, tuple(notes))
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.memory import read_peak_bytes
@@ -296,7 +297,7 @@ def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) 
     if not store.exists("config.json"):
         _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request.model})
     # For a reader of the folder: what decided the weights, without paths and speeds.
-    _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=work.world_size))
+    _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=data_size(args, work.world_size)))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]
 
 

@@ -38,6 +38,7 @@ DIFFERENT = {
     "fsdp": "",  # text or nothing, as in the documents of all ages
 }
 OURS = {
+    "parallelism",
     *("global_batch_size", "max_nonfinite_steps", "save_async", "max_failed_saves", "allow_global_batch_change"),
     *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes"),
     *("overwrite_output_dir", "logging_dir", "include_tokens_per_second", "past_index", "use_legacy_prediction_loop"),

@@ -256,7 +256,6 @@ def test_a_contradiction_names_both(given: dict[str, Any], environ: dict[str, st
     [
         {"ACCELERATE_MIXED_PRECISION": "fp8"},
         {"ACCELERATE_USE_MEGATRON_LM": "true"},
-        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
         {"ACCELERATE_USE_FSDP": "1", "FSDP_SHARDING_STRATEGY": "9"},
         {"ACCELERATE_USE_FSDP": "1", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "many"},
         {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "x"},
@@ -268,6 +267,15 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
     assert (caught.value.field or "").removeprefix("environment variable ") in environ
     assert caught.value.value is not None
     assert caught.value.remedy is not None
+
+
+def test_sizes_of_the_launcher_are_sizes_of_the_mesh() -> None:
+    sizes = {"DP_REPLICATE_SIZE": "1", "DP_SHARD_SIZE": "4", "TP_SIZE": "2", "SP_BACKEND": "deepspeed"}
+    environ = {f"PARALLELISM_CONFIG_{name}": value for name, value in sizes.items()}
+    args = adopted({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **environ})
+    assert args.parallelism_config == {"dp_replicate_size": 1, "dp_shard_size": 4, "tp_size": 2}
+    with pytest.raises(ConfigError, match="cp_size = 2: There is no ring attention"):
+        adopted({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"})
 
 
 def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ BUILDING: list[Row] = [
     # without an effect
     ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config = min_num_params: Without fsdp, .*set fsdp="),
     ({"fsdp_config": "fsdp.json"}, r"fsdp_config = fsdp\.json"),
-    ({"parallelism_config": {"dp_size": 2}}, "parallelism_config = .*Remove it"),
+    ({"parallelism_config": {"tp_size": 2}}, "parallelism_config = tensor: 2: Its product is 2, and there are 1 proc"),
     ({"debug": "tpu_metrics_debug"}, r"debug = .*torch_xla\.debug\.metrics prints them"),
     (
         {"compute_loss_func": lambda outputs, labels: outputs["loss"], "label_smoothing_factor": 0.1},

@@ -76,7 +76,8 @@ class FsdpSettings:
     Attributes:
         mode: full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2.
         offload: keep parameters, gradients and optimizer state in the host's memory.
-        wrap: the unit that is gathered: the "whole" model, each layer of some "classes", or modules by "size".
+        wrap: the unit that is gathered: the "whole" model, each layer of some "classes", modules by "size", or layers
+            if they are "known" because the model names their classes, else the whole.
         wrap_classes: class names of the layers; empty = those that the model names in `_no_split_modules`.
         min_num_params: number of parameters that make a unit, for "size".
         hybrid_group: processes that share one copy, for the hybrid modes; None = those of one machine.
@@ -391,13 +392,19 @@ def _check(settings: FsdpSettings, args: ArgumentGroups) -> None:
         why = "This needs wrapped layers whose activations are recomputed."
         remedy = "Add auto_wrap to fsdp, or give gradient_checkpointing instead."
         raise _error("activation_checkpointing", True, why, remedy)
+    refuse_unshardable(args, "fsdp")
+
+
+def refuse_unshardable(args: ArgumentGroups, field: str) -> None:
+    """Raise ConfigError for arguments that divided parameters do not serve; `field` divides them."""
     for name, (why, remedy) in _UNSERVED.items():
         if getattr(args, name, False):
-            raise ConfigError(f"This is not supported together with fsdp: {why}", field=name, value=True, remedy=remedy)
+            message = f"This is not supported together with {field}: {why}"
+            raise ConfigError(message, field=name, value=True, remedy=remedy)
     for part, why in _UNSHARDABLE.items():
         if part in str(args.optim):
             raise ConfigError(
-                f"This optimizer cannot be used together with fsdp. {why}",
+                f"This optimizer cannot be used together with {field}. {why}",
                 field="optim",
                 value=str(args.optim),
                 remedy="Use adamw_torch.",
@@ -409,7 +416,9 @@ def as_plugin_settings(settings: FsdpSettings) -> dict[str, Any]:
     named: dict[str, Any] = {
         "fsdp_version": 2,
         "reshard_after_forward": settings.reshards,
-        "auto_wrap_policy": next(policy.upper() for policy, wrap in _POLICIES.items() if wrap == settings.wrap),
+        "auto_wrap_policy": next(
+            (policy.upper() for policy, wrap in _POLICIES.items() if wrap == settings.wrap), "TRANSFORMER_BASED_WRAP"
+        ),
         "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
         "state_dict_type": "SHARDED_STATE_DICT" if settings.sharded_checkpoints else "FULL_STATE_DICT",
         "activation_checkpointing": settings.activation_checkpointing,

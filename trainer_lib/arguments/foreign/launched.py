@@ -11,6 +11,7 @@ contradiction names both values. Nothing else in this library reads these variab
     ACCELERATE_DYNAMO_BACKEND, _MODE        torch_compile, torch_compile_backend, torch_compile_mode
     ACCELERATE_USE_FSDP, FSDP_*             fsdp, fsdp_config
     ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_*    deepspeed
+    ACCELERATE_USE_PARALLELISM_CONFIG, PARALLELISM_CONFIG_*_SIZE    parallelism_config
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_
 _WAYS = frozenset(word.lower() for word in _SHARDING)
 _UNSERVED = {
     "ACCELERATE_USE_MEGATRON_LM": "Use fsdp or deepspeed.",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "Remove parallelism_config from the launcher's settings.",
 }
+_SIZES = "PARALLELISM_CONFIG_"
 # Settings of fsdp_config by the variable that carries them: words, and truth values.
 _FSDP_TEXTS = {"FSDP_BACKWARD_PREFETCH": "backward_prefetch", "FSDP_STATE_DICT_TYPE": "state_dict_type"}
 # With the launcher's default, which it always writes and which therefore asks for nothing.
@@ -131,6 +132,14 @@ def implied(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
         yield from _fsdp(environ)
     if _is_true(environ.get("ACCELERATE_USE_DEEPSPEED")):
         yield _deepspeed(environ)
+    yield from _parallelism(environ)
+
+
+def _parallelism(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
+    if _is_true(environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
+        names = [name for name in environ if name.startswith(_SIZES) and name.endswith("_SIZE")]
+        sizes = {name.removeprefix(_SIZES).lower(): _number(name, environ[name], int) for name in names}
+        yield LauncherSetting("parallelism_config", sizes, f"{_SIZES}*_SIZE")
 
 
 def _precision(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:

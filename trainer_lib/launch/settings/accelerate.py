@@ -74,10 +74,11 @@ def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
         found["ACCELERATE_USE_DEEPSPEED"] = "true"
         for key, value in (config.get("deepspeed_config") or {}).items():
             found[_DEEPSPEED.get(key, f"ACCELERATE_DEEPSPEED_{key.upper()}")] = value
-    # The file's parts that `launched` refuses by these variables.
-    for part, name in (("megatron_lm_config", "MEGATRON_LM"), ("parallelism_config", "PARALLELISM_CONFIG")):
-        if config.get(part):
-            found[f"ACCELERATE_USE_{name}"] = "true"
+    if sizes := config.get("parallelism_config"):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        found |= {key.upper(): value for key, value in sizes.items() if key.endswith("_size")}
+    if config.get("megatron_lm_config"):  # which `launched` refuses by this variable
+        found["ACCELERATE_USE_MEGATRON_LM"] = "true"
     return {name: _text(value) for name, value in found.items() if value is not None}
 
 

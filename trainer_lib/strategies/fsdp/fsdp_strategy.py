@@ -16,6 +16,7 @@ After sharding, the shards are checked: a model that torch left whole raises an 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import warnings
@@ -26,16 +27,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from trainer_lib.arguments import environment
-from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, read_settings, sharded_checkpoints
+from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, sharded_checkpoints
+from trainer_lib.arguments.configs.parallelism_config import mesh_sizes, settings_of
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import Strategy, match_names
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations
@@ -47,30 +49,6 @@ if TYPE_CHECKING:
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and all buffers by name, of any shape `[...]`; also buffers that a state_dict leaves out."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def build_mesh(settings: FsdpSettings, device: torch.device, comm: Communicator) -> DeviceMesh:
-    """Return the mesh `[replicate, shard]` of processes, or `[shard]` where all of them share one copy.
-
-    Raises:
-        ConfigError: the processes cannot be divided into groups of the given size.
-    """
-    world = comm.world_size
-    if settings.mode in ("full_shard", "shard_grad_op"):
-        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    group = 1
-    if settings.mode != "no_shard":
-        group = settings.hybrid_group or comm.local_world_size
-        if world % group:
-            raise ConfigError(
-                f"This group size does not divide {world} processes evenly.",
-                field="fsdp_config.hybrid_group_size",
-                value=group,
-                remedy="Give a divisor of the number of processes.",
-            )
-        if group == world:
-            _log.warning("FSDP %s has a single group of processes, so it is full_shard without copies.", settings.mode)
-    return init_device_mesh(device.type, (world // group, group), mesh_dim_names=("replicate", "shard"))
 
 
 def mixed_precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
@@ -201,7 +179,7 @@ class FsdpStrategy(Strategy):
             ConfigError: a setting that cannot be served, or a process that no launcher started.
         """
         super().__init__(device, comm)
-        settings = read_settings(args)
+        settings = settings_of(args)
         if settings is None:
             raise ConfigError(
                 "No mode of sharding was given.", field="fsdp", value=args.fsdp, remedy="Give for example full_shard."
@@ -213,8 +191,13 @@ class FsdpStrategy(Strategy):
         # One process under torchrun has formed no group, and a mesh needs one.
         if comm.world_size == 1:
             _form_world_of_one(device)
-        self._mesh = build_mesh(settings, device, comm)
+        sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
+        self.mesh = Mesh(sizes, comm.rank, device.type)
+        if "hybrid" in settings.mode and self.mesh.sizes["shard"] == comm.world_size:
+            _log.warning("FSDP %s has a single group of processes, so it is full_shard without copies.", settings.mode)
+        self._mesh = self.mesh.along("replicate", "shard") if "shard" in sizes else None
         self._names: dict[int, str] = {}
+        self._counted: dict[int, bool] = {}  # by parameter: whether this rank holds the first of equal copies
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +211,7 @@ class FsdpStrategy(Strategy):
     @override
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError for a model that cannot be sharded as the settings ask."""
-        if isinstance(model, FSDPModule):
+        if self.is_divided(model):
             return
         find_units(model, self.settings)
         find_ignored(model, self.settings.ignored_modules)
@@ -245,7 +228,7 @@ class FsdpStrategy(Strategy):
         """Shard the module in place and return it; a sharded one stays as it is."""
         inner = self.unwrap(model)
         # An earlier Trainer may have sharded the model already.
-        if isinstance(inner, FSDPModule):
+        if self.is_divided(inner):
             return model
         if not any(parameter.requires_grad for parameter in inner.parameters()):
             raise ConfigError(
@@ -257,16 +240,45 @@ class FsdpStrategy(Strategy):
         self._shard(inner)
         return model
 
+    def is_divided(self, model: nn.Module) -> bool:
+        """Return whether the processes hold parts of the model already."""
+        return isinstance(model, FSDPModule)
+
+    def _divide_layers(self, model: nn.Module) -> None:
+        """Divide what each process computes, before the shards."""
+
     def _shard(self, model: nn.Module) -> None:
         # A warning about each output that is a view; neither the Trainer nor a loss changes outputs in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         settings = self.settings
-        units = find_units(model, settings)
-        ignored = find_ignored(model, settings.ignored_modules)
         # Before the sharding, which replaces every parameter: `adopt_optimizer` knows the old ones by these ids.
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # Also before: afterwards each process has only its rows.
+        self._names, self._counted = {id(parameter): name for name, parameter in model.named_parameters()}, {}
+        # Also before: afterwards each process has only its part.
         first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
+        self._divide_layers(model)
+        ignored = find_ignored(model, settings.ignored_modules)
+        parts = self._wrap(model, ignored) if self._mesh is not None else []
+        place_tensors(model, ignored, self.device, offload=settings.offload)
+        if self._mesh is None:
+            model.to(self.device)
+        # After the placing: tensors on "meta" have memory only from then on.
+        if settings.sync_module_states:
+            self._take_values(model, first)
+        if parts:
+            self._order_gathering(model, [each for each in parts if each is not model])
+            self._assert_sharded(model, ignored)
+        if isinstance(model, FSDPModule) and self._finds_unused:
+            _include_unused(model)
+        here, everywhere = parameter_bytes(model)
+        _log.info(
+            "%s %s on %s: this process holds %s of %s bytes of parameters, gathered in %d parts.",
+            *("FSDP" if parts else "Tensor parallelism", settings.mode if parts else "", self.mesh.describe()),
+            *(f"{here:,}", f"{everywhere:,}", len(parts)),
+        )
+
+    def _wrap(self, model: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
+        """Shard the units and the rest of the model; return the parts that are gathered one by one."""
+        settings = self.settings
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": mixed_precision(settings),
@@ -274,23 +286,16 @@ class FsdpStrategy(Strategy):
             "ignored_params": ignored,
         }
         # Inner units first: what they take no longer belongs to the unit around them.
-        for unit in units:
+        for unit in find_units(model, settings):
             if settings.activation_checkpointing:
                 recompute_activations(unit)
             fully_shard(unit, reshard_after_forward=settings.reshards, **options)
         # None: torch keeps the root's own rows gathered, which both ends of a backward need, if there are other parts.
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
-        parts = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        parts: list[nn.Module] = [each for each in model.modules() if isinstance(each, FSDPModule)]
         for part in parts:
             restore_class_name(part)
-        place_tensors(model, ignored, self.device, offload=settings.offload)
-        # After the placing: tensors on "meta" have memory only from then on.
-        if settings.sync_module_states:
-            self._take_values(model, first)
-        self._order_gathering(model, [each for each in parts if each is not model])
-        if isinstance(model, FSDPModule) and self._finds_unused:
-            _include_unused(model)
-        self._assert_sharded(model, ignored)
+        return parts
 
     def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
         """Take over the first rank's parameters and buffers, one at a time."""
@@ -317,7 +322,7 @@ class FsdpStrategy(Strategy):
 
     def _assert_sharded(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
         """Raise InfrastructureError unless this process holds the part of each parameter that the mode promises."""
-        shards = self._mesh.size(-1)
+        shards = self.mesh.sizes["shard"]
         for name, parameter in model.named_parameters():
             if parameter in ignored or not parameter.ndim:
                 continue
@@ -331,12 +336,6 @@ class FsdpStrategy(Strategy):
                     rank=self.comm.rank,
                     remedy="Report this: torch's fully_shard left the parameter as it was.",
                 )
-        here, everywhere = parameter_bytes(model)
-        parts = sum(isinstance(each, FSDPModule) for each in model.modules())
-        _log.info(
-            "FSDP %s on %s: this process holds %s of %s bytes of parameters, gathered in %d parts.",
-            *(self.settings.mode, tuple(self._mesh.shape), f"{here:,}", f"{everywhere:,}", parts),
-        )
 
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -368,7 +367,7 @@ class FsdpStrategy(Strategy):
         inner = self.unwrap(model)
         if not alone:
             return self.setup_model(model)
-        if isinstance(inner, FSDPModule):
+        if self.is_divided(inner):
             raise ConfigError(
                 "The model is sharded over the processes, so none of them can predict by itself.",
                 field="fsdp",
@@ -409,15 +408,19 @@ class FsdpStrategy(Strategy):
 
     @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Return the global norm over the rows of all ranks, shape `[]`, and clip in place. One small message."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        """Return the global norm over the parts of all ranks, shape `[]`, and clip in place. One small message."""
+        held = [parameter for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        # Of copies, the first one counts. All ranks add all parts in one sum, so that all get the same digits.
+        if None in map(self._counted.get, map(id, held)):  # at the first step
+            self._counted = {id(each): sharding.local_part(each, rank=self.comm.rank).is_first_copy for each in held}
+        counted = list(itertools.compress(local, map(self._counted.get, map(id, held))))
         square = torch.zeros((), dtype=torch.float64, device=local[0].device if local else self.device)
-        if local:
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm(local)])
+        if counted:
+            norms = torch.stack([norm.float() for norm in torch._foreach_norm(counted)])
             square += norms.double().square().sum()
-        # Replicas hold the same rows, so the sum goes over one copy.
-        dist.all_reduce(square, group=self._mesh.get_group(-1 if self._mesh.ndim == 1 else "shard"))
+        dist.all_reduce(square)
         norm = square.sqrt().float()
         if max_norm is not None and max_norm > 0 and local:
             # 1e-6 as in torch's own clipping.

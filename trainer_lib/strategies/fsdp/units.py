@@ -24,7 +24,7 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     Raises:
         ConfigError: a class that the model does not have, or whose modules share a weight with another part.
     """
-    if settings.wrap == "whole":
+    if settings.wrap == "whole" or (settings.wrap == "known" and not getattr(model, "_no_split_modules", None)):
         return []
     outside = _shared_beyond(model)
     if settings.wrap == "size":

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from trainer_lib.data.iterable import IterableLoader
 from trainer_lib.data.loader import EvalLoader, TrainLoader
+from trainer_lib.distributed.communicator import leads
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.accelerator import shared_state
 from trainer_lib.trainer.accelerator.exchange import Exchange, has_tensors_only, leaves_of, replace_leaves
@@ -240,7 +241,8 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """
         if self.num_processes == 1:
             return input_data
-        contributes, state = self._internals.accelerator.has_own_batch(), self.gradient_state
+        contributes = self._internals.accelerator.has_own_batch() and leads(self._internals.world.comm)
+        state = self.gradient_state
         # In the last round of a prepared loader, samples are repeated to fill up the batches.
         keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         if use_gather_object or not has_tensors_only(input_data):

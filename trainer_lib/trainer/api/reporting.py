@@ -124,7 +124,7 @@ class ReportingMethods(TrainerBase):
             # A dummy batch has no target items, and its tokens are not training data.
             samples = [batch for batch, items in zip(samples, run.weights.items, strict=True) if items]
         total = sum(internals.counters.input_tokens(batch) for batch in samples)
-        self.state.num_input_tokens_seen += internals.world.comm.sum_ints([total])[0]
+        self.state.num_input_tokens_seen += distributed.sum_over_data(internals.world.comm, [total])[0]
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Floating-point operations of a forward and backward pass over a batch of tensors ``[batch, ...]``.
@@ -148,7 +148,7 @@ class ReportingMethods(TrainerBase):
     def store_flos(self) -> None:
         """Add the floating-point operations that all ranks have counted to the state. Collective."""
         # As whole numbers: a float has no digits left for a batch beside a long training.
-        self.state.total_flos += self._trainflow.world.comm.sum_ints([int(self.current_flos)])[0]
+        self.state.total_flos += distributed.sum_over_data(self._trainflow.world.comm, [int(self.current_flos)])[0]
         self._trainflow.counters.reset_flos()
 
     def end(self) -> None:

@@ -21,6 +21,7 @@ from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.readers import protect_from_removal
@@ -380,7 +381,8 @@ class Restore:
 
     def load_random_numbers(self, url: str) -> None:
         """Restore this rank's generators; a rank that the saved run did not have is seeded from (seed, step, rank)."""
-        rank, loaded, run = self._internals.world.save_group.rank, self.open(url), self._internals.run
+        loaded, run = self.open(url), self._internals.run
+        rank = self._saved_rank(loaded)
         if loaded.has_rng(rank):
             state = loaded.read_rng(rank)
             restore_rng(state)
@@ -390,6 +392,14 @@ class Restore:
             return
         self.part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
+
+    def _saved_rank(self, loaded: Checkpoint) -> int:
+        """The rank whose random numbers this one continues: a rank that had the same share of the data."""
+        world, layout = self._internals.world, loaded.commit.meta.get("layout")
+        if world.save_group is not world.comm:
+            return world.save_group.rank
+        saved = Mesh(layout if isinstance(layout, dict) else {"replicate": loaded.world_size})
+        return world.comm.data_parallel.rank * (saved.size // saved.data_size)
 
     def finish(self, loaded: Checkpoint) -> None:
         """Restore the random numbers, last of all, and end the checkpoint's protection. Collective."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
+from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
@@ -158,7 +159,7 @@ def add_metrics(trainer: Any, calls: Sequence[MetricCall]) -> None:
 
 def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
     """Progress events for a Trainer with these arguments."""
-    return EventsCallback(work.events, total_batch_size(args, data_parallel_size=work.world_size))
+    return EventsCallback(work.events, total_batch_size(args, data_parallel_size=data_size(args, work.world_size)))
 
 
 def load_weights(model: nn.Module, url: str) -> None:

@@ -1,0 +1,186 @@
+"""In any layout of processes, a model trains, is measured, clipped and stopped as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from tests.support.distributed import loaded, run_distributed
+from tests.support.tiny_models import llama, lm_rows
+from tests.support.training import LOGGED, losses, trainer
+from trainer_lib import Trainer
+from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+
+ROWS = lm_rows(22)
+#: 22 rows with unequal token counts in global batches of 8: the last step of an epoch has 6.
+RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tensor 2": {"tensor": 2},
+    "tensor 4": {"tensor": 4},
+    "replicas": {"replicate": 4},
+    "replicas of tensor": {"replicate": 2, "tensor": 2},
+    "shards": {"shard": 4},
+    "shards of tensor": {"shard": 2, "tensor": 2},
+    "copies of shards": {"replicate": 2, "shard": 2},
+}
+#: What else a training may ask for, in the layout that it is tried in.
+ASKED: dict[str, dict[str, Any]] = {
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "recomputed": {"gradient_checkpointing": True},
+    "plain loops": {"optim": "sgd", "optim_args": "foreach=False"},
+    "foreach": {"optim": "adamw_torch"},
+    "unclipped": {"max_grad_norm": 0.0},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"):
+        yield
+
+
+def qwen(**given: Any) -> Any:
+    """Norms of heads, which stay whole between divided layers; embedding and head are tied."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
+    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **HEADS, "tie_word_embeddings": True, "pad_token_id": 0, **given}))
+
+
+class Halves(nn.Module):
+    """A network of the user's own: biases, dropout between divided layers, no plan."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(32, 8)
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 32)
+        self.inner, self.outer = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        self.seen = self.inner(torch.relu(self.up(hidden)))
+        self.out = self.outer(hidden + self.down(self.seen))
+        logits = self.head(self.out)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+PLAN = {"up": "colwise", "down": "rowwise", "embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+
+
+class OwnLoss(Trainer):
+    """A mean over each micro-batch's own targets, computed outside of the model."""
+
+    @override
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
+
+
+def trained(folder: str, model: str = "llama", layout: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+    """Losses and norms of a training, an evaluation and predictions after it, and what this rank held."""
+    made: Any = {"llama": lambda: llama(**HEADS), "qwen": qwen, "own": Halves}[model]()
+    asked = {} if layout is None else {"parallelism": dict(layout)}
+    one = trainer(folder, ROWS, model=made, **{**RAGGED, **given, **asked})
+    one.train()
+    metrics, predicted = one.evaluate(lm_rows(9, seed=3)), one.predict(lm_rows(9, seed=3)).predictions
+    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
+    return {
+        "losses": losses(one),
+        "norms": [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry],
+        "evaluated": metrics["eval_loss"],
+        "predicted": None if predicted is None else torch.as_tensor(predicted),
+        "state": {name: value for name, value in state.items() if not value.is_meta},
+        "bytes": parameter_bytes(one.model),
+        "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
+        "tokens": one.state.num_input_tokens_seen,
+        "flops": one.state.total_flos,
+        "groups": [len(group["params"]) for group in one.optimizer.param_groups],  # type: ignore[union-attr]
+        "described": one._trainflow.engine.strategy.describe(),
+    }
+
+
+def several(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: trained(f"{folder}/{number}", **given) for number, (name, given) in enumerate(cases.items())}
+
+
+def close(one: dict[str, Any], alone: dict[str, Any]) -> None:
+    assert one["losses"] == pytest.approx(alone["losses"], rel=2e-6)
+    assert one["norms"] == pytest.approx(alone["norms"], rel=2e-6)
+    assert one["evaluated"] == pytest.approx(alone["evaluated"], rel=2e-6)
+    assert (one["groups"], one["tokens"]) == (alone["groups"], alone["tokens"])
+    if len(one["described"].get("layout", "ab")) == 1:  # others count the operations of dummy batches
+        assert one["flops"] == alone["flops"]
+    for name, value in one["state"].items():
+        torch.testing.assert_close(value, alone["state"][name], rtol=1e-3, atol=2e-5, msg=name)
+    if one["predicted"] is not None:
+        torch.testing.assert_close(one["predicted"], alone["predicted"], rtol=1e-3, atol=2e-5)
+
+
+COUNTED: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(str(tmp_path_factory.mktemp("alone")), **COUNTED)
+
+
+def test_layouts_have_the_losses_and_weights_of_one_process(tmp_path: Path, alone: dict[str, Any]) -> None:
+    cases = {name: {"layout": sizes, **COUNTED} for name, sizes in LAYOUTS.items() if name != "tensor 2"}
+    ranks = run_distributed(several, 4, str(tmp_path / "four"), cases, timeout_s=180)
+    ranks += run_distributed(several, 2, str(tmp_path / "two"), {"tensor 2": {"layout": {"tensor": 2}, **COUNTED}})
+    for results in ranks:
+        for one in results.values():
+            close(one, alone)
+    assert all((rank["tensor 4"]["predicted"] is None) == (number > 0) for number, rank in enumerate(ranks[:4]))
+    first = ranks[0]
+    whole = first["replicas"]["bytes"][1]
+    held = [first[name]["bytes"][0] for name in ("tensor 4", "shards of tensor")]
+    assert held == pytest.approx([whole / 4] * 2, rel=0.1)
+    assert first["shards of tensor"]["described"] == {
+        "strategy": "tensor",
+        "fsdp": "full_shard",
+        "layout": {"shard": 2, "tensor": 2},
+    }
+    assert not [name for name in first["tensor 4"]["divided"] if "norm" in name]
+
+
+def test_what_a_training_asks_for_is_served_in_divided_layers(tmp_path: Path) -> None:
+    more: dict[str, dict[str, Any]] = {
+        **ASKED,
+        "own loss": {"cls": OwnLoss},
+        "tied": {"model": "qwen"},
+        "network": {"model": "own"},
+    }
+    for sizes in ({"tensor": 2}, {"tensor": 2, "shard": 2}):
+        cases = {
+            name: {**given, "layout": {**sizes, **({"plan": PLAN} if name == "network" else {})}}
+            for name, given in more.items()
+        }
+        ranks = run_distributed(several, 2 * sizes.get("shard", 1), str(tmp_path / str(sizes)), cases, timeout_s=180)
+        for name, given in more.items():
+            expected = trained(str(tmp_path / name), **given)
+            for results in ranks:
+                close(results[name], expected)
+        if len(sizes) == 1:
+            assert ranks[0]["network"]["divided"] == sorted(f"{name}.{part}" for name, part in _divided_parts())
+
+
+def _divided_parts() -> list[tuple[str, str]]:
+    every = [(name, part) for name in ("up", "down", "head") for part in ("weight", "bias")]
+    return [*every, ("embedding", "weight")]

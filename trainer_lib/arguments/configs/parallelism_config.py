@@ -1,0 +1,263 @@
+"""Read `parallelism` and `parallelism_config`: how many processes each dimension of the mesh has.
+
+::
+
+    parallelism   accelerate's ParallelismConfig   transformers' DistributedConfig   processes that …
+    replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
+    shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
+    tensor        tp_size                          tp_size                           compute a part of every layer
+    plan          -                                tp_plan                           the layers that `tensor` divides
+
+Samples are divided over `replicate` x `shard` processes; those of one tensor group see the same ones. A plan maps
+patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, read_settings, refuse_unshardable
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments.groups import ArgumentGroups
+
+FIELD, PEERS = "parallelism", "parallelism_config"
+#: Words of plans for a layer, and what they do with it.
+STYLES: Mapping[str, str] = {
+    "colwise": "rows of the weight; the output stays divided",
+    "rowwise": "columns of the weight, for a divided input; the outputs are summed",
+    "colwise_gather_output": "rows of the weight; the output is gathered",
+    "rowwise_split_input": "columns of the weight; the input is divided",
+    "embedding_rowwise": "rows of an embedding; the outputs are summed",
+    "embedding_colwise": "columns of an embedding; the output is gathered",
+    "replicated_with_grad_allreduce": "a whole weight for a divided input; its gradients are summed",
+}
+_OLD_STYLES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_NAMES = {
+    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "expert", "plan")},
+    "dp_replicate_size": "replicate",
+    "dp_shard_size": "shard",
+    "fsdp_size": "shard",
+    "tp_size": "tensor",
+    "sp_size": "sequence",
+    "ep_size": "expert",
+    "tp_plan": "plan",
+    "cp_size": "context",
+    "pp_size": "pipeline",
+}
+_UNSERVED = {
+    "sequence": (
+        "Sequences are not divided over processes.",
+        "Use shard with gradient_checkpointing=True, or tensor, which divides the attention heads.",
+    ),
+    "expert": ("Experts have no processes of their own.", "Use shard, which divides experts as all other parameters."),
+    "context": ("There is no ring attention.", "Use tensor, which divides the attention heads, with shard."),
+    "pipeline": ("Layers do not form a pipeline.", "Use tensor inside of a machine and shard across machines."),
+}
+# Of the peers' classes: what says how, and not how many.
+_ASIDE = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler", "device_mesh", "ep_implementation")
+_ELSEWHERE = {
+    "fsdp_cpu_offload": 'Give fsdp="full_shard offload".',
+    "fsdp_mixed_precision": "Give bf16=True.",
+    "fsdp_plan": "Give fsdp_config = {transformer_layer_cls_to_wrap: [...]}.",
+    "ep_plan": "Remove it.",
+    "enable_sequence_parallel": "Remove it.",
+    "enable_expert_parallel": "Remove it.",
+}
+# Arguments that a divided layer does not serve: the reason, and the alternative.
+_WITH_TENSOR = {
+    "fp16": ("The loss scaler does not know divided parameters.", "Use bf16=True."),
+    "torch_compile": ("No test has shown it compiled.", "Remove it."),
+    "use_liger_kernel": ("Its kernels need whole weights.", "Remove it."),
+}
+
+
+class PeerSizes(dict[str, Any]):
+    """The fields of a peer's object as a mapping, which can be written as JSON; each is an attribute too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self[name]
+
+    @classmethod
+    def of(cls, given: Any) -> PeerSizes | None:
+        """Read a mapping or an object with these fields; None stays. Raises ConfigError for anything else."""
+        if given is None:
+            return None
+        values = given if isinstance(given, Mapping) else getattr(given, "__dict__", None)
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                "This is neither a mapping nor a ParallelismConfig.",
+                field=PEERS,
+                value=given,
+                remedy="Give for example {dp_shard_size: 4, tp_size: 2}.",
+            )
+        handlers = ("handler", "mesh")
+        return cls({k: v for k, v in values.items() if not str(k).startswith("_") and not str(k).endswith(handlers)})
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the dimensions that were given, and the plan of the layers that `tensor` divides."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    plan: Mapping[str, str] | None = None
+    field: str = FIELD
+
+    @property
+    def data_size(self) -> int:
+        """The number of processes that train on different samples."""
+        return self.replicate * self.shard
+
+    def sizes(self) -> dict[str, int]:
+        """Return the dimensions of a mesh; a copy that is divided by no one is a shard of one process."""
+        sizes = {"replicate": self.replicate} if self.replicate > 1 else {}
+        if self.shard > 1 or self.replicate > 1:
+            sizes["shard"] = self.shard
+        return {**sizes, **({"tensor": self.tensor} if self.tensor > 1 or not sizes else {})}
+
+
+def read_layout(args: ArgumentGroups) -> Layout | None:
+    """Return the sizes that were given; None when none were.
+
+    Raises:
+        ConfigError: a name or value is unknown or not served, or the two arguments differ.
+    """
+    layouts = [
+        _read(field, given) for field, given in ((FIELD, args.parallelism), (PEERS, args.parallelism_config)) if given
+    ]
+    if len(layouts) == 2 and replace(layouts[1], field=FIELD) != layouts[0]:
+        raise ConfigError(
+            f"This contradicts {PEERS}.", field=FIELD, value=str(args.parallelism), remedy="Keep one of the two."
+        )
+    return layouts[0] if layouts else None
+
+
+def _read(field: str, given: Mapping[str, Any]) -> Layout:
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name, path = _NAMES.get(key), f"{field}.{key}"
+        if key in _ASIDE or value is None or (key in _ELSEWHERE and not value):
+            continue
+        if key in _ELSEWHERE:
+            raise ConfigError("The setting is not read here.", field=path, value=str(value), remedy=_ELSEWHERE[key])
+        if name is None:
+            known = [*list(_NAMES)[:3], "plan"] if field == FIELD else list(_NAMES)[6:]
+            raise ConfigError("No dimension has this name.", field=path, remedy=suggestion(str(key), known))
+        values[name] = _read_plan(path, value) if name == "plan" else _read_size(path, value)
+        if name in _UNSERVED and values[name] > 1:
+            message, remedy = _UNSERVED[name]
+            raise ConfigError(message, field=path, value=value, remedy=remedy)
+    return Layout(**{name: value for name, value in values.items() if name not in _UNSERVED}, field=field)
+
+
+def _read_size(field: str, value: Any) -> int:
+    size: int = coerce(value, int, field=field)
+    if size < 1:
+        raise ConfigError("A dimension has at least one process.", field=field, value=size, remedy="Give 1 or more.")
+    return size
+
+
+def _read_plan(field: str, value: Any) -> dict[str, str] | None:
+    if value == "auto":
+        return None
+    if not isinstance(value, Mapping):
+        remedy = 'Give patterns and styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+        raise ConfigError("This is not a plan.", field=field, value=value, remedy=remedy)
+    plan = {str(pattern): _OLD_STYLES.get(str(style), str(style)) for pattern, style in value.items()}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            field = f"{field}.{pattern}"
+            raise ConfigError("No style has this name.", field=field, value=style, remedy=suggestion(style, STYLES))
+    return plan
+
+
+def check_layout(args: ArgumentGroups) -> None:
+    """Raise ConfigError for sizes that cannot be served, alone or with the other arguments."""
+    layout = read_layout(args)
+    if layout is None:
+        return
+    if args.deepspeed:
+        raise ConfigError(
+            "DeepSpeed lays out the processes itself.",
+            field=layout.field,
+            value=str(layout.sizes()),
+            remedy="Keep one.",
+        )
+    if args.fsdp and layout.shard == 1 and str(args.fsdp).split()[0] != "no_shard":
+        raise ConfigError(
+            f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
+        )
+    if layout.shard > 1 or layout.tensor > 1:
+        refuse_unshardable(args, layout.field)
+    for name, (why, remedy) in _WITH_TENSOR.items():
+        if layout.tensor > 1 and getattr(args, name):
+            raise ConfigError(
+                f"This is not supported together with tensor: {why}", field=name, value=True, remedy=remedy
+            )
+
+
+def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
+    """Return the settings of sharding: those of `fsdp`, with the mode that the sizes ask for; None without either."""
+    layout, settings = read_layout(args), read_settings(args)
+    if layout is None or (layout.shard == layout.tensor == 1 and settings is None):
+        return settings
+    kept = settings is not None and not settings.reshards
+    mode = "no_shard" if layout.shard == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"
+    if kept:
+        mode = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}.get(mode, mode)
+    if settings is None:
+        formats = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if args.bf16 else {}
+        settings = FsdpSettings(wrap="known", **formats)  # type: ignore[arg-type]
+    return replace(settings, mode=mode, hybrid_group=layout.shard if "hybrid" in mode else None)
+
+
+def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) -> dict[str, int]:
+    """Return the size of every dimension of the mesh that these arguments ask for.
+
+    Raises:
+        ConfigError: the processes cannot be laid out like this.
+    """
+    layout = read_layout(args)
+    if layout is not None:
+        product = layout.data_size * layout.tensor
+        if product != world_size:
+            rest, more = divmod(world_size, layout.tensor * layout.replicate)
+            raise ConfigError(
+                f"Its product is {product}, and there are {world_size} processes.",
+                field=layout.field,
+                value=", ".join(f"{name}: {size}" for name, size in layout.sizes().items()),
+                remedy=f"Start {product} processes" + (f", or give shard {rest}." if not more and rest else "."),
+            )
+        return layout.sizes()
+    settings = read_settings(args) if args.fsdp else None
+    if settings is None or settings.mode == "no_shard":
+        return {"replicate": world_size, "shard": 1}
+    if "hybrid" not in settings.mode:
+        return {"shard": world_size}
+    group = settings.hybrid_group or local_world_size
+    if world_size % group:
+        raise ConfigError(
+            f"This group size does not divide {world_size} processes evenly.",
+            field="fsdp_config.hybrid_group_size",
+            value=group,
+            remedy="Give a divisor of the number of processes.",
+        )
+    return {"replicate": world_size // group, "shard": group}
+
+
+def data_size(args: ArgumentGroups, processes: int) -> int:
+    """Return how many of so many processes train on different samples. Raises ConfigError as `mesh_sizes`."""
+    layout = read_layout(args)
+    if layout is None or layout.tensor == 1:
+        return processes
+    mesh_sizes(args, world_size=processes, local_world_size=1)
+    return layout.data_size

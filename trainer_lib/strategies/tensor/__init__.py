@@ -1,0 +1,1 @@
+"""Tensor parallelism: processes that compute a part of every layer."""
