@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -197,14 +196,14 @@ def new_causal_model(
 
 
 def load_causal_model(
-    place: str, *, dtype: str, vocabulary: int, field: str, settings: Mapping[str, Any] = MappingProxyType({})
+    place: str, *, dtype: str, vocabulary: int, field: str, settings: Mapping[str, Any] | None = None
 ) -> Any:
     """The model of this name or folder, with weights of one of `DTYPES`, or quantized by `settings` of `quantized`.
 
     Raises:
         ConfigError: transformers cannot load it, or it does not know all tokens of the data's `vocabulary`.
     """
-    model = lay_out(from_place("AutoModelForCausalLM", place, field=field, dtype=dtype, **settings))
+    model = lay_out(from_place("AutoModelForCausalLM", place, field=field, dtype=dtype, **(settings or {})))
     known = model.get_input_embeddings().num_embeddings
     if known < vocabulary:
         what = f"The model knows {known:,} tokens, and the tokenizer of the data has {vocabulary:,}."
@@ -280,7 +279,7 @@ def add_adapters(
     options: Mapping[str, Any],
     *,
     place: str | None,
-    adapter: Mapping[str, Any] = MappingProxyType({}),
+    adapter: Mapping[str, Any] | None = None,
     task: str = "CAUSAL_LM",
     remedy: str = "Give train.model.pretrained or folder as well.",
 ) -> Any:
