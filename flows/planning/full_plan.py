@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.secrets import mask
 from trainflow.flows.planning.forecast import Forecast, Found, forecast
 from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
@@ -18,6 +21,9 @@ from trainflow.flows.records.plan_record import write_half
 from trainflow.flows.records.results import RUN_ID_CHARS
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
+
+_CONVERSATIONS = "assets/conversations.json"
+_CONVERSATIONS_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,17 @@ class FullPlan:
         """Whether no obstacle is fatal."""
         return not any(each.is_fatal for each in self.obstacles)
 
+    @property
+    def summary(self) -> Sequence[str]:
+        """What the recipe says of the prepared data; empty before it is prepared."""
+        prepared = self.plan.reasons["prepare-data"].manifest
+        return () if prepared is None else getattr(prepared.facts, "info", {}).get("summary", ())
+
+    @cached_property
+    def conversations(self) -> list[dict[str, Any]]:
+        """As `read_conversations`."""
+        return read_conversations(self.plan.reasons["prepare-data"].manifest)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON: what `trainflow plan --json` prints."""
         return {
@@ -56,7 +73,30 @@ class FullPlan:
             **self.forecast.to_dict(),
             "obstacles": [vars(each) for each in self.obstacles],
             "warnings": self.warnings,
+            "data": list(self.summary),
+            "conversations": self.conversations,
         }
+
+
+def read_conversations(prepared: StageManifest | None) -> list[dict[str, Any]]:
+    """The first conversations of prepared data: `place`, and `parts`, texts with whether they are trained.
+
+    Empty before the data is prepared, and of another recipe's.
+    """
+    if prepared is None or not any(entry.path == _CONVERSATIONS for entry in prepared.files):
+        return []
+    try:
+        content = prepared.store().read_bytes(_CONVERSATIONS, limit=_CONVERSATIONS_BYTES)
+        shown = parse_json(content, list)
+        return [
+            {
+                "place": mask(str(each["place"])),
+                "parts": [[mask(str(text)), bool(is_trained)] for text, is_trained in each["parts"]],
+            }
+            for each in shown
+        ]
+    except (TrainflowError, LookupError, TypeError, ValueError):
+        return []  # the file is damaged, or another recipe's
 
 
 def plan_in_full(

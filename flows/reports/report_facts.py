@@ -21,6 +21,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import TrainflowError
 from trainer_lib.protocol.requests import STATISTICS
 from trainer_lib.secrets import mask
+from trainflow.flows.planning.full_plan import read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports.charts import number_text
@@ -61,6 +62,7 @@ class ReportFacts:
         calibrations: of each evaluated split with classes.
         curves: ROC and precision-recall of each evaluated split whose classes have scores.
         residuals: of each evaluated split with numbers.
+        conversations: some of training, with what is trained.
     """
 
     settings: Rows
@@ -79,6 +81,7 @@ class ReportFacts:
     confused: list[Section] = field(default_factory=list)
     importances: list[Section] = field(default_factory=list)
     weak: list[Section] = field(default_factory=list)
+    conversations: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -98,6 +101,7 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         **describe_outcomes(outcomes),
         data=describe_data(found.get("prepare-data")),
         warnings=describe_warnings(found.get("evaluate")),
+        conversations=read_conversations(found.get("prepare-data")),
     )
 
 
@@ -137,6 +141,7 @@ def describe_data(prepared: StageManifest | None) -> Rows:
     if prepared is None:
         return []
     rows = describe_warnings(prepared)
+    rows += [("summary", mask(str(text))) for text in getattr(prepared.facts, "info", {}).get("summary", ())]
     try:
         return rows + _describe_columns(prepared)
     except (TrainflowError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

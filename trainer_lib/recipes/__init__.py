@@ -90,7 +90,8 @@ class PrepareOutput:
 
     Attributes:
         info: JSON values, which other functions read as `DataInfo.info`; `new_columns` names columns that new rows may
-            have in place of prepared ones, with their types.
+            have in place of prepared ones, with their types; `summary` has sentences about the data, which are shown,
+            and `unpublished` names of files that are not published with the model.
         warnings: sentences about what may be wrong with the data; they are shown, and no part of it.
         sources: the spec's `prepare.sources` in their order: local ones as absolute paths, wherever this runs.
         mixture: their names, where the spec mixes them: rows then have a column `source` with it; else empty.

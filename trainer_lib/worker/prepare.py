@@ -85,6 +85,8 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
         files += writer.files
     files += out.files()
     out.warnings += describe_hidden(request.sources)
+    for message in out.info.get("summary", ()):
+        work.events.emit("begin", message=message)
     for message in out.warnings:
         work.events.emit("warning", message=message)
     return PrepareResult(tuple(files), splits, out.checked_info(), tuple(out.warnings))

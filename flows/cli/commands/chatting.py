@@ -56,6 +56,9 @@ def chat(
     address, out = find_address(model), terminal.console(stderr=as_json)
     found = find_model(address)
     require_trust(found, read_trust(trust))
+    if not found.description.info.get("tokenizer"):  # known without executing its code
+        what, remedy = "The model reads no texts.", "Ask it with trainflow predict."
+        raise ConfigError(what, field="MODEL", value=model, remedy=remedy)
     with stoppable(out.print, remedy="Run it again."):
         from trainer_lib.model_folder.chat import Chat
         from trainer_lib.model_folder.loaded import load_model

@@ -19,6 +19,7 @@ from trainflow.tasks.keys.resolver import Resolver
 if TYPE_CHECKING:
     from trainer_lib.protocol.footprint import Footprint
     from trainflow.flows.planning.forecast import Forecast, Length
+    from trainflow.flows.planning.full_plan import FullPlan
     from trainflow.flows.planning.obstacles import Obstacle
     from trainflow.flows.planning.plan import Plan
 
@@ -33,6 +34,7 @@ _NAMES = {
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
 _WRITES = "writes"
 _UNKNOWN = "?"
+_SHOWN_LINES = 12  # of a conversation
 
 
 def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list[Text]:
@@ -42,6 +44,23 @@ def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list
     for obstacle in obstacles:
         lines += _obstacle(obstacle)
     return [*lines, Text()]
+
+
+def _data(full: FullPlan) -> Iterator[Text]:
+    """What the recipe says of the prepared data, and conversations in which what is trained is coloured, or in ⟦⟧."""
+    for number, sentence in enumerate(full.summary):
+        yield _row("" if number else "data", sentence)
+    out = terminal.console()
+    has_colour = out.color_system is not None and not out.no_color
+    for shown in full.conversations:
+        yield _row("trained", shown["place"])
+        marks = [
+            (text if has_colour or not is_trained else f"⟦{text}⟧", is_trained) for text, is_trained in shown["parts"]
+        ]
+        lines = Text.assemble(*((text, "green" if is_trained else "dim") for text, is_trained in marks)).split("\n")
+        yield from (Text.assemble("    ", line) for line in lines[:_SHOWN_LINES])
+        if len(lines) > _SHOWN_LINES:
+            yield Text(f"    and {len(lines) - _SHOWN_LINES:,} more lines", "dim")
 
 
 def _arguments(plan: Plan) -> list[Text]:
@@ -176,7 +195,8 @@ def plan(
     during = terminal.console(stderr=True, quiet=bare).status
     full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=during)
     reasons = list(full.plan.reasons.values())
-    lines = [*presentation.reasons(reasons, full.warnings), *describe(full.plan, full.forecast, full.obstacles)]
+    lines = [*presentation.reasons(reasons, full.warnings), *_data(full)]
+    lines += describe(full.plan, full.forecast, full.obstacles)
     Answer(full.to_dict(), lambda: lines).show(as_json=as_json, bare=bare)
     if not full.can_work:
         raise typer.Exit(2)

@@ -25,6 +25,8 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
+from trainflow.flows.cli.commands import planning
+from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, summarize
 from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
@@ -436,3 +438,41 @@ def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
     assert "\n\n- warning: Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
     result.stages[0] = StageOutcome("prepare-data", "failed", "no rows")
     assert "warning" not in summarize(result)
+
+
+SHOWN = [
+    {"place": "chats.jsonl, row 0", "parts": [["user: <b>one?\n", False], ["1", True], ["\n", False]]},
+    {"place": "chats.jsonl, row 1", "parts": [["two\n" * 20, False], ["2", True]]},
+]
+SUMMARY = "8 conversations: 8 in the shape messages."
+
+
+def _conversations(folder: Path, content: str) -> StageManifest:
+    entry = Store.open(folder).write_bytes("assets/conversations.json", content.encode())
+    facts = PrepareFacts({"train": PreparedSplit(12)}, info={"summary": [SUMMARY]})
+    return StageManifest("prepare-data", "ab" * 32, str(folder), "cd" * 32, (entry,), facts=facts)
+
+
+def test_conversations_are_shown_with_what_is_trained_marked(tmp_path: Path) -> None:
+    prepared = _conversations(tmp_path, json.dumps(SHOWN))
+    shown: Any = read_conversations(prepared)
+    facts = ReportFacts([], [], "", [], [], data=describe_data(prepared), conversations=shown)
+    page = render_report(PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(), facts=facts)
+    assert "<pre>user: &lt;b&gt;one?\n<mark>1</mark>\n</pre>" in page
+    assert f"<td>summary</td><td><code>{SUMMARY}" in page
+    reasons: Any = SimpleNamespace(reasons={"prepare-data": SimpleNamespace(manifest=prepared)})
+    full: Any = FullPlan(reasons, cast("Any", None), ())
+    lines = [line.plain for line in planning._data(full)]
+    assert lines[:4] == [
+        f"  data         {SUMMARY}",
+        "  trained      chats.jsonl, row 0",
+        "    user: <b>one?",
+        "    ⟦1⟧",
+    ]
+    assert lines[-1] == "    and 9 more lines"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '[{"place": "p"}]', '[{"place": "p", "parts": [1]}]'])
+def test_damaged_conversations_are_left_out(tmp_path: Path, content: str) -> None:
+    assert read_conversations(_conversations(tmp_path, content)) == []
+    assert read_conversations(None) == []
