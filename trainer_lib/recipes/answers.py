@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,21 +76,27 @@ class AnsweredPrompts(TextRows):
     answers: tuple[str, ...] = ()
     """The options that name the columns with answers."""
     needs_prompt = True
-    is_chat = False
-    """Whether the rows are conversations."""
+
+    @cached_property
+    def _has_lists(self) -> dict[str, bool]:
+        """Option -> whether its column holds lists, of columns that were read."""
+        return {}
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the rows are conversations."""
+        return self.options["template"] is not None or any(self._has_lists.values())
 
     @override
     def _readers(self) -> Mapping[str, Reader]:
-        self.is_chat, kinds = self.options["template"] is not None, dict[str, bool]()
-        return {self.options[name]: partial(self._read_turns, kinds, name) for name in ("prompt", *self.answers)}
+        return {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
 
-    def _read_turns(self, kinds: dict[str, bool], name: str, value: Any, where: str) -> str | None:
+    def _read_turns(self, name: str, value: Any, where: str) -> str | None:
         """A text as it is, whose spaces are tokens too; or a list of turns as JSON, where all of the column are."""
         is_list = isinstance(value, list | tuple)
-        if value is not None and kinds.setdefault(name, is_list) != is_list:
+        if value is not None and self._has_lists.setdefault(name, is_list) != is_list:
             what = "a list is not a text" if is_list else "a text is not a list of turns"
             raise DataError(f"{where}: {what}, as the rows before have it.", field="rows")
-        self.is_chat = self.is_chat or is_list
         return (json.dumps(value) if value else None) if is_list else read_exact_text(value, where)
 
     @override

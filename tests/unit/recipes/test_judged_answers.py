@@ -82,6 +82,15 @@ def test_pairs_of_each_shape_are_the_same_conversations(
         assert answers == [f"1{END}", f"two{END}"]
 
 
+def test_lists_in_one_file_and_texts_in_another_are_refused(tmp_path: Path) -> None:
+    texts = {"prompt": "one?", "chosen": "1", "rejected": "two"}
+    (tmp_path / "test.jsonl").write_text(lines(*[texts] * 4))
+    files = {"train": str(tmp_path / "pairs.jsonl"), "test": str(tmp_path / "test.jsonl")}
+    talks = lines(*[{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}] * 8)
+    error = PAIRS.refused(tmp_path, talks, files=files, split={})
+    assert "test.jsonl, row 0 (line 1), column 'prompt': a text is not a list of turns" in str(error)
+
+
 def test_marked_conversations_are_read_and_answered(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [GOOD if at % 2 else BAD], "label": bool(at % 2)} for at in range(16)]
     made = MARKS.prepare(tmp_path, lines(*rows))
@@ -239,7 +248,7 @@ def test_adapters_leave_the_reference_of_marks_as_it_is(marks: Prepared, tmp_pat
         (tmp_path / "base" / Path(name).name).write_bytes(marks[2].read_file(name))
     rows = "".join(marked_lines().splitlines(keepends=True)[:40])
     made = TABLES[1].prepare(tmp_path, rows, config={}, folder=tmp_path / "base")
-    trainer = trained(made, tmp_path / "run", {"folder": tmp_path / "base", "lora": {"r": 4}}, 5, **BATCHES)
+    trainer = trained(made, tmp_path / "run", {"folder": tmp_path / "base", "adapter": {"rank": 4}}, 5, **BATCHES)
     seen = trainer.predict(made[1]["test"]).predictions[:, 0]
     assert np.abs(seen).max() > 0.01
     new = [{name: row[name] for name in ("prompt", "completion")} for row in made[1]["test"]]
