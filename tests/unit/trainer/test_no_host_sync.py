@@ -13,13 +13,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, trainer
 from trainer_lib import Trainer
+from trainer_lib.data.mixture import Mixture, Piece
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
 STEPS = 6
+
+
+class Mixed(list[Any]):
+    mixture = Mixture({"a": 30, "b": 50}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
+
+
+def mixed_rows() -> Mixed:
+    return Mixed({**row, "source": "a" if place < 30 else "b"} for place, row in enumerate(token_rows(80)))
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "classifier": (Classifier, lambda: classification_rows(80)),
     "augmented": (Classifier, lambda: Augmented(classification_rows(80))),
     "language model": (TokenModel, lambda: token_rows(80)),
+    "mixture": (TokenModel, mixed_rows),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"max_grad_norm": 0.0},
@@ -66,10 +78,26 @@ def waits(folder: Path, name: str, base: type[Trainer] = Trainer, **given: Any) 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*(("language model", each) for each in SETTINGS), ("classifier", "plain"), ("augmented", "accumulated")],
+    [
+        *(("language model", each) for each in SETTINGS),
+        ("classifier", "plain"),
+        ("augmented", "accumulated"),
+        ("mixture", "accumulated"),
+    ],
 )
 def test_quiet_steps_never_wait(name: str, settings: str, bf16: bool, tmp_path: Path) -> None:
     assert waits(tmp_path, name, bf16=bf16, **SETTINGS[settings]) == {}
+
+
+def test_the_losses_of_sources_are_logged_where_steps_wait_anyway(tmp_path: Path) -> None:
+    one = trainer(tmp_path, mixed_rows(), model=TokenModel(), max_steps=4, logging_strategy="steps", logging_steps=1)
+    one.train()
+    logs = [entry for entry in one.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2, 3, 4]
+    # The mean over all targets is between those over the targets of each source.
+    for entry in logs:
+        least, most = sorted((entry["loss_a"], entry["loss_b"]))
+        assert least <= entry["loss"] <= most
 
 
 def test_a_loss_that_waits_is_counted(tmp_path: Path) -> None:
