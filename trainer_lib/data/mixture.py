@@ -88,9 +88,9 @@ def _budget(info: Mapping[str, Any], split: str, entry: Mapping[str, Any]) -> in
 
 
 def count_sources(
-    rows: Iterable[Mapping[str, Any]], names: Sequence[str], split: str, info: dict[str, Any]
+    rows: Iterable[Mapping[str, Any]], names: Sequence[str], split: str, info: dict[str, Any], limit: int | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of a split, with those of each source and their tokens counted into `info`, as `Mixture.of` reads it.
+    """The rows of a split, at most `limit` of each source; counts them and their tokens into `info` for `Mixture.of`.
 
     Raises:
         DataError: a row has no source of the mixture, or stands behind a row of a later one.
@@ -103,13 +103,15 @@ def count_sources(
         name = str(row.get(SOURCE))
         place = names.index(name) if name in counts else -1
         if place < last:
-            what = (
-                "does not say which source of the mixture it is of" if place < 0 else f"stands behind '{names[last]}'"
-            )
+            what = "names no source of the mixture" if place < 0 else f"stands behind one of '{names[last]}'"
             remedy = "Mix with supervised-fine-tuning or causal-language-modeling; or give rows a column "
             remedy += f"'{SOURCE}' with a name of out.mixture, those of the first one first."
             raise DataError(f"Row {number:,} of '{split}' {what}.", field=FIELD, value=row.get(SOURCE), remedy=remedy)
         last = place
+        if counts[name] == limit:
+            if place == len(names) - 1:
+                return
+            continue
         counts[name] += 1
         tokens[name] += len(row.get("input_ids", ()))
         yield row

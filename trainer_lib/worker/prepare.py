@@ -72,7 +72,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
             work.events.emit("progress", step=count, message=f"{split}: {counted(count, 'row')}")
 
         if request.mixture:
-            rows = count_sources(rows, request.mixture, name, out.info)
+            rows = count_sources(rows, request.mixture, name, out.info, request.limit)
         writer = SplitWriter(
             store,
             name,
@@ -80,8 +80,9 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
             allow_nan=request.allow_nan,
             on_shard=report,
         )
-        # The recipe's rows may come from a generator, which a check reads no further.
-        splits[name] = from_record(PreparedSplit, writer.write(itertools.islice(rows, request.limit)), name=name)
+        # The recipe's rows may come from a generator, which a check reads no further, but for the sources of a mixture.
+        most = None if request.mixture else request.limit
+        splits[name] = from_record(PreparedSplit, writer.write(itertools.islice(rows, most)), name=name)
         files += writer.files
     files += out.files()
     out.warnings += describe_hidden(request.sources)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -298,6 +299,8 @@ def test_rows_are_counted_by_source() -> None:
     rows = [{"source": name, "input_ids": [1, 2]} for name in "aab"]
     assert list(count_sources(rows, ("a", "b"), "train", info)) == rows
     assert info == {INFO: {"rows": {"train": {"a": 2, "b": 1}}, "tokens": {"train": {"a": 4, "b": 2}}}}
+    endless = itertools.chain([{"source": "a"}] * 5, itertools.repeat({"source": "b"}))
+    assert [row["source"] for row in count_sources(endless, ("a", "b"), "test", info, 2)] == ["a", "a", "b", "b"]
     for wrong in ([{"x": 1}], [{"source": "c"}], [{"source": "b"}, {"source": "a"}]):
         with pytest.raises(DataError, match=r"Row \d of 'train'"):
             list(count_sources(wrong, ("a", "b"), "train", {}))
