@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import CodeError, ConfigError
@@ -73,7 +74,7 @@ def push_to_hub(
 
     def work(attempt: StageAttempt) -> StageOutput:
         with published_model(config, context, data, model, attempt) as files:
-            content = _content(config, context.name, inputs, trained, files)
+            content = _content(config, context, inputs, trained, files)
             code = None if trained is None else trained.description.code_digest
             lineage = describe_lineage(context.name, inputs, code_digest=code)
             return _publish(config, context, content, lineage, (data, evaluation), attempt)
@@ -139,7 +140,7 @@ def _model_with_code(
 
 def _content(
     config: PublishConfig,
-    name: str,
+    context: StageContext,
     inputs: list[StageManifest],
     trained: TrainedModel | None,
     of_model: Mapping[str, Source],
@@ -160,7 +161,8 @@ def _content(
     outcomes = [each for one in rest for each in read_outcomes(one, data.facts.info)]
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
     described = None if trained is None else trained.description
-    card = describe_card(config, name, inputs, described, metrics, published, of_model)
+    folder = context.folder or str(Path(context.recipe).parent)
+    card = describe_card(config, context.name, inputs, described, metrics, published, of_model, folder)
     card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
     texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
     lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}

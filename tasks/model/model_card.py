@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.path_options import absolute_path
 from trainer_lib.data.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.base import ADAPTER, Source
-from trainer_lib.hub.card import Card, HardRows, Picture
+from trainer_lib.hub.card import Card, Conversations, HardRows, Picture, parse_card_head
 from trainer_lib.hub.outcome_pictures import as_file
 from trainer_lib.model_folder.description import ModelDescription
+from trainer_lib.recipes.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import versions
@@ -27,6 +30,7 @@ from trainflow.tasks.stage.retry import Ledger
 
 _CONFIG_BYTES = 16 << 20
 _HISTORY_BYTES = 256 << 20
+_TOKENIZER = "assets/tokenizer"
 
 
 def describe_card(
@@ -37,6 +41,7 @@ def describe_card(
     metrics: Mapping[str, Mapping[str, float]],
     files: Sequence[FileEntry],
     of_model: Mapping[str, Source],
+    folder: str = ".",
 ) -> Card:
     """The content of the card.
 
@@ -46,16 +51,21 @@ def describe_card(
         trained: the description of the model with its code; None: the weights are published alone.
         metrics: split -> name -> value.
         files, of_model: what is published besides the card, and the files of the model among it, by path.
+        folder: where relative paths of the spec start.
     """
     data, model = inputs[0], inputs[1]
-    base, _, base_revision = (config.base_model or "").partition("@")
+    conversations = _conversations(data.facts.info, trained)
+    named = config.base_model or (conversations and model.facts.model.get("pretrained")) or ""
+    base, _, base_revision = str(named).partition("@")
     given = {} if trained is None else trained.info.get("new_columns") or trained.columns
-    columns = {key: kind for key, kind in given.items() if key != "row_id"}
+    form = None if trained is None else TableForm.of(trained.info)
+    gathered = None if form is None else form.gathered.get("into")
+    columns = {key: kind for key, kind in given.items() if key not in ("row_id", gathered)}
     loader = _loader(of_model)
     return Card(
         title=config.title or name,
         description=config.description,
-        license=config.license,
+        license=config.license or (conversations and _licence_of_base(model.facts.model, folder)) or None,
         tags=config.tags,
         base_model=base or None,
         base_revision=base_revision or None,
@@ -78,7 +88,37 @@ def describe_card(
         files=files,
         is_merged=f"{ADAPTER}/{CONFIG}" in of_model,
         confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
+        conversations=conversations,
     )
+
+
+def _conversations(info: Mapping[str, Any], trained: ModelDescription | None) -> Conversations | None:
+    """The conversations that prepare has noted; None: the data has none."""
+    template = info.get("chat_template")
+    if not isinstance(template, str):
+        return None
+    names = ("documents", "tokens_in", "tokens_trained")
+    splits = {split: tuple(int(counts[name]) for name in names) for split, counts in info["packing"].items()}
+    has_tokenizer = trained is not None and any(entry.path.startswith(_TOKENIZER) for entry in trained.assets)
+    tokenizer = _TOKENIZER if has_tokenizer else None
+    return Conversations(template, info.get("system"), info["shapes"], splits, tokenizer)
+
+
+def _licence_of_base(settings: Mapping[str, Any], folder: str) -> str | None:
+    """The licence in the card of the base model, in its folder or in the local cache; None: it is not known here."""
+    if settings.get("folder"):
+        path: str | None = f"{absolute_path(str(settings['folder']), folder)}/README.md"
+    elif settings.get("pretrained"):
+        from trainer_lib.hub.huggingface import find_cached_card
+
+        path = find_cached_card(str(settings["pretrained"]).partition("@")[0])
+    else:
+        return None
+    try:
+        found = parse_card_head(Path(path or "").read_text(encoding="utf-8")).get("license")
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:

@@ -85,6 +85,29 @@ def test_a_folder_below_the_storage_is_the_default_hub_and_its_card_tells_lineag
         assert part in text
 
 
+def test_a_model_of_conversations_tells_its_bases_licence_and_quotes_none_of_them(storage: str) -> None:
+    base = Path(storage).with_name("base")
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: mit\n---\n# Base\n")
+    counts = {"documents": 8, "tokens_in": 200, "tokens_trained": 50}
+    info = {"chat_template": "{{ x }}", "system": None, "shapes": {"messages": 9}, "packing": {"train": counts}}
+    facts = PrepareFacts({"train": PreparedSplit(8)}, info={**info, "unpublished": ["conversations.txt"]})
+    assets = {"assets/tokenizer/tokenizer.json": b"{}", "assets/conversations.txt": b"quoted"}
+    weights = {"model/model.safetensors": WEIGHTS, "model/config.json": b'{"model_type": "llama"}'}
+    trained = TrainFacts(model={"folder": "base"})
+    inputs = {
+        "data": _stage(storage, "prepare-data", {"a": 2}, assets, facts=facts),
+        "model": _stage(storage, "train", {"args": {}, "w": "base"}, weights, facts=trained),
+        "evaluation": _inputs(storage)["evaluation"],
+    }
+    published = Path(_push(storage, PublishConfig(), inputs).facts.published_url)
+    text = (published / "README.md").read_text()
+    assert ModelCard(text).data.license == "mit"
+    assert "| train | 8 | 200 | 25.0% |" in text
+    assert 'subfolder="assets/tokenizer"' in text
+    assert [path.name for path in published.rglob("assets/**/*.*")] == ["tokenizer.json"]
+
+
 def _outcomes(storage: str) -> dict[str, Any]:
     """Inputs whose evaluation has kept what the model got right and wrong of the split test."""
     kept = {

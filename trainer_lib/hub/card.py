@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,21 @@ class HardRows:
 
 
 @dataclass(frozen=True)
+class Conversations:
+    """The conversations that a model was trained on: its template and system prompt, and what the data has.
+
+    `shapes` has the number of conversations by shape, `splits` of each split conversations, tokens, and those trained;
+    `tokenizer` is its folder below the card, None where it is not published.
+    """
+
+    template: str
+    system: str | None
+    shapes: Mapping[str, int]
+    splits: Mapping[str, tuple[int, ...]]
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
 class Card:
     """The content of a model card.
 
@@ -78,6 +94,7 @@ class Card:
         confidence: the probability with which an interval holds its metric; None: it is not known.
         pictures: what the model gets right and wrong.
         hardest: rows that the model gets most wrong, for those who want to publish them.
+        conversations: those that it was trained on; None: it was trained on something else.
     """
 
     title: str
@@ -112,6 +129,7 @@ class Card:
     confidence: float | None = None
     pictures: Sequence[Picture] = ()
     hardest: Sequence[HardRows] = ()
+    conversations: Conversations | None = None
 
 
 def render_card(card: Card) -> str:
@@ -126,6 +144,7 @@ def render_card(card: Card) -> str:
         f"# {to_markdown(_title(card))}",
         mark_section("description", mask(card.description.strip())),
         mark_section("use", "\n\n".join(["## Use", *usage]) if usage else ""),
+        mark_section("conversations", _render_conversations(card)),
         mark_section("results", _render_results(card)),
         _LIMITATIONS,
         mark_section("training", _render_training(card)),
@@ -304,6 +323,43 @@ def _render_loading(card: Card) -> str:
     if parts and address == ".":
         parts.append('Run it in the folder of this revision, or name that folder in place of ".".')
     return "\n\n".join(parts)
+
+
+def _render_conversations(card: Card) -> str:
+    """What a conversation with the model needs, and what it was trained on; empty for a model of another kind."""
+    chat = card.conversations
+    if chat is None:
+        return ""
+    rows = [
+        [to_markdown(split), f"{count:,}", f"{tokens:,}", f"{trained / max(tokens, 1):.1%}"]
+        for split, (count, tokens, trained) in chat.splits.items()
+    ]
+    shapes = ", ".join(f"{count:,} in the shape {to_markdown(shape)}" for shape, count in chat.shapes.items())
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", chat.template)), 0))
+    parts = ["## Conversations", _render_chat(card)]
+    parts += [_render_table(["split", "conversations", "tokens", "trained"], rows), f"Conversations: {shapes}."]
+    parts += [f"System prompt: {to_markdown(chat.system)}"] if chat.system else []
+    parts.append(f"Chat template:\n\n{fence}jinja\n{chat.template}\n{fence}")
+    return "\n\n".join(filter(None, parts))
+
+
+def _render_chat(card: Card) -> str:
+    """Code that talks with the model; empty where its tokenizer is not published."""
+    chat = card.conversations
+    if card.loader is None or chat is None or chat.tokenizer is None:
+        return ""
+    loader = "AutoModelForCausalLM" if card.loader[0] == "transformers" else "AutoPeftModelForCausalLM"
+    place = _literal((card.address or ".").removeprefix("hf://").partition("@")[0])
+    return (
+        f"```python\nfrom {card.loader[0]} import {loader}\nfrom transformers import AutoTokenizer\n\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({place}, subfolder={_literal(chat.tokenizer)})\n"
+        f"model = {loader}.from_pretrained({place})\n"
+        'turns = [{"role": "user", "content": "Hello!"}]\n'
+        'form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}\n'
+        "asked = tokenizer.apply_chat_template(turns, **form)\n"
+        'answer = model.generate(**asked, max_new_tokens=256)[0, asked["input_ids"].shape[1] :]\n'
+        "print(tokenizer.decode(answer, skip_special_tokens=True))\n```"
+    )
 
 
 def _literal(text: str) -> str:

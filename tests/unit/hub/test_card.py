@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from markdown_it import MarkdownIt
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import Content
-from trainer_lib.hub.card import Card, HardRows, Picture, parse_card_head, render_card, tidy_metrics
+from trainer_lib.hub.card import Card, Conversations, HardRows, Picture, parse_card_head, render_card, tidy_metrics
 from trainer_lib.hub.card_sections import insert_section, merge_card, move_pictures, remove_marks
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.storage import FileEntry, Store
@@ -56,6 +57,23 @@ def test_the_hubs_parser_finds_metrics_licence_tags_and_base(tmp_path: Path) -> 
     assert {one.dataset_revision for one in data.eval_results} == {"d" * 64}
     splits = {(one.dataset_split, one.unique_identifier) for one in data.eval_results}
     assert len(splits) == len({split for split, _ in splits}) == 2  # one result of the index for each split
+
+
+def test_a_model_of_conversations_has_its_template_its_data_and_code_to_talk_with_it() -> None:
+    chat = Conversations("{# ``` #}{{ x }}", "Be | brief", {"messages": 9}, {"train": (8, 200, 50)}, "assets/tokenizer")
+    for library, loader in (("peft", "AutoPeftModelForCausalLM"), ("transformers", "AutoModelForCausalLM")):
+        text = render_card(replace(CARD, conversations=chat, loader=(library, "LlamaForCausalLM"), address="hf://o/n"))
+        assert "| train | 8 | 200 | 25.0% |" in text
+        assert "9 in the shape messages" in text
+        assert "System prompt: Be \\| brief" in text
+        assert "\n````jinja\n{# ``` #}{{ x }}\n````\n" in text
+        assert f'{loader}.from_pretrained("o/n")' in text
+        assert 'AutoTokenizer.from_pretrained("o/n", subfolder="assets/tokenizer")' in text
+        [code] = [part for part in re.findall("```python\n(.*?)```", text, re.DOTALL) if "AutoTokenizer" in part]
+        compile(code, "card", "exec")
+    alone = render_card(replace(CARD, conversations=replace(chat, tokenizer=None), loader=("peft", "AutoPeftModel")))
+    assert "AutoTokenizer" not in alone
+    assert "## Conversations" not in render_card(CARD)
 
 
 def test_lineage_is_in_the_head_and_in_the_text() -> None:
