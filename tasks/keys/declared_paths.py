@@ -7,7 +7,7 @@
     def prepare(options: Options, out): ...
 
 The annotation of the parameter that takes the options names a `TypedDict`; its fields that are a `Path`, or lists,
-mappings and further `TypedDict`s of them, are paths.
+mappings and further `TypedDict`s of them, are paths. Of an `Annotated[Path, ".jinja"]` values with this ending are.
 
 An option that no function reads is most often misspelt. It is named only where the tree shows all that is read: a
 function that hands its options on as a whole (``Net(**options)``, ``json.dumps(options)``) may read any of them.
@@ -16,6 +16,7 @@ function that hands its options on as a whole (``Net(**options)``, ``json.dumps(
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,8 @@ READERS: dict[str, dict[str, dict[str, int]]] = {
 }
 """Stage -> setting -> functions of the recipe that take it, each with the position of its parameter."""
 
-Paths = dict[str, Any] | bool
-"""True: a path, or something made of paths; else the options below that are paths, by name."""
+Paths = dict[str, Any] | bool | str
+"""True: a path, or something made of paths; an ending: only of values with it; else the options below, by name."""
 
 _PATHS = {f"pathlib.{name}" for name in ("Path", "PurePath", "PosixPath", "PurePosixPath")} | {"os.PathLike"}
 _READ = {"get", "pop", "setdefault"}
@@ -82,10 +83,16 @@ def _keyed_path(text: str, folder: str, context: StageContext) -> dict[str, str]
         [found] = context.resolver.sources([source], root=context.root, memory=memory(context.storage))
         below = path.relative_to(source).as_posix()
         return {**found, "below": below} if below != "." else dict(found)
+    # A template is a part of the settings: what it says decides, as if it stood there.
+    content = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if _is_template(path) else {}
     if path.is_relative_to(folder):
-        return {"path": path.relative_to(folder).as_posix()}
+        return {"path": path.relative_to(folder).as_posix(), **content}
     # An absolute path stays what was written; so does one above the folder, which names the same place elsewhere.
-    return {"path": Path(text).as_posix()}
+    return {"path": Path(text).as_posix(), **content}
+
+
+def _is_template(path: Path) -> bool:
+    return path.suffix == ".jinja" and path.is_file()
 
 
 def declared_paths(code: Code, functions: Mapping[str, int]) -> dict[str, Any]:
@@ -130,7 +137,10 @@ class _Types:
         if head == ("Literal",):
             return False
         if head == ("Annotated",):
-            inner = inner[:1]
+            more, inner = inner[1:], inner[:1]
+            ending = more[0].value if more and isinstance(more[0], ast.Constant) else None
+            if isinstance(ending, str) and ending.startswith(".") and self.paths_in(file, inner[0], depth - 1) is True:
+                return ending
         found: Paths = False
         for each in inner:
             found = _merge(found, self.paths_in(file, each, depth - 1))
@@ -191,6 +201,8 @@ class _Types:
 def _merge(one: Paths, other: Paths) -> Paths:
     if one is True or other is True:
         return True
+    if isinstance(one, str) or isinstance(other, str):
+        return one or other
     left, right = one or {}, other or {}
     return {name: _merge(left.get(name, False), right.get(name, False)) for name in (*left, *right)} or False
 

@@ -102,7 +102,8 @@ def test_a_model_of_conversations_tells_its_bases_licence_and_quotes_none_of_the
     }
     published = Path(_push(storage, PublishConfig(), inputs).facts.published_url)
     text = (published / "README.md").read_text()
-    assert ModelCard(text).data.license == "mit"
+    head: Any = ModelCard(text).data
+    assert head.license == "mit"
     assert "| train | 8 | 200 | 25.0% |" in text
     assert 'subfolder="assets/tokenizer"' in text
     assert [path.name for path in published.rglob("assets/**/*.*")] == ["tokenizer.json"]

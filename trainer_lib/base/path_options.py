@@ -13,7 +13,10 @@ from typing import Any
 _NO_PATH = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://|package:|stdlib:|(?i:hf):)")
 
 Declared = Mapping[str, Any]
-"""Name of an option that is a path, or a list or mapping of paths -> True; of one that holds such options -> those."""
+"""Name of an option that is a path, or a list or mapping of paths -> True; of one that holds such options -> those.
+
+An ending (".jinja") stands for True where only values with this ending are paths, and others are names.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,10 @@ def _map(value: Any, declared: Any, convert: Callable[[str], Any]) -> Any:
         return value
     if isinstance(value, list):
         return [_map(item, declared, convert) for item in value]
+    is_whole = declared is True or isinstance(declared, str)
     if isinstance(value, Mapping):
-        if declared is True:
-            return {name: _map(item, True, convert) for name, item in value.items()}
+        if is_whole:
+            return {name: _map(item, declared, convert) for name, item in value.items()}
         return map_paths(value, declared, convert)
-    return convert(value) if declared is True and is_path(value) else value
+    ending = declared if isinstance(declared, str) else ""
+    return convert(value) if is_whole and is_path(value) and value.endswith(ending) else value

@@ -83,10 +83,10 @@ class ChatTemplate:
         ConfigError: there is no such template, or the tokenizer has none.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None) -> None:
+    def __init__(self, tokenizer: Any, template: str | Path | None) -> None:
         field = f"{FIELD}.template"
         if template is not None:
-            template = _read_template(str(template), field) if str(template).endswith(FILES) else template
+            template = _read_template(str(template), field) if str(template).endswith(FILES) else str(template)
             if template not in TEMPLATES and "{" not in template:
                 remedy = f"Give one of {', '.join(TEMPLATES)}, a file NAME.jinja, or the text of a template."
                 raise ConfigError("There is no template of this name.", field=field, value=template, remedy=remedy)

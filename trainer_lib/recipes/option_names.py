@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
@@ -15,6 +15,7 @@ class PathOptions(TypedDict):
 
     folder: NotRequired[Path]
     files: NotRequired[dict[str, Path]]
+    template: NotRequired[Annotated[Path, ".jinja"]]
 
 
 def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: str) -> dict[str, Any]:

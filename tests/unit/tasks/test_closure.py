@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from trainflow.tasks.code.closure import Closure, closure, find_root
 from trainflow.tasks.code.reach import Code
 from trainflow.tasks.configs import PrepareConfig, TrainConfig
 from trainflow.tasks.keys import resolver as _resolver
-from trainflow.tasks.keys.declared_paths import declared_paths, warn_of_unread
+from trainflow.tasks.keys.declared_paths import declared_paths, keyed_options, warn_of_unread
 from trainflow.tasks.keys.resolver import Resolver
 
 
@@ -196,7 +197,7 @@ def test_options_that_are_never_read_are_named(
 
 # -- options that are declared to be paths ----------------------------------------------------------------------------
 LAZY = "from __future__ import annotations\n"
-HEAD = "from pathlib import Path\nfrom typing import NotRequired, TypedDict\n"
+HEAD = "from pathlib import Path\nfrom typing import Annotated, NotRequired, TypedDict\n"
 PREPARE = "def prepare(options: Options, out):\n    return {}\n"
 KINDS = f"{HEAD}class Options(TypedDict):\n    images: Path\n\n{PREPARE}"
 INNER = f"{HEAD}class Inner(TypedDict):\n    a: Path\n    b: int\nclass Options(TypedDict):\n    x: Inner\n{PREPARE}"
@@ -227,6 +228,8 @@ def field(kind: str) -> str:
         (f"import pathlib as p, typing\nOptions = typing.TypedDict('O', {{'images': p.Path}})\n{PREPARE}", IMAGES),
         (f"{HEAD}Images = list[Path]\nclass Options(TypedDict):\n    images: Images\n{PREPARE}", IMAGES),
         (f"import kinds\nclass Options(kinds.Options):\n    rows: int\n{PREPARE}", IMAGES),
+        (f"{HEAD}class Options(TypedDict):\n    images: Annotated[Path, 'a folder']\n{PREPARE}", IMAGES),
+        (f"{HEAD}class Options(TypedDict):\n    images: Annotated[Path, '.jinja']\n{PREPARE}", {"images": ".jinja"}),
     ],
 )
 def test_fields_that_are_paths_or_made_of_paths_are_found(
@@ -239,6 +242,22 @@ def test_paths_within_options_are_resolved() -> None:
     given = {"x": {"a": "t.csv", "b": "t.csv"}, "y": "t.csv"}
     found = PathOptions("/data").resolved(given, {"x": {"a": True}})
     assert found == {"x": {"a": Path("/data/t.csv"), "b": "t.csv"}, "y": "t.csv"}
+    named = PathOptions("/data").resolved(
+        {"x": "t.jinja", "y": "chatml", "z": "{{ x }}"}, dict.fromkeys("xyz", ".jinja")
+    )
+    assert named == {"x": Path("/data/t.jinja"), "y": "chatml", "z": "{{ x }}"}
+
+
+def test_a_template_is_keyed_by_what_it_says(tmp_path: Path) -> None:
+    context: Any = SimpleNamespace(sources=())
+    values, declared = {"template": "chat.jinja"}, {"template": ".jinja"}
+
+    def keyed(text: str) -> Any:
+        (tmp_path / "chat.jinja").write_text(text)
+        return keyed_options(values, declared, str(tmp_path), context)["template"]
+
+    assert keyed("a") == keyed("a") != keyed("b")
+    assert keyed("a")["path"] == "chat.jinja"
 
 
 SPEC = """
