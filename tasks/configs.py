@@ -452,6 +452,18 @@ class PublishConfig(StageSettings):
         description="Publish the base model's weights with the trained adapters merged in, as from_pretrained loads "
         "them; the adapters go along in adapter/.",
     )
+    merged_type: Literal["float32", "bfloat16", "float16"] | None = setting(
+        affects="result",
+        default=None,
+        description="Type of merged weights; unset: that of the base model, bfloat16 of one in 4 or 8 bits.",
+    )
+    merge_tolerance: float = setting(
+        affects="result",
+        default=0.05,
+        ge=0,
+        le=1,
+        description="Share of next tokens of 20 held-out rows in which merged weights may differ from the adapters.",
+    )
     code: bool | None = setting(
         affects="result",
         default=None,

@@ -73,11 +73,12 @@ def push_to_hub(
     key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
-        with published_model(config, context, data, model, attempt) as files:
+        with published_model(config, context, data, model, attempt) as (files, agreement):
             content = _content(config, context, inputs, trained, files)
             code = None if trained is None else trained.description.code_digest
             lineage = describe_lineage(context.name, inputs, code_digest=code)
-            return _publish(config, context, content, lineage, (data, evaluation), attempt)
+            output = _publish(config, context, content, lineage, (data, evaluation), attempt)
+            return replace(output, metrics=agreement)
 
     def inspect(manifest: StageManifest[PublishFacts]) -> str | None:
         return find_publication_problem(config, context, manifest)

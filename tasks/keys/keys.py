@@ -104,7 +104,8 @@ NUMERICS = 1
 # Settings that older keys do not have -> the value that leaves a result as it was.
 _ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
 _ADDED["importance_seconds"] = 10.0
-_ADDED_TO_PUBLISH = {"only_if": "always", "metric": None, "greater_is_better": None}
+_ADDED_TO_PUBLISH: dict[str, Any] = {"only_if": "always", "metric": None, "greater_is_better": None}
+_ADDED_TO_PUBLISH |= {"merged_type": None, "merge_tolerance": 0.05}
 
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")

@@ -44,8 +44,10 @@ def published_model(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
     attempt: StageAttempt,
-) -> Iterator[dict[str, Source]]:
-    """The files of the model by their path in a publication; merged weights exist inside the block.
+) -> Iterator[tuple[dict[str, Source], dict[str, float]]]:
+    """The files of the model by their path in a publication, and how merged weights agree with the adapters.
+
+    Merged weights exist inside the block.
 
     Raises:
         TrainflowError: the typed failure of the worker that merges.
@@ -56,7 +58,7 @@ def published_model(
         if entry.path.startswith(MODEL)
     }
     if not config.merge_adapters:
-        yield trained
+        yield trained, {}
         return
     store = attempt.store.child(_MERGED)
     store.delete_tree()  # of an attempt that was killed
@@ -68,9 +70,15 @@ def published_model(
             args=sent_arguments({**config.args, "use_cpu": True}, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",
+            dtype=config.merged_type,
+            tolerance=config.merge_tolerance,
         )
         result = launch_request(replace(request, output=store.url), LaunchSettings(processes=1), context, attempt)
-        yield beside_adapters(trained) | {entry.path: Source(store, entry) for entry in result.files}
+        if result.agreement:
+            words = "merged weights choose the next token of the adapters in {merge_agreement:.1%} of the places tried"
+            message = words.format(**result.agreement)
+            _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
+        yield beside_adapters(trained) | {entry.path: Source(store, entry) for entry in result.files}, result.agreement
     finally:
         store.delete_tree()
 

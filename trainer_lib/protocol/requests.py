@@ -152,9 +152,15 @@ class PredictResult:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Files written: the weights with the adapters merged in, and the configuration that loads them."""
+    """The merged model.
+
+    Attributes:
+        files: the weights with the adapters merged in, and the configuration that loads them.
+        agreement: how far the merged weights answer as the adapters do; empty where no rows give logits.
+    """
 
     files: tuple[FileEntry, ...]
+    agreement: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -404,11 +410,20 @@ class PredictRequest(ModelRequest[PredictResult], verb="predict", result=Predict
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=MergeResult):
-    """Merge the adapters exported at `model_url` into the weights of their base model."""
+    """Merge the adapters exported at `model_url` into the weights of their base model.
+
+    Attributes:
+        dtype: type of the merged weights; None: that of the base, bfloat16 of a quantized one.
+        tolerance: share of next tokens in which they may differ from the adapters.
+        prompts: rows that both are asked.
+    """
 
     uses_devices: ClassVar[bool] = False
 
     model_url: str
+    dtype: str | None = None
+    tolerance: float = 1.0
+    prompts: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,8 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "args": {"bf16_full_eval": True},
         "code": False,
         "merge_adapters": True,
+        "merged_type": "float16",
+        "merge_tolerance": 0.5,
         "hardest_rows": True,
     },
 }

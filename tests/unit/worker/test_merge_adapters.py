@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import nn
 
 from tests.support import tiny
+from tests.support.launched import request
 from tests.support.tiny_models import bert, llama
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.requests import MergeRequest, PreparedData, RecipeFile
+from trainer_lib.recipes.model_places import load_causal_model, quantized
 from trainer_lib.storage import Store
-from trainer_lib.worker.merge_adapters import merge, require_mergeable
+from trainer_lib.worker.merge_adapters import compare, merge, require_mergeable
 from trainer_lib.worker.process.assembly import load_weights
 from trainer_lib.worker.train import require_flavor
 
@@ -24,7 +27,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 TOKENS = torch.arange(3, 19).view(2, 8)
 RECIPE = """
 from peft import LoraConfig, get_peft_model
-from tests.support.tiny_models import llama
+from tests.support.tiny_models import llama, lm_rows
+
+
+def prepare(options, out):
+    held_out = ({"input_ids": row["input_ids"].tolist()} for row in lm_rows(24))
+    return {"train": [{"input_ids": [3]}], "test": held_out}
 
 
 def build_model(options, data):
@@ -117,12 +125,70 @@ def test_a_model_without_adapters_and_adapters_of_another_are_refused(tmp_path: 
         tiny.run(_request(tmp_path, RECIPE.replace("r=2", "r=16")), kind="in_process")
 
 
+@pytest.mark.needs("bitsandbytes")
+@pytest.mark.parametrize("load_in", ["4bit", "8bit"])
+@pytest.mark.parametrize("given", [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
+def test_adapters_on_few_bits_are_merged_into_the_values_that_these_stand_for(
+    tmp_path: Path, load_in: str, given: dict[str, Any]
+) -> None:
+    llama(hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    settings = quantized(load_in, place=str(tmp_path), adapted=True)
+    base = load_causal_model(str(tmp_path), dtype="float32", vocabulary=32, field="model", settings=settings)
+    model = adapted(base, target_modules="all-linear", **given)
+    expected = logits(model)
+    require_mergeable(model)
+    merged = merge(model, dtype="float32")
+    found = compare([expected[0]], [logits(merged)[0]])
+    assert not any("lora" in name or "absmax" in name or "SCB" in name for name in merged.state_dict())
+    assert not hasattr(merged.config, "quantization_config")
+    assert found["merge_difference"] < (1e-3 if load_in == "4bit" else 0.02) * expected.abs().max()
+
+
+@pytest.mark.needs("bitsandbytes")
+def test_merged_weights_of_few_bits_are_bfloat16_unless_another_type_is_asked_for(tmp_path: Path) -> None:
+    llama(hidden_size=64).save_pretrained(tmp_path)
+    settings = quantized("4bit", place=str(tmp_path), adapted=True)
+    for asked, wanted in ((None, torch.bfloat16), ("float16", torch.float16)):
+        base = load_causal_model(str(tmp_path), dtype="float32", vocabulary=32, field="model", settings=settings)
+        assert {each.dtype for each in merge(adapted(base), dtype=asked).parameters()} == {wanted}
+
+
+def test_merged_weights_that_answer_in_another_way_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """The rows are those of the prepared data; half of the next tokens are others after a fault in merging."""
+    asked = request(tmp_path, RECIPE, output=str(tmp_path / "data"))
+    made = tiny.run(asked, kind="in_process")
+    prepared = PreparedData(asked.output, made.splits, made.info, made.files)
+    adapted(llama()).save_pretrained(tmp_path / "model")
+    result = tiny.run(replace(_request(tmp_path), data=prepared, tolerance=0.0), kind="in_process")
+    assert result.agreement["merge_agreement"] == 1
+    assert result.agreement["merge_prompts"] == 20
+    assert 0 < result.agreement["merge_difference"] < 1e-3
+
+    def spoilt(model: Any, dtype: str | None) -> nn.Module:
+        merged = merge(model, dtype=dtype)
+        with torch.no_grad():
+            for weight in merged.parameters():
+                weight.add_(torch.randn_like(weight))
+        return merged
+
+    monkeypatch.setattr("trainer_lib.worker.merge_adapters.merge", spoilt)
+    with pytest.raises(
+        ConfigError, match=r"merge_tolerance = 0\.1: Merged weights choose .* % of the places"
+    ) as caught:
+        tiny.run(replace(_request(tmp_path), data=prepared, tolerance=0.1), kind="in_process")
+    assert "publish.merged_type=float32" in str(caught.value.remedy)
+    tiny.run(replace(_request(tmp_path), data=prepared, tolerance=1.0), kind="in_process")
+
+
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_adapters_that_cannot_be_merged_are_refused() -> None:
     from peft import PromptTuningConfig, get_peft_model
 
     model = adapted(llama(tie_word_embeddings=True), target_modules=["embed_tokens", "q_proj"])
     with pytest.raises(ConfigError, match="embed_tokens, a weight that another layer shares"):
+        require_mergeable(model)
+    model = adapted(llama(tie_word_embeddings=True), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match="lm_head, a weight that another layer shares"):
         require_mergeable(model)
     model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match=r"PROMPT_TUNING are not part of the weights.*published alone"):
