@@ -76,7 +76,7 @@ class MarkedAnswers(AnsweredPrompts):
     def read_texts(self) -> dict[str, list[str]]:
         """As of any answers, and in `other` the answer of another row of the split, in an order that `seed` draws."""
         texts, draw = super().read_texts(), np.random.default_rng(self.options["seed"])
-        order = np.empty(len(self.table), int)
+        order = np.arange(len(self.table))
         for rows in map(draw.permutation, self.splits.values()):
             order[rows] = np.roll(rows, 1)
         return {**texts, OTHER: [texts["completion"][row] for row in order]}
