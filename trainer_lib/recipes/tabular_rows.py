@@ -15,6 +15,7 @@ from trainer_lib.data.reading import Reading
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.splitting import cut_rows, read_split
+from trainer_lib.recipes.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.table_cells import (
     as_number,
     as_text,
@@ -38,8 +39,6 @@ from trainer_lib.recipes.table_features import (
 from trainer_lib.recipes.table_files import (
     SOURCES,
     Reader,
-    Spool,
-    SpooledValues,
     Table,
     count_different,
     naming_sources,
