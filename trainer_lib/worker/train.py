@@ -157,8 +157,9 @@ class MixtureChanges(TrainerCallback):
     def _read(self) -> Any:
         try:
             text = self._store.read_if_exists(MIXTURE_CHANGE, limit=_CHANGE_BYTES)
-            return None if text is None else parse_json(text, dict)
-        except (StorageError, ValueError):  # the next save looks again
+            change = {} if text is None else parse_json(text, dict)
+            return {"id": str(change["id"]), "weights": {str(k): float(v) for k, v in change["weights"].items()}}
+        except (StorageError, ValueError, KeyError, TypeError, AttributeError):  # the next save looks again
             return None
 
     def _order(self) -> MixtureOrder | None:
