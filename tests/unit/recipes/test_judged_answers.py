@@ -241,15 +241,31 @@ def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp
     remove_fetched_code()
 
 
-def test_adapters_leave_the_reference_of_marks_as_it_is(marks: Prepared, tmp_path: Path) -> None:
-    first: Any = marks[0].build_model({}, marks[2])
-    first.save_pretrained(tmp_path / "base")
+@pytest.fixture(scope="module")
+def base(marks: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a language model and its tokenizer."""
+    model: Any = marks[0].build_model({}, marks[2])
+    folder = tmp_path_factory.mktemp("base")
+    model.save_pretrained(folder)
     for name in marks[2].info["tokenizer"]:
-        (tmp_path / "base" / Path(name).name).write_bytes(marks[2].read_file(name))
+        (folder / Path(name).name).write_bytes(marks[2].read_file(name))
+    return folder
+
+
+def test_adapters_leave_the_reference_of_marks_as_it_is(base: Path, tmp_path: Path) -> None:
     rows = "".join(marked_lines().splitlines(keepends=True)[:40])
-    made = TABLES[1].prepare(tmp_path, rows, config={}, folder=tmp_path / "base")
-    trainer = trained(made, tmp_path / "run", {"folder": tmp_path / "base", "adapter": {"rank": 4}}, 5, **BATCHES)
+    made = TABLES[1].prepare(tmp_path, rows, config={}, folder=base)
+    trainer = trained(made, tmp_path / "run", {"folder": base, "adapter": {"rank": 4}}, 5, **BATCHES)
     seen = trainer.predict(made[1]["test"]).predictions[:, 0]
     assert np.abs(seen).max() > 0.01
     new = [{name: row[name] for name in ("prompt", "completion")} for row in made[1]["test"]]
     assert trainer.predict(new).predictions[:, 0] == pytest.approx(seen, abs=1e-4)
+
+
+def test_a_language_model_becomes_one_of_rewards_by_adapters_and_a_new_head(base: Path, tmp_path: Path) -> None:
+    made = TABLES[0].prepare(tmp_path, ranked_lines(), folder=base)
+    settings: dict[str, Any] = {"folder": base, "adapter": {"rank": 4}}
+    trainer = trained(made, tmp_path / "run", settings, 40, **BATCHES)
+    changed = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert changed and all("lora" in name or "score" in name for name in changed)
+    assert trainer.evaluate(eval_dataset=made[1]["test"])["eval_accuracy_over_length"] > 0.1
