@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import total_batch_size
 from trainer_lib.arguments.configs.accelerator_config import describe_step, rows_at_a_time
-from trainer_lib.arguments.configs.parallelism_config import data_size
+from trainer_lib.arguments.configs.parallelism_config import data_size, read_layout
 from trainer_lib.base.records import to_record
 from trainer_lib.data.mixture import INFO, Mixture
 from trainer_lib.errors import ConfigError, TrainflowError
@@ -220,6 +220,7 @@ class Forecast:
         alone: samples of the micro-batch of one process alone.
         writers: ranks that write a part of FSDP's checkpoint; None: all.
         only_model: checkpoints have no optimizer state.
+        layout: copies, shards and tensor ranks; None: the arguments have none.
         missing: sentences about what could not be found out, and what to do.
         error: what failed in the workers.
     """
@@ -235,6 +236,7 @@ class Forecast:
     alone: int | None = None
     writers: int | None = None
     only_model: bool = False
+    layout: tuple[int, int, int] | None = None
     missing: list[str] = field(default_factory=list)
     error: TrainflowError | None = None
 
@@ -258,7 +260,7 @@ class Forecast:
         if self.estimate is None:
             return []
         size, writers = self.estimate.size, self.writers
-        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model)
+        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model, layout=self.layout)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -329,6 +331,8 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     if any(split not in data.facts.splits for split in (config.train_split, config.eval_split) if split is not None):
         return found  # what cannot work says which
     found.alone = rows_at_a_time(args, data_parallel_size=1)
+    if found.strategy == "layout" and (layout := read_layout(args)) is not None:
+        found.layout = layout.replicate, layout.shard, layout.tensor
     found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
     asked = ask(data)
@@ -347,6 +351,8 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
         from trainer_lib.arguments.configs.deepspeed_config import plan
 
         return f"zero-{plan(args).zero.get('stage', 0)}".replace("zero-0", "ddp")
+    if (layout := read_layout(args)) is not None and layout.shard * layout.tensor > 1:
+        return "layout"
     if args.fsdp:
         return "fsdp"
     return "ddp" if launch.world_size > 1 else "single"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import statistics
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from benchmarks.step_overhead import CallCounter
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import LOGGED, losses, trainer
-from trainer_lib import Trainer
+from tests.support.training import LOGGED, StopAt, losses, trainer
+from trainer_lib import Trainer, TrainerCallback
+from trainer_lib.errors import ConfigError, DataError, Preempted
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 ROWS = lm_rows(22)
@@ -182,5 +188,143 @@ def test_what_a_training_asks_for_is_served_in_divided_layers(tmp_path: Path) ->
 
 
 def _divided_parts() -> list[tuple[str, str]]:
-    every = [(name, part) for name in ("up", "down", "head") for part in ("weight", "bias")]
-    return [*every, ("embedding", "weight")]
+    weights = [(name, "weight") for name in ("up", "down", "head", "embedding")]
+    return [*weights, ("up", "bias"), ("head", "bias")]  # the bias behind a sum stays whole
+
+
+def counted(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Calls of Python in a step."""
+    found = {}
+    for name, given in cases.items():
+        counter = CallCounter()
+        callback = TrainerCallback()
+        callback.on_step_end = lambda *_, count=counter, **__: count.stamp()  # type: ignore[method-assign, misc]
+        one = trainer(folder, lm_rows(80), model=llama(**HEADS), max_steps=16, callbacks=[callback], **given)
+        try:
+            one.train()
+        finally:
+            sys.setprofile(None)
+        found[name] = statistics.median(counter.python[-6:])
+    return found
+
+
+def test_divided_layers_call_python_little_more_than_shards_do(tmp_path: Path) -> None:
+    cases: dict[str, dict[str, Any]] = {
+        "shards": {"fsdp": "full_shard auto_wrap"},
+        "tensor": {"parallelism": {"tensor": 2}},
+    }
+    for calls in run_distributed(counted, 2, str(tmp_path), cases):
+        assert 0 < calls["tensor"] <= 1.2 * calls["shards"]
+
+
+# ------------------------------------------------------------------------------------ random numbers, samples, resuming
+def draws(folder: str) -> tuple[list[float], list[float], float]:
+    """Numbers drawn between divided layers, by a layer after them, and after a training."""
+    drawn: dict[str, list[float]] = {"inner": [], "outer": []}
+    made = Halves()
+    for name, seen in drawn.items():
+        layer: nn.Module = getattr(made, name)
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append(float(torch.rand(()))))
+    one = trainer(folder, ROWS, model=made, **RAGGED, parallelism={"tensor": 2, "shard": 2, "plan": PLAN})
+    one.train()
+    return drawn["inner"], drawn["outer"], float(torch.rand(()))
+
+
+def test_ranks_of_a_tensor_group_draw_alike_except_between_divided_layers(tmp_path: Path) -> None:
+    ranks = run_distributed(draws, 4, str(tmp_path))
+    inner, outer, after = ([rank[part] for rank in ranks] for part in range(3))
+    assert len({tuple(numbers) for numbers in inner}) == 4
+    assert outer[0] == outer[1] != outer[2] == outer[3]
+    assert after[0] == after[1] != after[2] == after[3]
+
+
+def other_samples(folder: str) -> str:
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
+    rows = lm_rows(22, seed=int(rank == 3))
+    one = trainer(folder, rows, model=llama(**HEADS), **RAGGED, parallelism={"tensor": 2, "shard": 2})
+    with pytest.raises(DataError) as caught:
+        one.train()
+    return str(caught.value)
+
+
+def test_other_samples_in_a_tensor_group_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:
+    for message in run_distributed(other_samples, 4, str(tmp_path)):
+        assert "shard=1 and tensor=1, shard=1" in message
+        assert "ranks 2 and 3" in message
+
+
+RESUMED: dict[str, dict[str, int]] = {
+    "tensor": {"tensor": 2},
+    "shards of tensor": {"shard": 2, "tensor": 2},
+    "replicas of tensor": {"replicate": 2, "tensor": 2},
+}
+
+
+def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None) -> dict[str, Any]:
+    """Losses and weights of a training with dropout; with `stop`, one that is stopped there and resumed."""
+    out = {}
+    for name, sizes in layouts.items():
+        given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+        rows, path = lm_rows(22), f"{folder}/{name}"
+        for resume in (False, True) if stop else (False,):
+            one = trainer(path, rows, model=llama(**HEADS, attention_dropout=0.2), **given)
+            if stop and not resume:
+                one.add_callback(StopAt(stop))
+                with pytest.raises(Preempted):
+                    one.train()
+            else:
+                one.train(resume_from_checkpoint=resume)
+        state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
+        out[name] = losses(one), {key: _local(value) for key, value in state.items()}
+    return out
+
+
+def _local(value: Any) -> torch.Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def test_a_stopped_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -> None:
+    for world in (2, 4):
+        layouts = {name: sizes for name, sizes in RESUMED.items() if math.prod(sizes.values()) == world}
+        through = run_distributed(resumed, world, str(tmp_path / f"through {world}"), layouts, None, timeout_s=120)
+        again = run_distributed(resumed, world, str(tmp_path / f"again {world}"), layouts, 2, timeout_s=120)
+        for one, other in zip(through, again, strict=True):
+            for name in layouts:
+                assert one[name][0] == other[name][0]
+                assert all(torch.equal(value, other[name][1][key]) for key, value in one[name][1].items())
+
+
+def generating(folder: str) -> tuple[list[list[int]], list[float]]:
+    """Tokens that divided layers generate after a training in bf16."""
+    one = trainer(folder, ROWS, model=llama(**HEADS), **RAGGED, bf16=True, parallelism={"tensor": 2})
+    one.train()
+    tokens = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    return tokens.tolist(), losses(one)
+
+
+def test_divided_layers_generate_and_train_in_bf16(tmp_path: Path, alone: dict[str, Any]) -> None:
+    first, second = run_distributed(generating, 2, str(tmp_path))
+    assert first == second
+    assert len(first[0][0]) == 8
+    assert first[1] == pytest.approx(alone["losses"], rel=0.02)
+
+
+def refused(folder: str) -> list[str]:
+    found = []
+    for model, given in (
+        (llama(), {"parallelism": {"tensor": 4}}),
+        (Halves(), {"parallelism": {"tensor": 4}}),
+        (llama(**HEADS), {"parallelism": {"tensor": 2}}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trainer(folder, ROWS, model=model, **given)  # type: ignore[arg-type]
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_a_model_cannot_be_divided_into_is_refused(tmp_path: Path) -> None:
+    for messages in run_distributed(refused, 4, str(tmp_path)):
+        heads, plan, product = messages
+        assert "2 heads (num_attention_heads) cannot be divided among 4 processes. Give 2." in heads
+        assert "Halves does not say how its layers can be divided" in plan
+        assert "Its product is 2, and there are 4 processes." in product

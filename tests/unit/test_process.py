@@ -214,6 +214,23 @@ def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
     assert (rank.checkpoint, rank.writers) == written
 
 
+@pytest.mark.parametrize(
+    ("layout", "held", "written"),
+    [
+        ((1, 1, 4), (160, 160, 320, 0), (480, 4)),  # 320 of 400 bytes are in divided layers
+        ((1, 2, 2), (120, 120, 240, 120), (360, 4)),
+        ((2, 1, 2), (240, 240, 480, 240), (720, 2)),
+        ((2, 2, 1), (200, 200, 400, 200), (600, 2)),
+    ],
+)
+def test_what_a_rank_of_a_layout_holds(
+    layout: tuple[int, int, int], held: tuple[int, ...], written: tuple[int, int]
+) -> None:
+    rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=layout)["layout"]
+    assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
+    assert (rank.checkpoint, rank.writers, rank.processes) == (*written, 4)
+
+
 @pytest.mark.parametrize(("writers", "each"), [(None, 200), (1, 600), (3, 200), (4, 150)])
 def test_fsdp_is_written_by_as_many_ranks_as_its_settings_say(writers: int | None, each: int) -> None:
     rank = by_name(replace(SIZE, optimizer_bytes=200), 3, writers=writers)["fsdp"]

@@ -9,12 +9,16 @@ W processes, parameters P (trained ones T), gradients G, optimizer state O, acti
     ZeRO 1     P + T/W       G           O/W         two buckets                               S + O by the first rank
     ZeRO 2     P + T/W       G/W         O/W         two buckets                               S + O by the first rank
     ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters          S + O by the first rank
+    layout     f·P/s         f·G/s       f·O/s       f times FSDP's; f·G of copies, without s  f·(S + O)/s by s·t ranks
 
 What ZeRO shards is gathered for a checkpoint, tensor by tensor. FSDP is asked for one by FULL_STATE_DICT, and writes as
 DDP does; of hybrid copies the first is written. With `save_only_model` O is left out.
 
-Activations, with the temporary tensors of the peak, are those of one micro-batch under every strategy. ZeRO holds a
-second copy of what is trained, from which the optimizer works.
+A layout has s shards of t tensor ranks; of the parameters, D bytes are in divided layers, and f is the part of the
+model that a tensor group leaves to each rank: (D/t + P - D)/P.
+
+Activations, with the temporary tensors of the peak, are those of one micro-batch under every strategy; divided layers
+have fewer. ZeRO holds a second copy of what is trained, from which the optimizer works.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ ZERO_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`; a smaller model has smaller buckets."""
 _BYTES_OF_BUCKET_ELEMENT = 4
 STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
+"""The strategies that every plan compares; a spec's own "layout" comes beside them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class ModelSize:
         gathered_bytes: of the parameters that FSDP has whole at one time.
         stored_bytes: of the weights and buffers in a checkpoint.
         micro_batch: samples of the micro-batch whose activations these are.
+        divided_bytes: of the parameters in layers that the spec's layout divides.
     """
 
     parameters: int
@@ -56,6 +62,7 @@ class ModelSize:
     gathered_bytes: int
     stored_bytes: int
     micro_batch: int = 1
+    divided_bytes: int = 0
 
     def checkpoint_bytes(self, *, only_model: bool = False) -> int | None:
         """The bytes of one checkpoint: weights and optimizer state, and not the few kilobytes beside them.
@@ -73,7 +80,7 @@ class Footprint:
     """The bytes of one rank under a strategy.
 
     Attributes:
-        strategy: one of `STRATEGIES`.
+        strategy: one of `STRATEGIES`, or "layout".
         processes: number of ranks.
         exchange: of buffers and gathered tensors that only the exchange between ranks needs.
         activations: with temporary tensors, at the peak of a step; None: not known.
@@ -110,6 +117,7 @@ def footprints(
     bucket_elements: int = ZERO_BUCKET_ELEMENTS,
     writers: int | None = None,
     only_model: bool = False,
+    layout: tuple[int, int, int] | None = None,
 ) -> list[Footprint]:
     """The bytes of a rank under every strategy; all but "single" on `processes` ranks.
 
@@ -118,6 +126,7 @@ def footprints(
         bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
         writers: ranks that write a part of FSDP's checkpoint; None: all of them.
         only_model: checkpoints have no optimizer state.
+        layout: copies, shards and tensor ranks of the spec's own.
     """
     written = size.checkpoint_bytes(only_model=only_model)
     share = _divided_by(processes)
@@ -133,6 +142,17 @@ def footprints(
         "zero-2": (whole + masters, share(gradients), share(optimizer), bucket),
         "zero-3": (share(whole) + masters, share(gradients), share(optimizer), bucket + gathered),
     }
+    parts_of: dict[str, tuple[int | None, int]] = {
+        name: (written, (writers or processes) if name == "fsdp" else 1) for name in held
+    }
+    if layout is not None:
+        copies, shards, tensor = layout
+        factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(whole, 1)
+        part = _divided_by(shards, factor)
+        exchange = 2 * gathered if shards > 1 else gradients if copies > 1 else 0
+        held["layout"] = part(whole), part(gradients), part(optimizer), math.ceil(exchange * factor)
+        # The largest part of what one group writes: f of it, by each of its shards.
+        parts_of["layout"] = part(written), shards * tensor
     return [
         Footprint(
             name,
@@ -143,11 +163,11 @@ def footprints(
             exchange=exchange,
             activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
             evaluation=size.evaluation_bytes,
-            checkpoint=_divided_by(parts)(written),
+            checkpoint=bytes_written if name == "layout" else _divided_by(parts)(bytes_written),
             writers=parts,
         )
         for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
-        for parts in [(writers or processes) if name == "fsdp" else 1]
+        for bytes_written, parts in [parts_of[name]]
     ]
 
 
@@ -157,9 +177,9 @@ def _scaled(size: ModelSize, micro_batch: int | None) -> int | None:
     return round(size.activation_bytes * micro_batch / size.micro_batch)
 
 
-def _divided_by(processes: int) -> Callable[..., int]:
+def _divided_by(processes: int, factor: float = 1.0) -> Callable[..., int]:
     # The largest part of a division that does not come out even.
-    return lambda amount: None if amount is None else math.ceil(amount / processes)  # type: ignore[return-value]
+    return lambda amount: None if amount is None else math.ceil(round(amount * factor, 3) / processes)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, rows_at_a_time
-from trainer_lib.arguments.configs.fsdp_config import read_settings
-from trainer_lib.arguments.configs.parallelism_config import data_size
+from trainer_lib.arguments.configs.parallelism_config import data_size, read_layout, settings_of
 from trainer_lib.base.memory import read_resident_bytes
 from trainer_lib.base.records import to_record
 from trainer_lib.data.shards import ArrowSplit
@@ -73,10 +72,10 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
         device = choose_device(use_cpu=args.use_cpu)
         notes: list[str] = []
         model = _build_without_values(work, args, DataInfo(prepared), notes)
-        gathered = _gathered_bytes(model, given)
+        gathered, divided = _gathered_bytes(model, given), _divided_bytes(model, given)
         sizes = _Sizes(work, args, _on_fake_device(model, device), train_set, eval_set, notes)
         micro_batches = accumulation_steps(given, data_parallel_size=shares)
-        size = replace(sizes.measure(micro_batches, gathered), micro_batch=micro_batch)
+        size = replace(sizes.measure(micro_batches, gathered), micro_batch=micro_batch, divided_bytes=divided)
     return Estimate(size, process_bytes, sizes.tokens_per_sample, device.type, tuple(notes))
 
 
@@ -102,7 +101,7 @@ def _build_without_values(
 
 def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """The parameters that FSDP has whole at one time: the largest unit, and those that are in no unit."""
-    settings = read_settings(args)
+    settings = settings_of(args)
     if settings is not None:
         units = find_units(model, settings)
     else:  # what people choose as units: the layers that a model repeats
@@ -110,6 +109,18 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
     within = {id(each) for unit in units for each in unit.parameters()}
     rest = sum(_bytes(each) for each in model.parameters() if id(each) not in within)
     return rest + max((sum(map(_bytes, unit.parameters())) for unit in units), default=0)
+
+
+def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
+    """The parameters in layers that the layout divides. Raises ConfigError where they cannot be divided."""
+    layout = read_layout(args)
+    if layout is None or layout.tensor == 1:
+        return 0
+    from trainer_lib.strategies.tensor.layers import plan_layers
+
+    styles = plan_layers(model, layout.plan, layout.tensor)
+    layers = [model.get_submodule(name) for name, style in styles.items() if not style.startswith("replicated")]
+    return sum({id(each): _bytes(each) for layer in layers for each in layer.parameters()}.values())
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -30,6 +30,7 @@ _NAMES = {
     "zero-1": "ZeRO 1",
     "zero-2": "ZeRO 2",
     "zero-3": "ZeRO 3",
+    "layout": "the layout",
 }
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
 _WRITES = "writes"

@@ -1,38 +1,46 @@
-"""Divide a model's layers over processes by torch's styles, as the model's plan or the user's says.
+"""Divide a model's layers over processes, as the model's plan or the user's says.
 
-Two things are ours. A weight that stays whole between divided layers (`replicated_with_grad_allreduce`) gets the sum of
-its gradients, each of which knows some heads only. And random numbers: all processes of a tensor group draw the same
-ones, which is right where activations are whole; between a layer that divides its output and one that takes a divided
-input they draw from generators that are seeded by a draw and the tensor coordinate, and equal masks do not repeat with
-every part. Since the seed is a draw, the generators' states are all that a checkpoint needs.
+Parameters become `DTensor`s. A layer's own forward then runs on this process's part as a plain tensor, between the
+exchange that its style asks for: DTensor's dispatch of every operation would cost five times the Python calls.
+
+::
+
+    style                  weight    input                     output
+    colwise                rows      whole; gradients summed   a part
+    rowwise                columns   a part                    summed, then the bias
+    colwise_gather_output  rows      whole; gradients summed   gathered
+    rowwise_split_input    columns   whole, of which a part    summed, then the bias
+    embedding_rowwise      rows      whole                     summed: a part has zeros for the others' tokens
+    embedding_colwise      columns   whole                     gathered
+
+A weight that stays whole between divided layers (`replicated_with_grad_allreduce`) gets the sum of its gradients, each
+of which knows some heads only.
+
+Random numbers: all processes of a tensor group draw the same ones, which is right where activations are whole. Between
+a layer that divides its output and one that takes a divided input they draw from generators that are seeded by a draw
+and the tensor coordinate, so that equal masks do not repeat with every part. Since the seed is a draw, the generators'
+states are all that a checkpoint needs.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer_lib.arguments.configs.parallelism_config import STYLES
 from trainer_lib.errors import ConfigError
 
 _FIELD = "parallelism.plan"
-_MAKE: Mapping[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-}
+_BY_COLUMNS = ("rowwise", "rowwise_split_input", "embedding_colwise")
+_SUMS = ("rowwise", "rowwise_split_input", "embedding_rowwise")
 _DIVIDES_VOCABULARY = ("embedding_rowwise", "colwise_gather_output", "colwise")
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -134,18 +142,21 @@ def divide_layers(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh)
 
     No collective: all processes have built the same model, or take over the first one's values afterwards.
     """
-    divided: dict[int, Any] = {}
-    streams = PartStreams(mesh.get_local_rank())
+    divided: dict[int, nn.Parameter] = {}  # by the whole one: tied weights stay tied
+    group = Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    streams = PartStreams(group.rank)
     for name, style in styles.items():
         layer = model.get_submodule(name)
         if style == "replicated_with_grad_allreduce":
-            _sum_gradients(layer, mesh)
+            _sum_gradients(layer, group)
             continue
-        before = {key: each for key, each in layer._parameters.items() if each is not None}
-        parallelize_module(layer, mesh, _MAKE[style](), src_data_rank=None)
-        for key, old in before.items():
-            new = divided.setdefault(id(old), _trimmed(layer._parameters[key], old))
-            layer._parameters[key] = new  # the same for tied weights
+        for key, whole in list(layer._parameters.items()):
+            if whole is not None and not (key == "bias" and style in _SUMS):
+                dim = 1 if style in _BY_COLUMNS else 0
+                if id(whole) not in divided:
+                    divided[id(whole)] = _divide(whole, mesh, dim)
+                layer._parameters[key] = divided[id(whole)]
+        _run_on_part(layer, style, group)
         if style == "colwise":
             layer.register_forward_hook(streams.enter)
         elif style == "rowwise":
@@ -153,43 +164,133 @@ def divide_layers(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh)
     model.register_forward_hook(streams.leave, always_call=True)
 
 
-def divide_gradients(model: nn.Module) -> None:
-    """Divide the gradients of embeddings, which torch computes whole, as their weights are; FSDP does it by itself."""
-    for layer in model.modules():
-        weight: Any = layer.weight if isinstance(layer, nn.Embedding) else None
-        if isinstance(weight, DTensor) and weight.requires_grad:
-            weight.register_hook(lambda grad, like=weight.placements: grad.redistribute(placements=like))  # type: ignore[no-untyped-call]
-
-
-def _trimmed(parameter: Any, old: nn.Parameter) -> Any:
-    """Return a divided parameter whose part is memory of its own and not a view into the whole tensor."""
-    local = parameter.to_local().detach()
+def _divide(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """Return this process's part as memory of its own, and not as a view into the whole tensor ``[...]``."""
+    divided: Any = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    local = divided.to_local()
     if not local.is_meta and local.untyped_storage().nbytes() > local.nbytes:
-        local = local.clone()
-    whole = DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=old.shape, stride=old.stride()
-    )
-    return nn.Parameter(whole, requires_grad=old.requires_grad)
+        divided = DTensor.from_local(
+            local.clone(), mesh, divided.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return nn.Parameter(divided, requires_grad=whole.requires_grad)
 
 
-class _SummedGradient(torch.autograd.Function):
-    """A weight as it is; the sum of its gradients over a group."""
+class Group(NamedTuple):
+    """The processes that divide a layer, and this one among them."""
 
+    processes: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this process's part of the last dimension: ``[..., features]`` to ``[..., part]``."""
+        step = -(-whole.shape[-1] // self.size)
+        start = min(self.rank * step, whole.shape[-1])
+        return whole.narrow(-1, start, min(step, whole.shape[-1] - start)).contiguous()
+
+    def gather(self, part: Tensor, features: int) -> Tensor:
+        """Return the parts of all processes, joined: ``[..., part]`` to ``[..., features]``. Collective."""
+        step = -(-features // self.size)
+        padded = part if part.shape[-1] == step else nn.functional.pad(part, (0, step - part.shape[-1]))
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, padded.contiguous(), group=self.processes)
+        return torch.cat(parts, dim=-1).narrow(-1, 0, features)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Return the sum over all processes of a tensor ``[...]``. Collective."""
+        total = part.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.processes)
+        return total
+
+
+class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        return group.sum(part)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return gradients[0], None
 
 
-def _sum_gradients(layer: nn.Module, mesh: DeviceMesh) -> None:
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.sum(gradients[0]), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, features: int) -> Tensor:
+        ctx.group = group
+        return group.gather(part, features)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.part(gradients[0]), None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.features = group, whole.shape[-1]
+        return group.part(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.gather(gradients[0], ctx.features), None
+
+
+def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
+    """Run the layer's own forward on this process's part of its weights, and exchange what its style asks for."""
+    forward: Any = layer.forward
+    features = getattr(layer, "out_features", getattr(layer, "embedding_dim", 0))
+    first, rows = 0, 0
+    if style == "embedding_rowwise" and isinstance(layer, nn.Embedding):
+        step = -(-layer.num_embeddings // group.size)
+        first = min(group.rank * step, layer.num_embeddings)
+        rows = min(step, layer.num_embeddings - first)
+        padding = layer.padding_idx
+        layer.padding_idx = padding - first if padding is not None and first <= padding < first + rows else None
+
+    @functools.wraps(forward)
+    def on_part(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own = layer._parameters
+        parts = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
+        bias, absent = None, None
+        if style in _SUMS:
+            bias, parts["bias"] = parts.get("bias"), None
+        if style.startswith("colwise"):
+            given = _SummedGradient.apply(given, group)  # type: ignore[no-untyped-call]
+        elif style == "rowwise_split_input":
+            given = _Part.apply(given, group)  # type: ignore[no-untyped-call]
+        elif style == "embedding_rowwise":
+            absent = (given < first) | (given >= first + rows)
+            given = (given - first).masked_fill(absent, 0)
+        layer.__dict__["_parameters"] = parts
+        try:
+            output: Any = forward(given, *args, **kwargs)
+        finally:
+            layer.__dict__["_parameters"] = own
+        if absent is not None:
+            output = output.masked_fill(absent.unsqueeze(-1), 0)
+        if style in _SUMS:
+            output = _Sum.apply(output, group)  # type: ignore[no-untyped-call]
+        elif style != "colwise":
+            output = _Gather.apply(output, group, features)  # type: ignore[no-untyped-call]
+        return output if bias is None else output + bias  # type: ignore[no-any-return]
+
+    layer.forward = on_part
+
+
+def _sum_gradients(layer: nn.Module, group: Group) -> None:
     """Sum the gradients of a layer's own parameters. Inside of its forward, as FSDP gathers them for it only."""
-    forward, group = layer.forward, mesh.get_group()
+    forward = layer.forward
 
     @functools.wraps(forward)
     def summing(*args: Any, **kwargs: Any) -> Any:
@@ -224,7 +325,10 @@ class PartStreams:
         has_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._outside = torch.get_rng_state(), torch.cuda.get_rng_state() if has_gpu else None
         self._seed = (draw + 0x9E3779B97F4A7C15 * (self._coordinate + 1)) & (2**63 - 1)
-        torch.manual_seed(self._seed)
+        # Not torch.manual_seed, which notes the whole stack for devices that are not in use.
+        torch.default_generator.manual_seed(self._seed)
+        if has_gpu:
+            torch.cuda.manual_seed(self._seed)
 
     def leave(self, *_: Any) -> None:
         """Return to the numbers that all processes of the group draw, if this process has not."""

@@ -20,7 +20,7 @@ from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
-from trainer_lib.strategies.tensor.layers import divide_gradients, divide_layers, plan_layers
+from trainer_lib.strategies.tensor.layers import divide_layers, plan_layers
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -54,12 +54,6 @@ class TensorStrategy(FsdpStrategy):
     def _divide_layers(self, model: nn.Module) -> None:
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
         divide_layers(model, styles, self.mesh.along("tensor"))
-
-    @override
-    def _shard(self, model: nn.Module) -> None:
-        super()._shard(model)
-        if self.mesh.data_size == 1:
-            divide_gradients(model)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
