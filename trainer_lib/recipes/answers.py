@@ -419,7 +419,8 @@ class AnswerTrainer(PlainTrainer):
 
     def compare(self, inputs: Any) -> Tensor:
         """What the reference says of the answers ``[rows, answers]``; without it the same of all."""
-        return torch.zeros_like(inputs["lengths"])
+        reference: Tensor = inputs.get("reference", torch.zeros_like(inputs["lengths"]))
+        return reference
 
     @override
     def compute_loss(
@@ -490,11 +491,6 @@ class PolicyTrainer(AnswerTrainer):
         with self.autocast_smart_context_manager():
             found = log_probabilities(model, inputs)
         return torch.stack(found.chunk(len(found) // len(inputs["lengths"])), dim=1)
-
-    @override
-    def compare(self, inputs: Any) -> Tensor:
-        reference: Tensor = inputs["reference"]
-        return reference
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:

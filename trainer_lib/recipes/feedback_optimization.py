@@ -91,13 +91,7 @@ def _read_mark(value: Any, where: str) -> int:
 
 # -- losses and metrics -----------------------------------------------------------------------------------------------
 def feedback_losses(
-    ratios: Tensor,
-    divergence: Tensor,
-    labels: Tensor,
-    *,
-    beta: float,
-    good_weight: float = 1.0,
-    bad_weight: float = 1.0,
+    ratios: Tensor, divergence: Tensor, labels: Tensor, *, beta: float, good_weight: float = 1, bad_weight: float = 1
 ) -> Tensor:
     """The loss of each answer ``[rows]`` (Ethayarajh et al., KTO, 2024, equations 7 and 8 less a constant).
 

@@ -185,8 +185,8 @@ class Trainer(PolicyTrainer):
 
     @override
     def compare(self, inputs: Any) -> Tensor:
-        reference: Tensor = inputs["reference"] / inputs["lengths"] if self._is_alone else inputs["reference"]
-        return reference
+        reference = super().compare(inputs)
+        return reference / inputs["lengths"] if self._is_alone else reference
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
