@@ -15,6 +15,7 @@ import torch
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.model_folder.loaded import LoadedModel
 from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError
+from trainer_lib.recipes.generation import end_tokens, known_ends
 from trainer_lib.recipes.model_places import from_place, import_transformers
 
 Show = Callable[[str], None]
@@ -138,10 +139,8 @@ class Chat:
 
     def _ends(self) -> list[int]:
         """The tokens that end an answer: those of the model, and of the tokenizer."""
-        of_model = getattr(self._model.generation_config, "eos_token_id", None)
-        listed = of_model if isinstance(of_model, list) else [of_model]
-        known = [end for end in [*listed, self._template.tokenizer.eos_token_id] if end is not None]
-        return list(dict.fromkeys(known)) or [0]
+        ends = [*known_ends(self._model), *end_tokens(self._template.tokenizer)]
+        return list(dict.fromkeys(ends)) or [0]
 
     def _as_base(self) -> AbstractContextManager[Any]:
         """The model as it was before training: without its adapters, or loaded by its name or folder.

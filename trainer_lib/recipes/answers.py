@@ -22,6 +22,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.causal_language_modeling import preprocess_logits_for_metrics
 from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError, find_template
 from trainer_lib.recipes.conversations import read_conversation
+from trainer_lib.recipes.generation import continue_prompts, end_tokens, stop_at
 from trainer_lib.recipes.model_places import (
     DTYPES,
     ENDS,
@@ -34,7 +35,7 @@ from trainer_lib.recipes.model_places import (
     require_positions,
 )
 from trainer_lib.recipes.option_names import require_choice
-from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, continue_prompts, evaluating
+from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, evaluating
 from trainer_lib.recipes.table_cells import read_exact_text
 from trainer_lib.recipes.table_files import NOTE, SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
@@ -378,6 +379,8 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     model.config.use_cache = False  # training has no use for it
     remedy = "Give pretrained or folder in prepare.options and in train.model."
     model = add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place, remedy=remedy)
+    if data.info.get("is_chat"):
+        stop_at(model, end_tokens(kept_tokenizer(data)))
     model.preference = {name: chosen[name] for name in ("beta", *names)}
     model.build_first, model.new_tokens, model.pad = build, chosen["new_tokens"], data.info["ends"]["pad_token_id"]
     built: nn.Module = model

@@ -33,6 +33,7 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError
+from trainer_lib.recipes.generation import continue_prompts, generate
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.model_places import (
     DTYPES,
@@ -52,7 +53,6 @@ from trainer_lib.recipes.packed_batches import (
     collate_flat,
     collate_rows,
     collate_texts,
-    continue_prompts,
     require_isolation,
     require_rows,
     row_likelihoods,
@@ -249,15 +249,9 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
     chosen = choose(options, {"prompts": [], "sample_tokens": 64}, field="evaluate.options")
     if not chosen["prompts"]:
         return {}
-    tokenizer, generator = kept_tokenizer(data), model
-    samples = []
-    for prompt in chosen["prompts"]:
-        given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(next(model.parameters()).device)
-        made = generator.generate(  # type: ignore[operator]
-            **given,
-            max_new_tokens=chosen["sample_tokens"],
-            do_sample=False,
-            pad_token_id=data.info["ends"]["eos_token_id"],
-        )
-        samples.append(tokenizer.decode(made[0], skip_special_tokens=True))
+    tokenizer, wanted = kept_tokenizer(data), [chosen["sample_tokens"]] * len(chosen["prompts"])
+    prompts = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in chosen["prompts"]]
+    made = generate(model, tokenizer, prompts, wanted, pad=data.info["ends"]["eos_token_id"])
+    whole = [[*prompt, *new] for prompt, new in zip(prompts, made, strict=True)]
+    samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
     return {"files": {"samples.txt": ("\n" + "-" * 80 + "\n").join(samples).encode()}}

@@ -286,25 +286,6 @@ def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor
     return ids, (torch.arange(width) >= width - used[:, None]).long()
 
 
-def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int) -> Tensor:
-    """New tokens ``[texts, tokens]``, the most likely one each time; behind those that a text should get, -100.
-
-    Args:
-        model: a model of transformers that generates.
-        ids: ``[texts, tokens]``, with their `mask`, as `batch_prompts` makes them.
-        wanted: ``[texts]``, how many tokens each gets, at most.
-        pad: the token behind the end of a text.
-    """
-    most = int(wanted.max())
-    if most == 0:
-        return torch.full((len(ids), 1), NO_TARGET, device=ids.device)
-    made: Tensor = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=pad
-    )
-    new = made[:, ids.shape[1] :]
-    return new.masked_fill(torch.arange(new.shape[1], device=ids.device) >= wanted[:, None], NO_TARGET)
-
-
 def row_likelihoods(model: nn.Module, batch: Mapping[str, Tensor], reduce: Any) -> Tensor:
     """The negative log-likelihood of each text, and its targets ``[rows, 2]``: the sums over its pieces.
 

@@ -39,9 +39,10 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
-from trainer_lib.recipes.causal_language_modeling import build_model
+from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
 from trainer_lib.recipes.chat_templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
 from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults, read_question
+from trainer_lib.recipes.generation import continue_prompts, end_tokens, stop_at
 from trainer_lib.recipes.held_out_metrics import measure_tokens
 from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
@@ -50,7 +51,6 @@ from trainer_lib.recipes.packed_batches import (
     NO_TARGET,
     batch_prompts,
     collate_rows,
-    continue_prompts,
     require_rows,
 )
 from trainer_lib.recipes.packing import Document, new_counts, pack_documents
@@ -245,6 +245,17 @@ def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str, out:
         shown.append({"place": conversation.place, "parts": short})
     out.write_file("conversations.txt", text.encode())
     out.write_file("conversations.json", json.dumps(shown).encode())
+
+
+def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
+    """Build the model as for texts; what it generates ends with the assistant's turn as well.
+
+    Raises:
+        ConfigError: as of texts.
+    """
+    model = build_text_model(options, data)
+    stop_at(model, end_tokens(kept_tokenizer(data)))
+    return model
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

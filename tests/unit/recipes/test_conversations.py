@@ -25,6 +25,7 @@ from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.conversations import read_conversation
+from trainer_lib.recipes.generation import end_tokens, generate, known_ends
 from trainer_lib.recipes.tokenizing import kept_tokenizer, learn_byte_tokenizer
 from trainflow.flows.new_project.starting import code_chats
 
@@ -321,6 +322,32 @@ def test_answers_are_learned_and_written_for_new_rows(packed: Prepared, tmp_path
     assert recipe.after_evaluate is not None
     shown = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["a?"], "sample_tokens": 5})
     assert shown["files"]["samples.txt"].decode().splitlines() == ["a?", "", *written[1].splitlines()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_end_at_the_end_of_a_turn_and_of_a_text(name: str) -> None:
+    tokenizer = family_tokenizer()
+    tokenizer.chat_template = template_text(*FAMILIES[name])
+    conversation = read_conversation("", {"messages": [USER, ANSWER]}, "messages")
+    tokens, trained = ChatTemplate(tokenizer, None).tokenize(conversation)
+    ends = end_tokens(tokenizer)
+    assert ends[:1] == [tokenizer.eos_token_id]
+    assert int(tokens[trained.nonzero()[0][-1]]) in ends
+    tokenizer.chat_template = None
+    assert end_tokens(tokenizer) == [tokenizer.eos_token_id]
+
+
+def test_prompts_are_continued_together_as_alone_up_to_any_token_that_ends_them(packed: Prepared) -> None:
+    torch.manual_seed(0)
+    tokenizer, model = kept_tokenizer(packed[2]), packed[0].build_model({"config": TINY}, packed[2]).eval()
+    assert known_ends(model) == [tokenizer.convert_tokens_to_ids(END)]
+    prompts = [tokenizer(text)["input_ids"] for text in ("one", "a much longer prompt", "c")]
+    alone = [generate(model, tokenizer, [prompt], [8])[0] for prompt in prompts]
+    assert [len(tokens) for tokens in alone] == [8, 8, 8]
+    assert generate(model, tokenizer, prompts, [8, 3, 0]) == [alone[0], alone[1][:3], []]
+    end = alone[0][-1]
+    cut = generate(model, tokenizer, prompts, [8, 8, 8], ends=[end, tokenizer.eos_token_id], pad=1)
+    assert cut == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in alone]
 
 
 def test_training_goes_on_bit_for_bit(packed: Prepared, tmp_path: Path) -> None:
