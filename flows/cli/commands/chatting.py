@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from trainer_lib.model_folder.chat import Chat, Spoken
 
 _WORDS = "/reset and /system TEXT begin again, /exit ends; Ctrl-C ends an answer"
+_Prompt = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Answer this alone; unset: what is piped in, or talk.")
+]
 _System = Annotated[str | None, typer.Option(metavar="TEXT", help="First turn; unset: that of training; empty: none.")]
+_Base = Annotated[bool, typer.Option("--base", help="Answer with the base model as well, to compare.")]
+_NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens of an answer.")]
 _Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the likeliest token each time.")]
 
 
@@ -31,12 +36,10 @@ _Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the 
 """)
 def chat(
     model: ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Answer this alone; unset: what is piped in, or a conversation.")
-    ] = None,
+    prompt: _Prompt = None,
     system: _System = None,
-    base: Annotated[bool, typer.Option("--base", help="Answer with the base model as well, to compare.")] = False,
-    new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens of an answer.")] = 512,
+    base: _Base = False,
+    new_tokens: _NewTokens = 512,
     temperature: _Temperature = 0.0,
     trust: Trust = None,
     bare: Bare = False,
@@ -49,27 +52,26 @@ def chat(
     """
     from trainer_lib.model_folder.locate import find_model, require_trust
 
-    said = prompt if prompt is not None or sys.stdin.isatty() else sys.stdin.read()
-    if (said is None and as_json) or (said is not None and not said.strip()):
+    asked = prompt if prompt is not None or sys.stdin.isatty() else sys.stdin.read()
+    if (asked is None and as_json) or (asked is not None and not asked.strip()):
         remedy = "Give --prompt TEXT, or pipe a text in."
-        raise ConfigError("There is nothing to answer.", field="--prompt", value=said, remedy=remedy)
+        raise ConfigError("There is nothing to answer.", field="--prompt", value=asked, remedy=remedy)
     address, out = find_address(model), terminal.console(stderr=as_json)
-    found = find_model(address)
-    require_trust(found, read_trust(trust))
-    if not found.description.info.get("tokenizer"):  # known without executing its code
-        what, remedy = "The model reads no texts.", "Ask it with trainflow predict."
-        raise ConfigError(what, field="MODEL", value=model, remedy=remedy)
+    described = find_model(address)
+    require_trust(described, read_trust(trust))
+    if not described.description.info.get("tokenizer"):  # known without executing its code
+        remedy = "Ask it with trainflow predict."
+        raise ConfigError("The model reads no texts.", field="MODEL", value=model, remedy=remedy)
     with stoppable(out.print, remedy="Run it again."):
         from trainer_lib.model_folder.chat import Chat
         from trainer_lib.model_folder.loaded import load_model
 
-        loaded = load_model(address, trust_code=found.description.code_digest)
-        talk = Chat(loaded, system, new_tokens, temperature)
-    if said is None:
+        loaded = load_model(address, trust_code=described.description.code_digest)
+        talk = Chat(loaded, system, new_tokens=new_tokens, temperature=temperature)
+    if asked is None:
         converse(talk, out, with_base=base, bare=bare, debug=debug)
         return None
-    with stoppable(out.print, remedy="Run it again."):
-        spoken, beside = answer(talk, said, terminal.console(quiet=as_json), with_base=base)
+    spoken, beside = _answer(talk, asked, terminal.console(quiet=as_json), base)
     others = {} if beside is None else {"base": _record(beside)}
     return Answer({**_record(spoken), **others, "system": talk.system or None}, list)
 
@@ -78,16 +80,13 @@ def _record(spoken: Spoken) -> dict[str, Any]:
     return {"answer": spoken.text, "tokens": spoken.tokens, "whole": spoken.is_whole}
 
 
-def answer(talk: Chat, said: str, out: Console, *, with_base: bool) -> tuple[Spoken, Spoken | None]:
+def _answer(talk: Chat, text: str, out: Console, with_base: bool) -> tuple[Spoken, Spoken | None]:
     """Show an answer piece by piece; with that of the base above it, both have a heading."""
 
-    def show(text: str) -> None:
-        out.print(Text(text), end="")
+    def show(piece: str) -> None:
+        out.print(Text(piece), end="")
 
-    def name(heading: str) -> None:
-        out.print(Text(heading, "dim"))
-
-    return talk.answer(said, show, heading=name if with_base else None)
+    return talk.answer(text, show, heading=(lambda name: out.print(Text(name, "dim"))) if with_base else None)
 
 
 def converse(
@@ -102,43 +101,35 @@ def converse(
     """Answer lines until /exit or the end of the input; a failure is shown, and the conversation stays.
 
     Args:
-        read: shows a prompt and returns a line; raises EOFError at the end, and KeyboardInterrupt for Ctrl-C. None: of
-            the terminal.
+        read: shows a prompt and returns a line, as `input`; None: that of the terminal.
     """
     read = read or _read_line
     if not bare:
         out.print(Text(_WORDS, "dim"))
     while True:
         try:
-            said = read("> ").strip()
+            line = read("> ").strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             out.print()
             continue
-        if said == "/exit":
+        word, _, text = line.partition(" ")
+        if word == "/exit":
             return
+        if word in ("/reset", "/system"):
+            talk.turns, talk.system = [], text.strip() if word == "/system" else talk.system
+            continue
         try:
-            if said.startswith("/"):
-                _obey(talk, said, out)
-            elif said:
-                answer(talk, said, out, with_base=with_base)
+            if line.startswith("/"):
+                out.print(Text(f"There is no {word}: {_WORDS}", "yellow"))
+            elif line:
+                _answer(talk, line, out, with_base)
         except TrainflowError as error:
-            for line in presentation.failure(error, debug=debug):
-                out.print(line)
+            terminal.show(presentation.failure(error, debug=debug))
 
 
 def _read_line(prompt: str) -> str:
     import readline  # noqa: F401 - lines can be edited, and earlier ones called back while it runs
 
     return input(prompt)
-
-
-def _obey(talk: Chat, said: str, out: Console) -> None:
-    word, _, text = said.partition(" ")
-    if word not in ("/reset", "/system"):
-        out.print(Text(f"There is no {word}: {_WORDS}", "yellow"))
-        return
-    talk.turns.clear()
-    if word == "/system":
-        talk.system = text.strip()
