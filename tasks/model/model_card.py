@@ -54,21 +54,11 @@ def describe_card(
         folder: where relative paths of the spec start.
     """
     data, model = inputs[0], inputs[1]
-    conversations = _conversations(data.facts.info, trained)
-    named = config.base_model or (conversations and model.facts.model.get("pretrained")) or ""
-    base, _, base_revision = str(named).partition("@")
-    given = {} if trained is None else trained.info.get("new_columns") or trained.columns
-    form = None if trained is None else TableForm.of(trained.info)
-    gathered = None if form is None else form.gathered.get("into")
-    columns = {key: kind for key, kind in given.items() if key not in ("row_id", gathered)}
     loader = _loader(of_model)
     return Card(
         title=config.title or name,
         description=config.description,
-        license=config.license or (conversations and _licence_of_base(model.facts.model, folder)) or None,
         tags=config.tags,
-        base_model=base or None,
-        base_revision=base_revision or None,
         metrics=metrics,
         data_name=name,
         data_digest=data.content_digest,
@@ -83,13 +73,38 @@ def describe_card(
         library="trainflow" if loader is None else loader[0],
         loader=loader,
         code_digest=None if trained is None else trained.code_digest,
-        columns={key: kind for key, kind in columns.items() if key not in LABELS},
+        columns=_columns(trained),
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=files,
         is_merged=f"{ADAPTER}/{CONFIG}" in of_model,
         confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
-        conversations=conversations,
+        **_origin(config, data, model, trained, folder),
     )
+
+
+def _origin(
+    config: PublishConfig, data: StageManifest, model: StageManifest, trained: ModelDescription | None, folder: str
+) -> dict[str, Any]:
+    """The base model with its licence, and the conversations that it was trained on, if these are the data."""
+    conversations = _conversations(data.facts.info, trained)
+    settings = {} if conversations is None else model.facts.model
+    base, _, revision = str(config.base_model or settings.get("pretrained") or "").partition("@")
+    return {
+        "license": config.license or _licence_of_base(settings, folder),
+        "base_model": base or None,
+        "base_revision": revision or None,
+        "conversations": conversations,
+    }
+
+
+def _columns(trained: ModelDescription | None) -> dict[str, str]:
+    """The columns of new rows, for an example of their use."""
+    if trained is None:
+        return {}
+    form = TableForm.of(trained.info)
+    left_out = {"row_id", *LABELS, None if form is None else form.gathered.get("into")}
+    given = trained.info.get("new_columns") or trained.columns
+    return {name: kind for name, kind in given.items() if name not in left_out}
 
 
 def _conversations(info: Mapping[str, Any], trained: ModelDescription | None) -> Conversations | None:
@@ -105,20 +120,13 @@ def _conversations(info: Mapping[str, Any], trained: ModelDescription | None) ->
 
 
 def _licence_of_base(settings: Mapping[str, Any], folder: str) -> str | None:
-    """The licence in the card of the base model, in its folder or in the local cache; None: it is not known here."""
-    if settings.get("folder"):
-        path: str | None = f"{absolute_path(str(settings['folder']), folder)}/README.md"
-    elif settings.get("pretrained"):
-        from trainer_lib.hub.huggingface import find_cached_card
-
-        path = find_cached_card(str(settings["pretrained"]).partition("@")[0])
-    else:
-        return None
+    """The licence that the card in the base model's folder names; None: it is not known here."""
     try:
-        found = parse_card_head(Path(path or "").read_text(encoding="utf-8")).get("license")
-    except (OSError, ValueError):
+        card = Path(absolute_path(str(settings["folder"]), folder), "README.md").read_text(encoding="utf-8")
+    except (OSError, ValueError, KeyError):
         return None
-    return found if isinstance(found, str) else None
+    named = parse_card_head(card).get("license")
+    return named if isinstance(named, str) else None
 
 
 def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:

@@ -295,17 +295,6 @@ def find_licence(repo: str, *, token: str | None = None) -> str | None:
     return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
 
 
-def find_cached_card(repo: str) -> str | None:
-    """The path of the card of a model's repository in the local cache; None: it is not there."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        path = try_to_load_from_cache(repo, "README.md")
-    except (ImportError, ValueError):  # not installed, or a name that no repository has
-        return None
-    return path if isinstance(path, str) else None
-
-
 def download_snapshot(repo: str, *, revision: str | None = None) -> str:
     """The folder of the local cache with all files of a model's repository, downloaded where they are missing.
 

@@ -46,7 +46,7 @@ class Chat:
 
     def __init__(
         self, loaded: LoadedModel, system: str | None = None, *, new_tokens: int = 512, temperature: float = 0.0
-    ):
+    ) -> None:
         self._model: Any = loaded.model.to(loaded.device)
         tokenizer, self._given = loaded.tokenizer, loaded.description
         if getattr(tokenizer, "chat_template", None) is None or not hasattr(self._model, "generate"):

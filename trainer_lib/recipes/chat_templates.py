@@ -190,13 +190,13 @@ class ChatTemplate:
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
 
-    def show(self, conversation: Conversation, *, loss_on: str) -> list[tuple[str, bool]]:
-        """The text in parts, each with whether it is trained.
+    def show(self, conversation: Conversation, *, loss_on: str, most: int) -> list[tuple[str, bool]]:
+        """The text of the first tokens in parts, each with whether it is trained.
 
         Raises:
             FaultyError: as `tokenize`.
         """
-        tokens, trained = self.tokenize(conversation, loss_on=loss_on)
+        tokens, trained = (values[:most] for values in self.tokenize(conversation, loss_on=loss_on))
         edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
         return [(self.tokenizer.decode(tokens[start:stop]), bool(trained[start])) for start, stop in pairwise(edges)]
 

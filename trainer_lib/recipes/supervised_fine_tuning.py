@@ -26,7 +26,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.mixture import SOURCE
@@ -89,7 +90,7 @@ QUESTION = "conversation"
 """The column in which new rows have their turns, tools and system prompt together, as JSON."""
 _ASKED = ["messages", "conversations", "instruction", "input", "history", "system", "tools"]
 _OVERLONG = ("cut", "drop", "refuse")
-_SHOWN, _SHOWN_CHARACTERS = 5, 2000
+_SHOWN, _SHOWN_TOKENS = 5, 600
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -229,20 +230,16 @@ def _summarize(out: PrepareOutput, split: str, counts: dict[str, int], faults: F
 
 
 def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str, out: PrepareOutput) -> None:
-    """Write the first conversations of training with what is trained, for people and for `trainflow plan`."""
+    """Write the beginnings of conversations of training with what is trained, for people and for `trainflow plan`."""
     text, shown = "What is trained stands between ⟦ and ⟧.\n", list[dict[str, Any]]()
     for conversation in islice((each for each in splits.read("train") if not each.fault), _SHOWN):
         try:
-            parts = template.show(conversation, loss_on=loss_on)
+            parts = template.show(conversation, loss_on=loss_on, most=_SHOWN_TOKENS)
         except FaultyError as fault:
             parts = [(f"({fault})", False)]
         marked = "".join(f"⟦{part}⟧" if is_trained else part for part, is_trained in parts)
         text += f"{'-' * 80}\n{conversation.place}\n{marked}\n"
-        room = iter(accumulate((len(part) for part, _ in parts), initial=0))
-        short = [[part[: max(0, _SHOWN_CHARACTERS - next(room))], is_trained] for part, is_trained in parts]
-        is_cut = sum(len(part) for part, _ in parts) > _SHOWN_CHARACTERS
-        short = [part for part in short if part[0]] + ([["…", False]] if is_cut else [])
-        shown.append({"place": conversation.place, "parts": short})
+        shown.append({"place": conversation.place, "parts": parts})
     out.write_file("conversations.txt", text.encode())
     out.write_file("conversations.json", json.dumps(shown).encode())
 
@@ -279,7 +276,7 @@ def ask(row: Mapping[str, Any], template: ChatTemplate, data: DataInfo, new: int
     Raises:
         DataError: the conversation is faulty, or the row has no room for the answer.
     """
-    length, gathered = data.info["length"], json.loads(row.get(QUESTION) or "{}")
+    length, gathered = data.info["length"], parse_json(row.get(QUESTION) or "{}")
     asked = read_question({**row, **gathered}, system=data.info["system"])
     try:
         tokens = template.ask(asked.messages, asked.tools)
