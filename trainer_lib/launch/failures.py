@@ -8,15 +8,20 @@ stop, a rank that only lost contact.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from trainer_lib.arguments.configs.parallelism_config import FIELD, PEERS, read_layout
+from trainer_lib.base.grid import Grid
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
+    ConfigError,
     HangError,
     InfrastructureError,
     Interrupted,
@@ -30,6 +35,7 @@ from trainer_lib.launch.supervise import Ending
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.MULTILINE)
+_NAMED_RANKS = re.compile(r"\b[Rr]anks? ([\d, and]+)")
 _MOST_PLACES = 3
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _OURS = Path(__file__).resolve().parents[1]
@@ -129,11 +135,32 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
-    """Return the failure of a launch that has no result.
+    """Return the failure of a launch that has no result; where processes have coordinates, the message names them.
 
     Args:
         direct: the guard's command was the only worker itself, not a launcher of workers.
     """
+    error = _find_failure(run_dir, ending, direct=direct)
+    grid = _read_grid(run_dir)
+    named = {int(number) for ranks in _NAMED_RANKS.findall(error.message) for number in re.findall(r"\d+", ranks)}
+    ranks = sorted({*named, *(() if error.rank is None else (error.rank,))})[:_MOST_PLACES]
+    if grid is not None and ranks and ranks[-1] < grid.size:
+        error.message += f" {'; '.join(f'rank {rank} is {grid.describe(rank)}' for rank in ranks).capitalize()}."
+    return error
+
+
+def _read_grid(run_dir: RunDir) -> Grid | None:
+    """Return the grid that the request's arguments lay out; None where all processes are copies or shards."""
+    args = (run_dir.read_json("request.json") or {}).get("args") or {}
+    given: Any = SimpleNamespace(parallelism=args.get(FIELD), parallelism_config=args.get(PEERS))
+    with contextlib.suppress(ConfigError):
+        layout = read_layout(given)
+        if layout is not None:
+            return Grid(layout.sizes())
+    return None
+
+
+def _find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
     records = run_dir.read_errors()
     stopped = [record for record in records if record.get("class") == Preempted.__name__]
     stopped.sort(key=lambda record: record.get("step") is None)  # a rank that was stopped twice may not know its step

@@ -13,12 +13,12 @@ import torch
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings
 from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
+from trainer_lib.base.grid import Grid
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.storage import Store
@@ -112,7 +112,7 @@ class World:
     save_group: distributed.Communicator
     device: torch.device
     batching: BatchSettings
-    mesh: Mesh
+    mesh: Grid
 
     @classmethod
     def form(cls, args: TrainingArguments) -> World:
@@ -123,7 +123,7 @@ class World:
         batching.check_state(world_size=distributed.ranks_from_environment().world_size, formed=formed)
         comm = distributed.init(args)
         sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
-        mesh = Mesh(sizes, comm.rank)
+        mesh = Grid(sizes, comm.rank)
         if mesh.shares_samples:
             comm = copy.copy(comm)  # another Trainer of this process may have another layout
             comm.data_parallel = distributed.DataParallel(mesh.data_rank, mesh.data_size)

@@ -173,6 +173,18 @@ def test_a_hang_names_where_the_ranks_stand_the_users_code_first(run_dir: RunDir
     assert str(run_dir.path) in (error.remedy or "")
 
 
+def test_ranks_of_a_layout_are_named_by_their_coordinates(run_dir: RunDir) -> None:
+    run_dir.write_json("request.json", {"args": {"parallelism": {"tensor": 2, "shard": 2}}})
+    (run_dir.path / "stack-3.txt").write_text(STACK.format(inner="gloo.py", users=""))
+    (run_dir.path / "stack-1.txt").write_text(STACK.format(inner="a.py", users=""))
+    message = fail(run_dir, ending(hung_s=31.0)).message
+    assert message.endswith("Rank 1 is tensor=1, shard=0; rank 3 is tensor=1, shard=1.")
+    record(run_dir, 2, DataError("A row is empty."), 1.0)
+    assert fail(run_dir, ending()).message == "A row is empty. Rank 2 is tensor=0, shard=1."
+    run_dir.write_json("request.json", {"args": {}})
+    assert fail(run_dir, ending()).message == "A row is empty."
+
+
 @pytest.mark.parametrize(
     ("guard", "message"),
     [

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer_lib import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import data_size, mesh_sizes, read_layout, settings_of
-from trainer_lib.distributed.mesh import DIMENSIONS, Mesh
+from trainer_lib.base.grid import DIMENSIONS, Grid
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.tensor.layers import plan_layers
 
@@ -28,7 +28,7 @@ from trainer_lib.strategies.tensor.layers import plan_layers
     ],
 )
 def test_ranks_of_one_data_coordinate_are_neighbours(sizes: dict[str, int], data: list[int], last: str) -> None:
-    ranks = [Mesh(sizes, rank) for rank in range(len(data))]
+    ranks = [Grid(sizes, rank) for rank in range(len(data))]
     assert [mesh.data_rank for mesh in ranks] == data
     assert {(mesh.size, mesh.data_size) for mesh in ranks} == {(len(data), max(data) + 1)}
     assert ranks[-1].describe() == ranks[0].describe(len(data) - 1) == last
@@ -64,7 +64,7 @@ def test_arguments_lay_out_the_processes(given: dict[str, Any], sizes: dict[str,
     args = TrainingArguments("out", **given)
     assert mesh_sizes(args, world_size=8, local_world_size=4) == sizes
     assert getattr(settings_of(args), "mode", None) == mode
-    assert data_size(args, 8) == Mesh(sizes).data_size
+    assert data_size(args, 8) == Grid(sizes).data_size
     read = TrainingArguments.from_dict(args.to_dict())
     assert (read.parallelism, read.parallelism_config) == (args.parallelism, args.parallelism_config)
     assert read_layout(read) == read_layout(args)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_lib.base.grid import Grid
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file
@@ -21,7 +22,6 @@ from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.loader import TrainSource
 from trainer_lib.data.order import derive
 from trainer_lib.distributed.agreement import run_on_all_ranks
-from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.readers import protect_from_removal
@@ -398,7 +398,7 @@ class Restore:
         world, layout = self._internals.world, loaded.commit.meta.get("layout")
         if world.save_group is not world.comm:
             return world.save_group.rank
-        saved = Mesh(layout if isinstance(layout, dict) else {"replicate": loaded.world_size})
+        saved = Grid(layout if isinstance(layout, dict) else {"replicate": loaded.world_size})
         return world.comm.data_parallel.rank * (saved.size // saved.data_size)
 
     def finish(self, loaded: Checkpoint) -> None:
