@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import run_distributed
 from trainer_lib import TrainingArguments
+from trainer_lib.base.grid import Grid
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -78,6 +79,7 @@ class Layout:
     def __init__(self, name: str, seed: int) -> None:
         layout = LAYOUTS[name]
         self.placements = [] if layout is None else layout[1]
+        self.sizes = (1,) if layout is None else layout[0]
         self.mesh: DeviceMesh | None = None
         if layout is not None:
             self.mesh = _mesh(layout[0])
@@ -104,7 +106,8 @@ class Layout:
     def snapshot(self, rank: int) -> Snapshot:
         counted = torch.tensor(rank)  # a buffer is each rank's
         state = snapshot_optimizer(self.optimizer, self.params)
-        return shard_snapshot(Snapshot(1, {**self.params, "seen": counted}, state), rank)
+        place = Grid(dict(zip(NAMES[-len(self.sizes) :], self.sizes, strict=True)), rank).describe()
+        return shard_snapshot(Snapshot(1, {**self.params, "seen": counted}, state), rank, place)
 
     def restore(self, root: Store, comm: Any) -> None:
         loaded = load_checkpoint(root, "checkpoint-1", comm)
@@ -245,10 +248,8 @@ def test_copies_that_differ_are_named_and_nothing_is_committed(tmp_path: Path) -
     [odd, norm, state], *others = run_distributed(differing, 4, str(tmp_path))
     assert others == [[odd, norm, state]] * 3
     assert "'model/odd'" in odd[0]
-    assert "rank 1 (replicate" not in odd[0]
-    assert "rank 1 (shard=0,tensor=1)" in odd[0]
-    assert "rank 3 (shard=1,tensor=1)" in odd[0]
+    assert "between rank 1 (tensor=1, shard=0) and rank 3 (tensor=1, shard=1)" in odd[0]
     assert "'model/norm'" in norm[0]
-    assert "rank 0 (shard=0,tensor=0)" in norm[0]
+    assert "rank 0 (tensor=0, shard=0)" in norm[0]
     assert "'optimizer/odd/exp_avg'" in state[0]
     assert [each[1:] for each in (odd, norm, state)] == [[3, 0]] * 3

@@ -16,6 +16,9 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, classification_rows
 from tests.support.training import LOGGED, losses, trainer
 from trainer_lib import TrainerCallback
+from trainer_lib.checkpoint.catalogue import list_checkpoints
+from trainer_lib.errors import NotReproducibleError
+from trainer_lib.storage import Store
 
 PLAN = {"up": "colwise", "down": "rowwise"}
 #: Name -> processes, and arguments.
@@ -23,8 +26,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "replicas": (2, {}),
     "whole": (2, {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+    "tensor": (2, {"parallelism": {"tensor": 2, "plan": PLAN}}),
     "rows": (4, {"fsdp": "full_shard"}),
     "groups": (4, {"fsdp": "hybrid_shard", "fsdp_config": {"hybrid_group_size": 2}}),
+    "tensor-rows": (4, {"parallelism": {"shard": 2, "tensor": 2, "plan": PLAN}}),
+    "tensor-replicas": (4, {"parallelism": {"replicate": 2, "tensor": 2, "plan": PLAN}}),
 }
 RUN: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 6, "per_device_train_batch_size": 2, **LOGGED}
 ROWS = classification_rows(20)
@@ -163,3 +169,31 @@ def test_the_same_layout_goes_on_to_the_bit(
     assert parts["losses"] == whole["losses"]
     assert parts["state"].keys() == whole["state"].keys()
     assert all(torch.equal(value, whole["state"][key]) for key, value in parts["state"].items())
+
+
+class Disturb(Halt):
+    """Changes a value that all ranks should have alike, on the last of them, before the save."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.trainer._trainflow.comm.rank == 3:
+            weight: Any = self.trainer.model.norm.weight
+            with torch.no_grad():
+                (weight.to_local() if hasattr(weight, "to_local") else weight)[0] += 1
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def disturbed(folder: str) -> list[str]:
+    disturb = Disturb(1, Augmented(ROWS))
+    one = trainer(folder, disturb.data, model=Layers(), callbacks=[disturb], **RUN, **LAYOUTS["tensor-replicas"][1])
+    disturb.trainer = one
+    with pytest.raises(NotReproducibleError) as caught:
+        one.train()
+    return [caught.value.message, *(info.name for info in list_checkpoints(Store.open(folder)))]
+
+
+def test_a_copy_that_differs_ends_the_save(tmp_path: Path) -> None:
+    [first, *others] = run_distributed(disturbed, 4, str(tmp_path))
+    assert others == [first] * 3
+    [message] = first
+    assert "'model/norm.weight'" in message
+    assert "rank 3 (tensor=1, replicate=1)" in message

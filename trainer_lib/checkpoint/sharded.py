@@ -40,7 +40,7 @@ from trainer_lib.checkpoint.tensors import (
     write_header,
     write_safetensors,
 )
-from trainer_lib.distributed.sharding import Box, LazyTensors, LocalPart, is_sharded, local_part, mesh_place, whole_box
+from trainer_lib.distributed.sharding import Box, LazyTensors, LocalPart, is_sharded, local_part, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
@@ -57,7 +57,7 @@ class LocalShard:
     Attributes:
         parts: ``<group>/<name>`` → this rank's part. Rank 0 has every name, because it states the shapes.
         tied: other name → the name that the tensor is stored under.
-        place: this rank's coordinates in the mesh, such as "replicate=0,shard=1"; empty when there is no mesh.
+        place: this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0".
     """
 
     parts: Mapping[str, LocalPart]
@@ -70,7 +70,7 @@ def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
     return any(map(is_sharded, tensors.values()))
 
 
-def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -> LocalShard:
+def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int, place: str = "") -> LocalShard:
     """Collect this rank's part of groups of tensors (group → name → `[...]`), under ``<group>/<name>``.
 
     Raises:
@@ -90,7 +90,7 @@ def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int) -
             # Rank 0 keeps all of them for the index, which needs every shape.
             if part.is_first_copy or rank == 0 or _is_equal_everywhere(name, tensor, groups.get("model", {})):
                 parts[full] = part
-    return LocalShard(parts, tied, mesh_place(tensor for tensors in groups.values() for tensor in tensors.values()))
+    return LocalShard(parts, tied, place)
 
 
 def _is_equal_everywhere(name: str, tensor: Tensor, model: Mapping[str, Tensor]) -> bool:

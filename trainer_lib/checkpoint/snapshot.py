@@ -71,7 +71,7 @@ def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
     return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
 
 
-def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
+def shard_snapshot(snapshot: Snapshot, rank: int, place: str = "") -> Snapshot:
     """Replace sharded tensors by this rank's parts of them (`parts`); a snapshot of whole tensors is returned as it is.
 
     Raises:
@@ -82,7 +82,7 @@ def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
     without_tensors = None if optimizer is None else replace(optimizer, tensors={})
-    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_parts(groups, rank))
+    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_parts(groups, rank, place))
 
 
 def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:

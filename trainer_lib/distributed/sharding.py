@@ -188,17 +188,6 @@ def _share(ranges: Sequence[Range], parts: int, index: int, pieces: int) -> tupl
     return tuple(kept)
 
 
-def mesh_place(tensors: Iterable[Tensor]) -> str:
-    """This process's place in the largest mesh of tensors `[...]`: "replicate=0,shard=1"; empty without a mesh."""
-    meshes = [tensor.device_mesh for tensor in tensors if is_sharded(tensor)]
-    mesh = max(meshes, key=lambda mesh: mesh.ndim, default=None)
-    coordinate = None if mesh is None else mesh.get_coordinate()
-    if mesh is None or coordinate is None:
-        return ""
-    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    return ",".join(f"{name}={position}" for name, position in zip(names, coordinate, strict=True))
-
-
 def fill_part(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
     """Copy this process's part of the tensor `source[name]` into `target`, which has the same (whole) shape."""
     held = list(local_part(target, rank=0).boxes())

@@ -306,6 +306,20 @@ def test_a_block_with_other_bytes_names_tensor_and_file_and_its_neighbours_are_r
     assert torch.equal(row, snapshot(2).model["embed.weight"][3:4])
 
 
+@pytest.mark.parametrize("sizes", [{"tensor": "two"}, {"tensor": None}, [4], 7])
+def test_a_layout_that_is_not_one_is_refused(sizes: Any, tmp_path: Path) -> None:
+    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
+    trainer(tmp_path, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+    folder = Store.open(tmp_path / "checkpoint-1")
+    commit = read_commit(folder)
+    assert commit is not None
+    folder.delete(COMMIT)
+    write_commit(folder, "checkpoint", commit.files, {**commit.meta, "layout": sizes})
+    with pytest.raises(DamagedError) as caught:
+        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
+    assert str(caught.value.field).endswith(COMMIT)
+
+
 # ---------------------------------------------------------------------------------------------- other programs' folders
 FOREIGN = {
     "transformers": (["trainer_state.json", "optimizer.pt", "model.safetensors"], "transformers Trainer", "import"),

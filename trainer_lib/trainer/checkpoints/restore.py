@@ -398,8 +398,9 @@ class Restore:
         world, layout = self._internals.world, loaded.commit.meta.get("layout")
         if world.save_group is not world.comm:
             return world.save_group.rank
-        saved = Grid(layout if isinstance(layout, dict) else {"replicate": loaded.world_size})
-        return world.comm.data_parallel.rank * (saved.size // saved.data_size)
+        with loaded.treat_errors_as_damage(COMMIT):
+            saved = Grid({"replicate": loaded.world_size} if layout is None else dict(layout))
+            return world.comm.data_parallel.rank * (saved.size // saved.data_size)
 
     def finish(self, loaded: Checkpoint) -> None:
         """Restore the random numbers, last of all, and end the checkpoint's protection. Collective."""

@@ -123,7 +123,7 @@ class Snapshots:
             },
             extra=extra,
         )
-        return shard_snapshot(snapshot, world.comm.rank)
+        return shard_snapshot(snapshot, world.comm.rank, world.mesh.describe())
 
     def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The model's memory of the last batch (`past_index`), which differs by rank."""
