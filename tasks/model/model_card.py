@@ -102,7 +102,9 @@ def _columns(trained: ModelDescription | None) -> dict[str, str]:
     if trained is None:
         return {}
     form = TableForm.of(trained.info)
-    left_out = {"row_id", *LABELS, None if form is None else form.gathered.get("into")}
+    left_out = {"row_id", *LABELS}
+    if form is not None and form.gathered:  # a question alone is an example
+        left_out |= {form.gathered["into"], "new_tokens"}
     given = trained.info.get("new_columns") or trained.columns
     return {name: kind for name, kind in given.items() if name not in left_out}
 
