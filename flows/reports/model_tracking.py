@@ -32,7 +32,7 @@ from trainflow.tasks.model.logged_models import (
     register_model,
 )
 from trainflow.tasks.model.model_flavor import describe_flavor
-from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
+from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.model.portable_model import write_description
 from trainflow.tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, TrainFacts
 from trainflow.tasks.stage.gates import judge
@@ -82,6 +82,7 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
             tables += _log_outcome(run, outcome)
         except (TrainflowError, ValueError, KeyError, TypeError) as error:  # a picture is never worth a run
             _log.warning("The outcomes of %s are not drawn: %s", outcome.split, error)
+    tables += [_log_table(run, "answers", *table) for table in read_answers(evaluation)]
     for split, metrics in evaluation.metrics.items():
         for column, rows in slice_tables(metrics).items() if isinstance(metrics, Mapping) else ():
             tables.append(_log_table(run, f"slices-{split}-{column}", [column, *rows.columns], rows.cells))

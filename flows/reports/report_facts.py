@@ -25,7 +25,7 @@ from trainflow.flows.planning.full_plan import read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports.charts import number_text
-from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
+from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest, stage_store
 from trainflow.tasks.stage.retry import Ledger
@@ -63,6 +63,7 @@ class ReportFacts:
         curves: ROC and precision-recall of each evaluated split whose classes have scores.
         residuals: of each evaluated split with numbers.
         conversations: some of training, with what is trained.
+        answers: to the prompts of `evaluate.options`, before and after training.
     """
 
     settings: Rows
@@ -82,6 +83,7 @@ class ReportFacts:
     importances: list[Section] = field(default_factory=list)
     weak: list[Section] = field(default_factory=list)
     conversations: list[Section] = field(default_factory=list)
+    answers: list[Section] = field(default_factory=list)
 
 
 def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
@@ -102,6 +104,14 @@ def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
         data=describe_data(found.get("prepare-data")),
         warnings=describe_warnings(found.get("evaluate")),
         conversations=read_conversations(found.get("prepare-data")),
+        answers=[
+            {
+                "split": "prompts",
+                "columns": columns,
+                "rows": [[to_terminal(str(value)) for value in row] for row in rows],
+            }
+            for columns, rows in read_answers(found.get("evaluate"))
+        ],
     )
 
 

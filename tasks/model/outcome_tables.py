@@ -12,8 +12,10 @@ from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.outcome_pictures import draw_outcome
 from trainer_lib.protocol.requests import OUTCOMES
+from trainer_lib.secrets import mask
 from trainflow.tasks.stage.manifest import StageManifest
 
+_ANSWERS = "artifacts/prompts.json"
 _OUTCOME_BYTES = 16 << 20
 _CLEAR = 0.05  # probability of chance, below which a subgroup is worse beyond it
 _log = logging.getLogger(__name__)
@@ -165,6 +167,19 @@ def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterato
             yield Outcome(split, found, _class_names(info, classes) if classes else [])
         except (TrainflowError, ValueError, AttributeError) as error:
             _log.warning("The outcomes of %s cannot be read: %s", split, error)
+
+
+def read_answers(evaluation: StageManifest | None) -> Iterator[tuple[list[str], list[list[Any]]]]:
+    """Answers to prompts (`trainer_lib.recipes.judged_prompts`) as columns and rows; none where there are none."""
+    if evaluation is None or not any(entry.path == _ANSWERS for entry in evaluation.files):
+        return
+    try:
+        found = parse_json(evaluation.store().read_bytes(_ANSWERS, limit=_OUTCOME_BYTES), list)
+        rows = [[mask(str(value)) for value in row.values()] for row in found]
+        if rows and len({tuple(row) for row in found}) == 1:
+            yield list(found[0]), rows
+    except (TrainflowError, ValueError, AttributeError) as error:
+        _log.warning("The answers to prompts cannot be read: %s", error)
 
 
 def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:

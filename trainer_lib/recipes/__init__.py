@@ -143,6 +143,7 @@ class DataInfo:
         info: JSON values from `prepare`.
         splits: split -> number of rows.
         history: in `after_evaluate`, the log entries of the model's training (`TrainerState.log_history`); else empty.
+        build_first: in `after_evaluate`, builds the model as it was before training; else None.
         url: folder of the prepare stage.
     """
 
@@ -150,12 +151,13 @@ class DataInfo:
         self.info: dict[str, Any] = dict(data["info"])
         self.splits: dict[str, int] = {name: int(split["rows"]) for name, split in data["splits"].items()}
         self.history: list[dict[str, Any]] = []
+        self.build_first: Callable[[], Any] | None = None
         self.url = str(data["url"])
         self._files = {str(file["path"]): file for file in data["files"]}
         self._made: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_made": {}}  # a data worker makes its own
+        return {**self.__dict__, "build_first": None, "_made": {}}  # a data worker makes its own
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """The result of `make` when this process first asked for `name`: a tokenizer that each batch needs."""

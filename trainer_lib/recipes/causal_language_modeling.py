@@ -33,8 +33,9 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.generation import continue_prompts, generate
+from trainer_lib.recipes.generation import continue_prompts
 from trainer_lib.recipes.held_out_metrics import measure_tokens
+from trainer_lib.recipes.judged_prompts import Wording, answer_prompts
 from trainer_lib.recipes.model_places import (
     DTYPES,
     ENDS,
@@ -245,13 +246,15 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Continue the texts of `evaluate.options.prompts`, each by the most likely tokens, into `samples.txt`."""
-    chosen = choose(options, {"prompts": [], "sample_tokens": 64}, field="evaluate.options")
-    if not chosen["prompts"]:
-        return {}
-    tokenizer, wanted = kept_tokenizer(data), [chosen["sample_tokens"]] * len(chosen["prompts"])
-    prompts = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in chosen["prompts"]]
-    made = generate(model, tokenizer, prompts, wanted, pad=data.info["ends"]["eos_token_id"])
-    whole = [[*prompt, *new] for prompt, new in zip(prompts, made, strict=True)]
-    samples = tokenizer.batch_decode(whole, skip_special_tokens=True)
-    return {"files": {"samples.txt": ("\n" + "-" * 80 + "\n").join(samples).encode()}}
+    """Continue `evaluate.options.prompts` before and after training (`trainer_lib.recipes.judged_prompts`)."""
+    tokenizer = kept_tokenizer(data)
+
+    def ask(prompt: str) -> list[int]:
+        tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
+        return tokens
+
+    def answer(prompt: str, expected: str) -> tuple[list[int], list[bool]]:
+        asked, more = ask(prompt), tokenizer(expected, add_special_tokens=False, verbose=False)["input_ids"]
+        return [*asked, *more], [*[False] * len(asked), *[True] * len(more)]
+
+    return answer_prompts(model, Wording(tokenizer, ask, answer, data.info["length"]), options, data.build_first)

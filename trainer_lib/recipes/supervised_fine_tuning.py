@@ -38,13 +38,14 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.mixture import SOURCE
-from trainer_lib.errors import DataError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
 from trainer_lib.recipes.chat_templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
-from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults, read_question
+from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults, read_conversation, read_question
 from trainer_lib.recipes.generation import continue_prompts, end_tokens, stop_at
 from trainer_lib.recipes.held_out_metrics import measure_tokens
+from trainer_lib.recipes.judged_prompts import Wording, answer_prompts
 from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
 from trainer_lib.recipes.packed_batches import (
@@ -344,16 +345,23 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Answer `evaluate.options.prompts`, each token the most likely one, into `samples.txt`."""
-    chosen = choose(options, {"prompts": [], "sample_tokens": 64}, field="evaluate.options")
-    if not chosen["prompts"]:
-        return {}
-    rows = [{PROMPT: prompt, NEW_TOKENS: chosen["sample_tokens"]} for prompt in chosen["prompts"]]
-    batch = collate(rows, data)
-    device = next(model.parameters()).device
-    ids, mask, wanted = (batch[name].to(device) for name in ("prompt_ids", "prompt_mask", "wanted_tokens"))
-    with torch.no_grad():
-        new = continue_prompts(model, ids, mask, wanted, pad=data.info["ends"]["pad_token_id"] or 0)
-    answers = prediction_columns(new.cpu().numpy(), data)["answer"]
-    samples = [f"{prompt}\n\n{answer}" for prompt, answer in zip(chosen["prompts"], answers, strict=True)]
-    return {"files": {"samples.txt": ("\n" + "-" * 80 + "\n").join(samples).encode()}}
+    """Answer `evaluate.options.prompts` before and after training (`trainer_lib.recipes.judged_prompts`)."""
+    template, system = ChatTemplate(kept_tokenizer(data), None), data.info["system"]
+    first = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(prompt: str, expected: str) -> tuple[np.ndarray, np.ndarray]:
+        turns = [*first, {"role": "user", "content": prompt}, {"role": "assistant", "content": expected}]
+        try:
+            return template.tokenize(read_conversation("", {"messages": turns}, "messages"), loss_on="last")
+        except FaultyError as fault:
+            remedy = "Change the prompt or its answer."
+            raise ConfigError(
+                f"{fault}.", field="evaluate.options.prompts", value=prompt[:200], remedy=remedy
+            ) from fault
+
+    def ask(prompt: str) -> list[int]:
+        return template.ask([*first, {"role": "user", "content": prompt}])
+
+    return answer_prompts(
+        model, Wording(template.tokenizer, ask, answer, data.info["length"]), options, data.build_first
+    )

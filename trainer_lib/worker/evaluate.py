@@ -355,7 +355,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         metrics = {name: ranges.metrics(name, len(split)) for name, split in splits.items()}
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
-        data.history = _history(request.model_url)
+        data.history, data.build_first = _history(request.model_url), partial(build_model, work, args, data)
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.

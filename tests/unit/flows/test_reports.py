@@ -47,8 +47,9 @@ from trainflow.flows.reports.run_tracking import (
 )
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import TRIAL
+from trainflow.tasks.model.outcome_tables import read_answers
 from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread
-from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.progress import publish
 
@@ -451,6 +452,20 @@ def _conversations(folder: Path, content: str) -> StageManifest:
     entry = Store.open(folder).write_bytes("assets/conversations.json", content.encode())
     facts = PrepareFacts({"train": PreparedSplit(12)}, info={"summary": [SUMMARY]})
     return StageManifest("prepare-data", "ab" * 32, str(folder), "cd" * 32, (entry,), facts=facts)
+
+
+@pytest.mark.parametrize("content", ['[{"prompt": "<b>?", "before": "x", "after": "y"}]', "[1]", "{", "[]"])
+def test_answers_before_and_after_training_are_shown_side_by_side(content: str, tmp_path: Path) -> None:
+    entry = Store.open(tmp_path).write_bytes("artifacts/prompts.json", content.encode())
+    evaluation = StageManifest("evaluate", "ab" * 32, str(tmp_path), "cd" * 32, (entry,), facts=EvaluateFacts())
+    tables = list(read_answers(evaluation))
+    assert tables == ([(["prompt", "before", "after"], [["<b>?", "x", "y"]])] if "prompt" in content else [])
+    shown = [{"split": "prompts", "columns": columns, "rows": rows} for columns, rows in tables]
+    page = render_report(
+        PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(),
+        facts=ReportFacts([], [], "", [], [], answers=shown),
+    )
+    assert ("<td>&lt;b&gt;?</td><td>x</td><td>y</td>" in page) == bool(tables)
 
 
 def test_conversations_are_shown_with_what_is_trained_marked(tmp_path: Path) -> None:

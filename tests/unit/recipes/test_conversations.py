@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import string
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.support.chat_cases import (
     CONTENT,
@@ -22,7 +26,7 @@ from tests.support.chat_cases import (
 )
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from tests.support.resuming import prove
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.conversations import read_conversation
 from trainer_lib.recipes.generation import end_tokens, generate, known_ends
@@ -322,6 +326,89 @@ def test_answers_are_learned_and_written_for_new_rows(packed: Prepared, tmp_path
     assert recipe.after_evaluate is not None
     shown = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["a?"], "sample_tokens": 5})
     assert shown["files"]["samples.txt"].decode().splitlines() == ["a?", "", *written[1].splitlines()]
+    _judge_before_and_after(packed, trainer.model, written)
+
+
+def _judge_before_and_after(packed: Prepared, model: nn.Module, written: Sequence[str]) -> None:
+    recipe, _, data = packed
+    torch.manual_seed(0)
+    first = recipe.build_model({"config": TINY}, data).eval()
+    data.build_first = lambda: first
+    asked = [{"prompt": "a?", "answer": [f" {written[1].upper()}.", "other"]}, {"prompt": "b?", "answer": "#"}, "c?"]
+    assert recipe.after_evaluate is not None
+    judged = recipe.after_evaluate(model, data, {"prompts": asked, "sample_tokens": 5})
+    rows = json.loads(judged["files"]["prompts.json"])
+    assert [list(row) for row in rows] == [["prompt", "before", "after", "expected", "right"]] * 3
+    assert [row["right"] for row in rows] == [True, False, None]
+    assert rows[0]["after"] == written[1] != rows[0]["before"]
+    metrics = judged["metrics"]
+    assert (metrics["answers_right"], metrics["answers_right_before"], metrics["answers_gain"]) == (0.5, 0.0, 0.5)
+    assert metrics["answers_gain_p"] == 1.0  # one prompt of two is chance
+    # The nats of the expected answers, as the loss of those conversations by hand.
+    for name, measured in (("answer_nats", model), ("answer_nats_before", first)):
+        by_hand = [_answer_nats(measured, data, entry["prompt"], answer) for entry, answer in _expected(asked)]
+        assert metrics[name] == pytest.approx(np.mean(by_hand), abs=1e-5)
+    assert metrics["answer_nats_gain"] == pytest.approx(metrics["answer_nats_before"] - metrics["answer_nats"])
+    data.build_first = None
+
+
+def _expected(asked: list[Any]) -> list[tuple[Any, str]]:
+    return [(asked[0], asked[0]["answer"][0]), (asked[1], asked[1]["answer"])]
+
+
+def _answer_nats(model: nn.Module, data: Any, prompt: str, answer: str) -> float:
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    conversation = read_conversation("", {"messages": turns}, "messages")
+    tokens, trained = ChatTemplate(kept_tokenizer(data), None).tokenize(conversation)
+    ids = torch.tensor(np.asarray(tokens, np.int64))[None]
+    with torch.no_grad():
+        logs = model(input_ids=ids)["logits"][0, :-1].log_softmax(-1)
+    return float(torch.stack([-logs[at, ids[0, at + 1]] for at in np.flatnonzero(trained[1:])]).mean())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "field"),
+    [
+        ([3], "evaluate.options.prompts"),
+        ([{"prompt": "a?", "answer": []}, {"text": "a?"}], "evaluate.options.prompts"),
+        ([{"prompt": "a?", "answer": " "}], "evaluate.options.prompts"),
+        (["long " * 500], "evaluate.options.prompts"),
+    ],
+)
+def test_prompts_that_cannot_be_asked_are_refused(packed: Prepared, prompts: list[Any], field: str) -> None:
+    recipe, _, data = packed
+    assert recipe.after_evaluate is not None
+    with pytest.raises(ConfigError) as caught:
+        recipe.after_evaluate(recipe.build_model({"config": TINY}, data).eval(), data, {"prompts": prompts})
+    assert (caught.value.field, bool(caught.value.remedy)) == (field, True)
+
+
+def test_vllm_gets_the_model_in_a_folder_and_is_named_where_it_is_missing(
+    packed: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, data = packed
+    model = recipe.build_model({"config": TINY}, data).eval()
+    options = {"prompts": ["a?"], "sample_tokens": 2, "generate_with": "vllm"}
+    assert recipe.after_evaluate is not None
+    with pytest.raises(MissingExtraError, match="vLLM is not installed") as caught:
+        recipe.after_evaluate(model, data, options)
+    assert caught.value.field == "evaluate.options.generate_with"
+    seen: dict[str, Any] = {}
+
+    class Engine:  # vLLM needs a GPU, so its place is taken
+        def __init__(self, model: str) -> None:
+            seen["files"] = {path.name for path in Path(model).iterdir()}
+
+        def generate(self, inputs: list[Any], settings: list[Any], *, use_tqdm: bool) -> list[Any]:
+            seen["settings"] = settings
+            end = settings[0]["stop_token_ids"][0]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*inputs[0]["prompt_token_ids"][:2], end])])]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
+    made = recipe.after_evaluate(model, data, options)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= seen["files"]
+    assert (seen["settings"][0]["max_tokens"], seen["settings"][0]["temperature"]) == (2, 0)
+    assert json.loads(made["files"]["prompts.json"])[0]["prompt"] == "a?"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,0 +1,273 @@
+"""Answers to a fixed list of prompts: by the model, and by the model as it was before training; which are right.
+
+Both are compared prompt by prompt. Right and wrong answers: the exact test of McNemar, which is binomial over the
+prompts where only one is right. Nats of the expected answers: the signed-rank test of Wilcoxon. Intervals hold 95 %:
+Wilson's for a share, from resamples of the prompts for a difference.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.recipes.generation import TOGETHER, generate, known_ends
+from trainer_lib.recipes.option_names import choose, require_choice
+from trainer_lib.recipes.packed_batches import NO_TARGET
+
+FIELD = "evaluate.options"
+FILE = "prompts.json"
+"""Prompts with their answers, among the files of evaluate."""
+_DEFAULTS: dict[str, Any] = {
+    "prompts": [],  # texts; or {prompt, answer}, with the expected text, or several of them
+    "sample_tokens": 64,  # the most tokens of an answer
+    "before": True,  # whether the model as it was before training answers as well
+    "judge": "equal",  # when an answer is right: equal to an expected one, or contains it
+    "generate_with": "transformers",  # or vllm
+}
+Tokens = Sequence[int] | np.ndarray
+_JUDGES = ("equal", "contains")
+_RESAMPLES = 2000
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked, and the answers that are expected; none: not judged."""
+
+    text: str
+    expected: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, entry: object) -> Prompt:
+        """A prompt of the spec.
+
+        Raises:
+            ConfigError: it is neither a text nor a text with what is expected.
+        """
+        given = {"prompt": entry} if isinstance(entry, str) else entry
+        if (
+            isinstance(given, Mapping)
+            and isinstance(given.get("prompt"), str)
+            and not set(given) - {"prompt", "answer"}
+        ):
+            answers = given.get("answer", [])
+            expected = [answers] if isinstance(answers, str) else answers
+            if isinstance(expected, list) and all(isinstance(text, str) and text.strip() for text in expected):
+                return cls(given["prompt"], tuple(expected))
+        what = "This is no prompt."
+        remedy = "Give a text, or {prompt: a text, answer: a text or a list of texts}."
+        raise ConfigError(what, field=f"{FIELD}.prompts", value=entry, remedy=remedy)
+
+    def judges(self, answer: str, way: str) -> bool:
+        """Whether an answer is right; case, blanks and the full stop at the end do not count."""
+        plain = _plain(answer)
+        return any(_plain(text) == plain if way == "equal" else _plain(text) in plain for text in self.expected)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How prompts become tokens.
+
+    Attributes:
+        ask: the tokens of a prompt.
+        answer: the tokens of a prompt with an answer, and which of them are the answer's, bool ``[tokens]``.
+        length: the most tokens of both.
+    """
+
+    tokenizer: Any
+    ask: Callable[[str], Sequence[int]]
+    answer: Callable[[str, str], tuple[Tokens, Tokens]]
+    length: int
+
+
+def answer_prompts(
+    model: nn.Module, wording: Wording, options: Mapping[str, Any], first: Callable[[], nn.Module] | None
+) -> Mapping[str, Any]:
+    """Answer `evaluate.options.prompts`: what `after_evaluate` returns.
+
+    Args:
+        model: in evaluation mode.
+        first: builds the model as it was before training.
+
+    Raises:
+        ConfigError: an option is wrong, or a prompt and its answer exceed the length.
+    """
+    chosen = choose(options, _DEFAULTS, field=FIELD)
+    require_choice(chosen["judge"], _JUDGES, field=f"{FIELD}.judge")
+    require_choice(chosen["generate_with"], ("transformers", "vllm"), field=f"{FIELD}.generate_with")
+    prompts = [Prompt.read(entry) for entry in chosen["prompts"]]
+    if not prompts:
+        return {}
+    asked = [wording.ask(prompt.text) for prompt in prompts]
+    for prompt, tokens in zip(prompts, asked, strict=True):
+        if not tokens or not 0 < chosen["sample_tokens"] <= wording.length - len(tokens):
+            what = f"{len(tokens):,} tokens and {chosen['sample_tokens']:,} new ones do not fit {wording.length:,}."
+            remedy = "Shorten it, or set sample_tokens."
+            raise ConfigError(what, field=f"{FIELD}.prompts", value=prompt.text[:200], remedy=remedy)
+    now = _measure(model, prompts, asked, wording, chosen)
+    before = None
+    if chosen["before"] and (first is not None or hasattr(model, "disable_adapter")):
+        with _as_it_began(model, first) as began:
+            before = _measure(began, prompts, asked, wording, chosen)
+    return {"metrics": dict(_compare(now, before)), "files": _write(prompts, now, before)}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Answers to all prompts; of those with an expected answer whether it is right, and its nats per token."""
+
+    answers: list[str]
+    right: list[bool | None]
+    nats: list[float | None]
+
+
+@contextmanager
+def _as_it_began(model: Any, first: Callable[[], nn.Module] | None) -> Iterator[Any]:
+    """The model without its adapters; of another one, a second one."""
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            yield model
+    elif first is not None:
+        yield first().to(next(model.parameters()).device).eval()
+
+
+def _measure(
+    model: Any, prompts: Sequence[Prompt], asked: Sequence[Sequence[int]], wording: Wording, chosen: Mapping[str, Any]
+) -> _Measured:
+    with_vllm = chosen["generate_with"] == "vllm"
+    make: Callable[..., list[list[int]]] = generate_with_vllm if with_vllm else generate
+    made = make(model, wording.tokenizer, asked, [chosen["sample_tokens"]] * len(asked))
+    answers = wording.tokenizer.batch_decode(made, skip_special_tokens=True)
+    judged = [number for number, prompt in enumerate(prompts) if prompt.expected]
+    pairs = [wording.answer(prompts[number].text, prompts[number].expected[0]) for number in judged]
+    fitting = [number for number, (tokens, _) in zip(judged, pairs, strict=True) if len(tokens) <= wording.length]
+    nats = expected_nats(model, [pair for pair in pairs if len(pair[0]) <= wording.length])
+    found = dict(zip(fitting, nats, strict=True))
+    right = [
+        prompt.judges(answer, chosen["judge"]) if prompt.expected else None
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    return _Measured(answers, right, [found.get(number) for number in range(len(prompts))])
+
+
+def expected_nats(model: nn.Module, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[float]:
+    """Nats per token of expected answers: the mean negative log-likelihood of each one's tokens."""
+    device, nats = next(model.parameters()).device, list[float]()
+    for start in range(0, len(pairs), TOGETHER):
+        some = pairs[start : start + TOGETHER]
+        rows = [torch.tensor(np.asarray(tokens), dtype=torch.long) for tokens, _ in some]
+        marks = [torch.tensor(np.asarray(answers), dtype=torch.bool) for _, answers in some]
+        ids = pad_sequence(rows, batch_first=True).to(device)
+        used = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
+        targets = ids.masked_fill(~pad_sequence(marks, batch_first=True).to(device), NO_TARGET)[:, 1:]
+        with torch.no_grad():
+            logits: Tensor = model(input_ids=ids, attention_mask=used).logits[:, :-1]
+        losses = nn.functional.cross_entropy(
+            logits.transpose(1, 2).float(), targets, ignore_index=NO_TARGET, reduction="none"
+        )
+        nats += (losses.sum(dim=1) / (targets != NO_TARGET).sum(dim=1).clamp(min=1)).tolist()
+    return nats
+
+
+def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, float]]:
+    """Metrics of the judged prompts; with the model before training, the difference and the test of it."""
+    from scipy.stats import binomtest, wilcoxon
+
+    right = np.array([value for value in now.right if value is not None], float)
+    nats = np.array([value for value in now.nats if value is not None], float)
+    if len(right):
+        interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
+        yield "answers_right", float(right.mean())
+        yield "answers_right_low", float(interval.low)
+        yield "answers_right_high", float(interval.high)
+    if len(nats):
+        yield "answer_nats", float(nats.mean())
+    if before is None:
+        return
+    if len(right):
+        earlier = np.array([value for value in before.right if value is not None], float)
+        gained, lost = int((right > earlier).sum()), int((right < earlier).sum())
+        yield "answers_right_before", float(earlier.mean())
+        yield from _gain("answers_gain", right - earlier)
+        yield "answers_gain_p", float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+    if len(nats):
+        earlier = np.array([value for value in before.nats if value is not None], float)
+        yield "answer_nats_before", float(earlier.mean())
+        yield from _gain("answer_nats_gain", earlier - nats)
+        yield "answer_nats_gain_p", float(wilcoxon(earlier, nats).pvalue) if (earlier != nats).any() else 1.0
+
+
+def _gain(name: str, differences: np.ndarray) -> Iterator[tuple[str, float]]:
+    """A mean difference, positive where the model became better, and its interval over resamples of the prompts."""
+    chosen = np.random.default_rng(0).integers(len(differences), size=(_RESAMPLES, len(differences)))
+    low, high = np.quantile(differences[chosen].mean(axis=1), (0.025, 0.975))
+    yield name, float(differences.mean())
+    yield f"{name}_low", float(low)
+    yield f"{name}_high", float(high)
+
+
+def _write(prompts: Sequence[Prompt], now: _Measured, before: _Measured | None) -> dict[str, bytes]:
+    """The answers side by side: `samples.txt` for people, `prompts.json` for the report and MLflow."""
+    rows: list[dict[str, Any]] = []
+    for number, prompt in enumerate(prompts):
+        row: dict[str, Any] = {"prompt": prompt.text}
+        if before is not None:
+            row["before"] = before.answers[number]
+        row["after" if before is not None else "answer"] = now.answers[number]
+        if any(other.expected for other in prompts):
+            row |= {"expected": " | ".join(prompt.expected), "right": now.right[number]}
+        rows.append(
+            {name: value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value for name, value in row.items()}
+        )
+    text = ("\n" + "-" * 80 + "\n").join(_as_text(row) for row in rows)
+    return {"samples.txt": text.encode(), FILE: json.dumps(rows).encode()}
+
+
+def _as_text(row: Mapping[str, Any]) -> str:
+    if "answer" in row:
+        return f"{row['prompt']}\n\n{row['answer']}"
+    return f"{row['prompt']}\n\nbefore: {row['before']}\n\nafter:  {row['after']}"
+
+
+def generate_with_vllm(
+    model: Any, tokenizer: Any, prompts: Iterable[Sequence[int]], new_tokens: Sequence[int]
+) -> list[list[int]]:
+    """As `generate`, by vLLM, which reads a copy of the model from a folder; adapters are merged into it.
+
+    Raises:
+        MissingExtraError: vLLM is not installed.
+    """
+    try:
+        vllm = importlib.import_module("vllm")
+    except ImportError as error:
+        what = "vLLM is not installed."
+        remedy = "Install it: pip install vllm. Or leave generate_with out."
+        raise MissingExtraError(what, field=f"{FIELD}.generate_with", value="vllm", remedy=remedy) from error
+    ends = known_ends(model)
+    with tempfile.TemporaryDirectory() as folder:
+        merged = model
+        if hasattr(model, "merge_and_unload"):
+            merged = copy.deepcopy(model).merge_and_unload()
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        engine = vllm.LLM(model=folder)
+        settings = [vllm.SamplingParams(temperature=0, max_tokens=most, stop_token_ids=ends) for most in new_tokens]
+        inputs = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        outputs = engine.generate(inputs, settings, use_tqdm=False)
+    return [[token for token in output.outputs[0].token_ids if token not in ends] for output in outputs]
