@@ -148,7 +148,7 @@ def test_every_layout_trains_like_one_process(unstopped: Found) -> None:
 
 
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_any_layout_goes_on_from_any_other(
+def test_resumed_under_any_other_layout_it_ends_alike(
     after: str, unstopped: Found, stopped: Found, resumed: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> None:
     """The samples of both parts are those of one process, none lost, none twice; so are losses and weights."""
@@ -162,7 +162,7 @@ def test_any_layout_goes_on_from_any_other(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_layout_goes_on_to_the_bit(
+def test_resumed_under_the_same_layout_it_ends_alike_to_the_bit(
     name: str, unstopped: Found, resumed: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> None:
     whole, parts = unstopped[name][0], resumed[name, name][0]
