@@ -26,10 +26,12 @@ from torch.utils.data import Dataset
 from benchmarks.gpu.processes import Job
 from benchmarks.gpu.work import Tokens, language_model, main, settings
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.recipes.model_places import add_adapters, load_causal_model, quantized
+from trainer_lib.trainer.model.models import set_compute_type
 
 STEPS, SAVE, KILL = 40, 10, 25
 BATCH = 8
-#: Arguments of a case, and the package that it needs.
+#: Arguments of a case, and the packages that it needs.
 CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "bf16": ({"bf16": True}, None),
     "fp16 with scaler": ({"fp16": True}, None),
@@ -38,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "accumulation 4": ({"bf16": True, "gradient_accumulation_steps": 4}, None),
     "channels_last convolution": ({"bf16": True}, None),
     "adamw_bnb_8bit": ({"bf16": True, "optim": "adamw_bnb_8bit"}, "bitsandbytes"),
+    "QLoRA": ({"bf16": True}, "bitsandbytes peft"),
     "adamw_torch_8bit": ({"bf16": True, "optim": "adamw_torch_8bit"}, "torchao"),
     "adamw_torch_4bit": ({"bf16": True, "optim": "adamw_torch_4bit"}, "torchao"),
     "liger": ({"bf16": True, "use_liger_kernel": True}, "liger_kernel"),
@@ -88,9 +91,10 @@ class Kill(TrainerCallback):
 
 def measure(*, case: str, dry: bool, phase: str = "", folder: str = "") -> dict[str, Any]:
     """Run all three processes of a case; with `phase`, be one of them."""
-    arguments, package = CASES[case]
-    if package is not None and importlib.util.find_spec(package) is None:
-        return {"missing": package}
+    arguments, packages = CASES[case]
+    for package in (packages or "").split():
+        if importlib.util.find_spec(package) is None:
+            return {"missing": package}
     if phase:
         return _train(case, arguments, dry, phase, folder)
     with tempfile.TemporaryDirectory() as home:
@@ -132,14 +136,17 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
         network: Any = Convolutions()
         rows: Dataset[Any] = Images(samples)
     else:
-        name = "small llama" if case == "liger" else "small"
+        name = "small llama" if case in ("liger", "QLoRA") else "small"
         network, rows = language_model(name, dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)
     if case == "fp8":
         network = _fp8(network)
+    if case == "QLoRA":
+        network = _few_bits(network)
     saved = {"save_strategy": "steps", "save_steps": SAVE, "save_async": True, "full_determinism": True}
     chosen = settings(folder, steps=STEPS, batch=BATCH, dry=dry, **{**saved, **arguments})
-    callbacks = [Kill()] if phase == "killed" else None
-    trainer = Trainer(model=network, args=TrainingArguments(**chosen), train_dataset=rows, callbacks=callbacks)
+    callbacks, args = [Kill()] if phase == "killed" else None, TrainingArguments(**chosen)
+    set_compute_type(network, args)
+    trainer = Trainer(model=network, args=args, train_dataset=rows, callbacks=callbacks)
     output = trainer.train(resume_from_checkpoint=True if phase == "resumed" else None)
     state = {f"model.{name}": value for name, value in network.state_dict().items()}
     optimizer: Any = trainer.optimizer
@@ -164,6 +171,15 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _fp8(network: Any) -> Any:
     torchao = importlib.import_module("torchao.float8")
     return torchao.convert_to_float8_training(network, module_filter_fn=lambda module, name: "lm_head" not in name)
+
+
+def _few_bits(network: Any) -> Any:
+    """Adapters with dropout on the network's weights in 4 bits, loaded from a folder as the recipes do."""
+    with tempfile.TemporaryDirectory() as base:
+        network.save_pretrained(base)
+        settings = quantized("4bit", place=base, adapted=True)
+        loaded = load_causal_model(base, dtype="float32", vocabulary=1, field="model", settings=settings)
+    return add_adapters(loaded, {}, adapter={"rank": 8, "dropout": 0.1}, place=base)
 
 
 def _bytes(value: Any) -> int:
