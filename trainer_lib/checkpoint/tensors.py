@@ -142,7 +142,7 @@ def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None)
 @contextlib.contextmanager
 def open_safetensors(
     store: Store, rel: str, expect: FileEntry | None
-) -> Iterator[tuple[Reader, dict[str, tuple[torch.dtype, list[int], int, int]]]]:
+) -> Iterator[tuple[_Reader, dict[str, tuple[torch.dtype, list[int], int, int]]]]:
     """Open a file for a block that reads all of it, in order: its reader, and the header (name → dtype, shape, range).
 
     Raises as `read_safetensors`; what it says of the content when the block ends.
@@ -155,7 +155,7 @@ def open_safetensors(
     if expect is not None and size != expect.size:
         raise damaged_file(where, f"it has {size:,} bytes, committed {expect.size:,}")
     with store.open_read(rel) as stream:
-        reader = Reader(stream, where)
+        reader = _Reader(stream, where)
         yield reader, _header(reader, size)
         if reader.read(1):
             raise damaged_file(where, "it has more bytes than its header says")
@@ -163,7 +163,7 @@ def open_safetensors(
         raise damaged_file(where, "its digest is not the one that was committed")
 
 
-class Reader:
+class _Reader:
     """A stream that is digested while it is read.
 
     Attributes:
@@ -199,7 +199,7 @@ class Reader:
         return flat.view(dtype).reshape(shape) if filled else torch.empty(shape, dtype=dtype)
 
 
-def _header(reader: Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+def _header(reader: _Reader, size: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """Read the header: name → dtype, shape, begin, end. The entries cover the file exactly, so sizes can be trusted."""
     length = int.from_bytes(reader.read(8), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
