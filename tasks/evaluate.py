@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.data.parts import RECORDS, SUMS, sum_parts
 from trainer_lib.launch.pool import apart
@@ -90,7 +91,14 @@ def _is_shared(
     needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
     args = context.resolver.arguments(request.args)
     has_trainer = code_of(config, context).defines("Trainer")
-    if not _may_merge(config, context) or has_trainer or needs_all_rows or args.fsdp or args.deepspeed:
+    if (
+        not _may_merge(config, context)
+        or has_trainer
+        or needs_all_rows
+        or args.fsdp
+        or args.deepspeed
+        or read_layout(args)
+    ):
         return False
     return len(apart(context.resolver.launch(settings, use_cpu=request.use_cpu))) > 1
 

@@ -249,11 +249,12 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
     """The key of train: its settings, the code that it reaches, versions, and the content of the prepared data."""
     from trainer_lib.arguments import evaluation_matters, numeric_fields
-    from trainer_lib.arguments.configs.parallelism_config import data_size
+    from trainer_lib.arguments.configs.parallelism_config import check_processes, data_size
 
     args = context.resolver.arguments(config.args, prefix="train.args")
     # The launch counts only through the global batch that its number of processes makes.
     launch = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
+    check_processes(args, launch.world_size)
     written = code_of(config, context)
     # Where code lets evaluations change the weights, the settings of evaluation count as well.
     choose = evaluation_matters(args) or evaluations_matter_to(written)

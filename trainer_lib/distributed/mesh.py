@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer_lib.base.grid import DIMENSIONS, Grid
+from trainer_lib.arguments.configs.parallelism_config import DIMENSIONS, Grid
 
 if TYPE_CHECKING:  # the import takes 0.7 s, which only a mesh with groups should cost
     from torch.distributed.device_mesh import DeviceMesh

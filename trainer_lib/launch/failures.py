@@ -17,8 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from trainer_lib.arguments.configs.parallelism_config import FIELD, PEERS, read_layout
-from trainer_lib.base.grid import Grid
+from trainer_lib.arguments.configs.parallelism_config import FIELD, PEERS, Grid, read_layout
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
     ConfigError,

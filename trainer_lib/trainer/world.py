@@ -12,8 +12,7 @@ import torch
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings
-from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
-from trainer_lib.base.grid import Grid
+from trainer_lib.arguments.configs.parallelism_config import Grid, mesh_sizes
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed

@@ -19,6 +19,7 @@ from torch.utils.data import Subset
 from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
@@ -240,7 +241,7 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
         function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
         for column, (name, split) in itertools.product(work.request.slices, splits.items()):
             find_slices(column, split.column_values(column), split=name)
-        if args.fsdp or args.deepspeed or not (work.request.metrics or work.request.named):
+        if args.fsdp or args.deepspeed or read_layout(args) or not (work.request.metrics or work.request.named):
             return
         alone = args.batch_eval_metrics or is_metric_object(function)
         trial = _Trial(function if alone or work.request.named else None, alone)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,19 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 
 from trainer_lib import TrainingArguments
-from trainer_lib.arguments.configs.parallelism_config import data_size, mesh_sizes, read_layout, settings_of
-from trainer_lib.base.grid import DIMENSIONS, Grid
+from trainer_lib.arguments.configs.parallelism_config import (
+    DIMENSIONS,
+    Grid,
+    check_processes,
+    data_size,
+    is_laid_out,
+    mesh_sizes,
+    read_layout,
+    settings_of,
+)
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.tensor.layers import plan_layers
+from trainer_lib.worker.process.assembly import arguments
 
 
 @pytest.mark.parametrize(
@@ -68,6 +79,19 @@ def test_arguments_lay_out_the_processes(given: dict[str, Any], sizes: dict[str,
     read = TrainingArguments.from_dict(args.to_dict())
     assert (read.parallelism, read.parallelism_config) == (args.parallelism, args.parallelism_config)
     assert read_layout(read) == read_layout(args)
+    assert is_laid_out(args, 8) == (read_layout(args) is not None)
+    assert not is_laid_out(args, 1)
+    check_processes(args, 8)
+
+
+def test_a_stage_with_other_processes_than_the_layout_has_the_model_whole(tmp_path: Path) -> None:
+    request = types.SimpleNamespace(args={"parallelism": {"tensor": 2}, "use_cpu": True}, tracking=None)
+    work: Any = types.SimpleNamespace(request=request, recipe=types.SimpleNamespace(collate=None), world_size=1)
+    assert arguments(work, "predict", str(tmp_path)).parallelism is None
+    work.world_size = 2
+    assert arguments(work, "evaluate", str(tmp_path)).parallelism == {"tensor": 2}
+    with pytest.raises(ConfigError, match="Its product is 2, and there are 1 processes"):
+        check_processes(arguments(work, "train", str(tmp_path)), 1)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

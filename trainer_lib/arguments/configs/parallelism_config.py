@@ -1,4 +1,4 @@
-"""Read `parallelism` and `parallelism_config`: how many processes each dimension of the mesh has.
+"""The grid of processes, and the arguments that lay it out: `parallelism` and `parallelism_config`.
 
 ::
 
@@ -8,12 +8,14 @@
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
-Samples are divided over `replicate` x `shard` processes; those of one tensor group see the same ones. A plan maps
+Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
+`replicate` x `shard` processes; those of one tensor group see the same ones, whose number is the data rank. A plan maps
 patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,52 @@ from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
+
+DIMENSIONS = ("replicate", "shard", "expert", "sequence", "tensor")
+"Names of the dimensions, the outermost first."
+DATA = ("replicate", "shard", "expert")
+"The dimensions along which processes train on different samples."
+
+
+class Grid:
+    """All processes, seen from one of them.
+
+    Attributes:
+        sizes: name of a dimension -> its size, of all dimensions in their order.
+        rank: of this process.
+        size: number of processes.
+        coordinates: name of a dimension -> this process's place in it, of all dimensions in their order.
+        data_size: number of shares of the data.
+        data_rank: number of this process's share.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], rank: int = 0) -> None:
+        """Lay out the processes; the dimensions that `sizes` leaves out have the size 1."""
+        self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
+        self.rank, self.size = rank, math.prod(self.sizes.values())
+        self.coordinates = self.coordinates_of(rank)
+        self.data_size, self.data_rank = 1, 0
+        for name in DATA:
+            self.data_size *= self.sizes[name]
+            self.data_rank = self.data_rank * self.sizes[name] + self.coordinates[name]
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank in every dimension."""
+        places = {}
+        for name in reversed(DIMENSIONS):
+            rank, places[name] = divmod(rank, self.sizes[name])
+        return {name: places[name] for name in DIMENSIONS}
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether several processes train on the same samples."""
+        return self.data_size < self.size
+
+    def describe(self, rank: int | None = None) -> str:
+        """Return the coordinates of a rank, by default this process's, as text: "tensor=1, shard=0"."""
+        places = self.coordinates if rank is None else self.coordinates_of(rank)
+        return ", ".join(f"{name}={places[name]}" for name in reversed(DIMENSIONS) if self.sizes[name] > 1)
+
 
 FIELD, PEERS = "parallelism", "parallelism_config"
 #: Words of plans for a layer, and what they do with it.
@@ -255,9 +303,18 @@ def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) 
 
 
 def data_size(args: ArgumentGroups, processes: int) -> int:
-    """Return how many of so many processes train on different samples. Raises ConfigError as `mesh_sizes`."""
+    """Return how many of so many processes train on different samples."""
     layout = read_layout(args)
-    if layout is None or layout.tensor == 1:
-        return processes
-    mesh_sizes(args, world_size=processes, local_world_size=1)
-    return layout.data_size
+    return processes if layout is None else layout.data_size
+
+
+def is_laid_out(args: ArgumentGroups, processes: int) -> bool:
+    """Return whether sizes were given, and are those of so many processes."""
+    layout = read_layout(args)
+    return layout is not None and layout.data_size * layout.tensor == processes
+
+
+def check_processes(args: ArgumentGroups, processes: int) -> None:
+    """Raise ConfigError unless the sizes that were given are those of so many processes."""
+    if read_layout(args) is not None:
+        mesh_sizes(args, world_size=processes, local_world_size=processes)

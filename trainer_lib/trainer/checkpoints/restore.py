@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainer_lib.base.grid import Grid
+from trainer_lib.arguments.configs.parallelism_config import Grid
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
-from trainer_lib.arguments.configs.parallelism_config import data_size
+from trainer_lib.arguments.configs.parallelism_config import data_size, is_laid_out
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
@@ -54,6 +54,8 @@ def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
         # Lists are stored, and arrive in collate, as arrays: the advice is for who could hand over anything else.
         warnings.filterwarnings("ignore", message="Creating a tensor from a list of numpy.ndarrays is")
     args = TrainingArguments.from_dict(given, prefix=f"{verb}.args")
+    if verb != "train" and not is_laid_out(args, work.world_size):  # a stage with other processes has the model whole
+        args.parallelism = args.parallelism_config = None
     if verb == "train" and work.request.tracking and os.environ.get(TRACKED_RUN):
         names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
         names = [name for name in names if name != "none"]
