@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from trainer_lib.base.grid import Grid
 
 from tests.support.distributed import run_distributed
 from trainer_lib import TrainingArguments
+from trainer_lib.arguments.configs.parallelism_config import Grid
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
 from trainer_lib.checkpoint.reader import load_checkpoint
