@@ -20,7 +20,7 @@ from trainflow.tasks.stage.worker import launch_request, model_fields, sent_argu
 
 MODEL = "model/"
 CONFIG = "adapter_config.json"
-_OF_ADAPTERS = (CONFIG, "adapter_model.safetensors")
+_OF_ADAPTERS = (CONFIG, "adapter_model.safetensors", "base_model.json")
 _MERGED = "merged"
 """Folder of the stage that holds the merged weights until they are published."""
 

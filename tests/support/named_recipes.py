@@ -17,6 +17,8 @@ from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
 
 Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""Sizes that weights of 4 bits allow."""
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -100,3 +102,14 @@ def trained(prepared: Prepared, folder: Path, model: Mapping[str, Any], steps: i
     trainer = trainer_of(recipe, data, recipe.build_model(model, data), folder, splits["train"], steps, **args)
     trainer.train()
     return trainer
+
+
+def save_base(prepared: Prepared, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A folder with a language model at random and its tokenizer, as `save_pretrained` writes them."""
+    recipe, _, data = prepared
+    torch.manual_seed(seed)
+    model: Any = recipe.build_model({"config": {**WIDE, **config}}, data)
+    model.save_pretrained(folder)
+    for name in data.info["tokenizer"]:
+        (folder / Path(name).name).write_bytes(data.read_file(name))
+    return folder

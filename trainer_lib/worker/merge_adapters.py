@@ -154,7 +154,7 @@ def merge(model: nn.Module, *, dtype: str | None = None) -> nn.Module:
 
 
 def _dequantize(model: Any) -> Any:
-    """The same adapters on the values that the quantized weights stand for, in float32."""
+    """Put the adapters on the values that the quantized weights stand for, in float32."""
     import peft
 
     adapters, config = peft.get_peft_model_state_dict(model), model.peft_config["default"]

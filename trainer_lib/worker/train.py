@@ -34,8 +34,15 @@ from trainer_lib.protocol.preemption import NoticeWatch
 from trainer_lib.protocol.requests import MIXTURE_CHANGE, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.trainer.model.models import innermost, is_adapted, is_transformers
-from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
+from trainer_lib.trainer.model.models import describe_base, innermost, is_adapted, is_transformers
+from trainer_lib.worker.process.assembly import (
+    BASE,
+    add_metrics,
+    arguments,
+    build_model,
+    build_trainer,
+    events_callback,
+)
 from trainer_lib.worker.process.session import Work
 
 if TYPE_CHECKING:
@@ -209,7 +216,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             output.write_bytes(name, json.dumps(entries).encode())
         device, precision = _device(trainer)
         result = TrainResult(
-            files=tuple(_exported(work, output, args)),
+            files=tuple(_exported(work, output, args, model)),
             metrics={name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
             global_step=trainer.state.global_step,
             global_samples=trainer.state.num_samples_seen,
@@ -288,8 +295,10 @@ def _device(trainer: Trainer) -> tuple[str, str]:
     return torch.cuda.get_device_name(args.device), short or allowed
 
 
-def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) -> list[FileEntry]:
+def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments, model: nn.Module) -> list[FileEntry]:
     """The model's files, with a config.json that says how to build it unless the model wrote its own.
+
+    Adapters have the digests of their base with them.
 
     The arguments are cut to those that matter to the weights: the same training gives the same bytes, wherever its
     files lie and however it was logged.
@@ -297,6 +306,8 @@ def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments) 
     store = output.child(MODEL)
     if not store.exists("config.json"):
         _write_json(store, "config.json", {"recipe": work.recipe.path.name, "build_model": work.request.model})
+    if (base := describe_base(model)) is not None:
+        _write_json(store, BASE, base)
     # For a reader of the folder: what decided the weights, without paths and speeds.
     _write_json(store, "training_args.json", numeric_fields(args, data_parallel_size=data_size(args, work.world_size)))
     return [FileEntry(f"{MODEL}/{file.path}", file.size, store.digest(file.path)) for file in store.list()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.named_recipes import Prepared, RecipeCase, refusal, trainer_of
+from tests.support.named_recipes import Prepared, RecipeCase, refusal, save_base, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes.model_places import add_adapters
-from trainer_lib.trainer.model.models import frozen_fingerprint, set_compute_type
+from trainer_lib.trainer.model.models import describe_base, frozen_fingerprint, model_files, set_compute_type
+from trainer_lib.worker.process.assembly import BASE, load_weights
 from trainflow.flows.new_project.starting import word_orders
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -26,7 +28,6 @@ CHATS = RecipeCase(
 PAIRS = RecipeCase(
     "preference-optimization", "pairs.jsonl", {"max_length": 96, "split": {"validation": 0, "test": 0.25}}
 )
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "eval_strategy": "no"}
 quantized = pytest.mark.needs("bitsandbytes")
 
@@ -40,16 +41,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 @pytest.fixture(scope="module")
 def base(chats: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in a folder, with its tokenizer."""
-    return save(chats, tmp_path_factory.mktemp("base"))
-
-
-def save(made: Prepared, folder: Path, seed: int = 0, **config: Any) -> Path:
-    torch.manual_seed(seed)
-    model: Any = made[0].build_model({"config": {**SIZES, **config}}, made[2])
-    model.save_pretrained(folder)
-    for name in made[2].info["tokenizer"]:
-        (folder / Path(name).name).write_bytes(made[2].read_file(name))
-    return folder
+    return save_base(chats, tmp_path_factory.mktemp("base"))
 
 
 def build(made: Prepared, **options: Any) -> Any:
@@ -126,7 +118,7 @@ def test_a_model_at_random_takes_no_adapters_and_loads_nothing(chats: Prepared) 
 
 @pytest.mark.parametrize("name", ["targets", "modules_to_save"])
 def test_a_weight_that_two_layers_share_is_not_trained_in_either(chats: Prepared, tmp_path: Path, name: str) -> None:
-    tied = save(chats, tmp_path, tie_word_embeddings=True)
+    tied = save_base(chats, tmp_path, tie_word_embeddings=True)
     error = refusal(lambda: build(chats, folder=tied, adapter={"rank": 2, name: ["lm_head"]}))
     assert (error.field, error.value) == (f"train.model.adapter.{name}", "lm_head")
     assert "shares its weight" in error.message
@@ -192,7 +184,7 @@ def test_a_run_on_few_bits_that_goes_on_ends_like_one_that_was_not_stopped(
 @quantized
 def test_another_base_is_refused_at_the_resume(chats: Prepared, base: Path, tmp_path: Path) -> None:
     recipe, splits, data = chats
-    for number, folder in enumerate((base, save(chats, tmp_path / "other", seed=7))):
+    for number, folder in enumerate((base, save_base(chats, tmp_path / "other", seed=7))):
         model = build(chats, folder=folder, load_in="4bit", adapter={"rank": 2})
         steps = {"save_strategy": "steps", "save_steps": 2, **BATCHES}
         trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 2 + 2 * number, **steps)
@@ -215,3 +207,24 @@ def test_preferences_begin_with_the_reference_in_the_same_bits(base: Path, chats
     trainer = trainer_of(made[0], made[2], model, tmp_path / "run", made[1]["train"], 2, **BATCHES)
     trainer.train()
     assert add_adapters(model, {}, place=None) is model
+
+
+# -- exported ---------------------------------------------------------------------------------------------------------
+def test_exported_adapters_name_their_base_and_are_not_put_on_another(
+    chats: Prepared, base: Path, tmp_path: Path
+) -> None:
+    described = describe_base(build(chats, folder=base, adapter={"rank": 2}))
+    digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    assert described == {"name": base.name, "revision": None, "files": {"model.safetensors": digest}}
+    assert describe_base(build(chats, folder=base)) is None
+    model = build(chats, folder=base, adapter={"rank": 2})
+    names = json.loads(model_files(model, model.state_dict())["adapter_config.json"])["target_modules"]
+    assert names == sorted(names)  # a set of peft's, whose order is another one in each process
+    assert len(names) == 7
+    build(chats, folder=base, adapter={"rank": 2}).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / BASE).write_text(json.dumps(described))
+    load_weights(build(chats, folder=base, adapter={"rank": 2}), str(tmp_path / "model"))
+    other = save_base(chats, tmp_path / "other", seed=7)
+    with pytest.raises(DamagedError, match=f"other weights of {base.name}") as caught:
+        load_weights(build(chats, folder=other, adapter={"rank": 2}), str(tmp_path / "model"))
+    assert "--force train" in str(caught.value.remedy)

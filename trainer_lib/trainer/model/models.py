@@ -10,6 +10,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trainer.overrides import parameters_of
@@ -146,8 +148,21 @@ def model_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str
     given: Any = model
     if is_adapted(model):
         files = folder_files(lambda folder: given.save_pretrained(folder, state_dict=dict(state)))
-        return {name: data for name, data in files.items() if name != "README.md"}
+        return {
+            name: _in_order(data) if Path(name).name == "adapter_config.json" else data
+            for name, data in files.items()
+            if name != "README.md"
+        }
     return _transformers_files(given) if is_transformers(model) else {}
+
+
+def _in_order(config: bytes) -> bytes:
+    """The configuration of adapters, with the names that peft holds as a set, in another order in each process."""
+    values: dict[str, Any] = parse_json(config)
+    for name in ("target_modules", "exclude_modules"):
+        if isinstance(values.get(name), list):
+            values[name] = sorted(values[name])
+    return json.dumps(values, indent=2, sort_keys=True).encode()
 
 
 def _transformers_files(model: Any) -> dict[str, bytes]:
@@ -238,6 +253,32 @@ def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> s
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(probe.view(torch.uint8).numpy().tobytes() if probe.numel() else b"")
     return digest.hexdigest()
+
+
+def describe_base(model: nn.Module) -> dict[str, Any] | None:
+    """The model under adapters: its name, its revision on the Hub, and the SHA-256 of its files with weights.
+
+    None for a model without adapters, or whose base was not loaded from files.
+    """
+    inner: Any = innermost(model)
+    place = str(getattr(inner, "name_or_path", "") or "")
+    if not is_peft(model) or not is_transformers(inner) or not place:
+        return None
+    folder, revision = Path(place), None
+    if not folder.is_dir():
+        library: Any = importlib.import_module("transformers.utils")
+        revision = getattr(inner.config, "_commit_hash", None)
+        try:
+            folder = Path(library.cached_file(place, "config.json", revision=revision, local_files_only=True)).parent
+        except OSError:
+            return None
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    digests = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    name = place if revision is not None else folder.name  # no path of a machine
+    return {"name": name, "revision": revision, "files": digests} if digests else None
 
 
 # -- settings for training ---------------------------------------------------------------------------------------------

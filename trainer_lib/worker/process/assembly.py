@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.arguments.configs.parallelism_config import data_size, is_laid_out
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
@@ -29,12 +30,14 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import TRACKED_RUN
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.model.models import innermost, is_peft, set_compute_type
+from trainer_lib.trainer.model.models import describe_base, innermost, is_peft, set_compute_type
 from trainer_lib.trainer.model.seeding import set_seed
 from trainer_lib.worker.process.events import EventsCallback
 from trainer_lib.worker.process.session import Work
 
 ADAPTERS = "adapter_model.safetensors"
+BASE = "base_model.json"
+"""Next to exported adapters: what `describe_base` says of their base."""
 
 
 def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
@@ -174,12 +177,26 @@ def load_weights(model: nn.Module, url: str) -> None:
     # Where they are merged into the weights, the adapters lie in a folder of their own.
     for folder in (store, store.child(ADAPTER)) if is_peft(model) else ():
         if folder.exists(ADAPTERS):
+            if folder.exists(BASE):
+                _require_base(model, parse_json(folder.read_bytes(BASE)), url)
             try:
                 load_adapter(model, read_safetensors(folder, ADAPTERS))
             except ConfigError as error:
                 raise _other_model(url, error.message) from error
             return
     load_tensors(model, read_safetensors(store, "model.safetensors"), url)
+
+
+def _require_base(model: nn.Module, trained: Mapping[str, Any], url: str) -> None:
+    """Raise DamagedError where the model's base has other weights than that of the adapters had."""
+    base = describe_base(model)
+    if base is not None and base["files"] != trained["files"]:
+        raise DamagedError(
+            f"The adapters were trained on other weights of {trained['name']} than this model's base has.",
+            field="model",
+            value=url,
+            remedy="Put back the base that they were trained on, or train again (--force train).",
+        )
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:
