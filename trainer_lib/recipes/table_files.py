@@ -439,11 +439,10 @@ class TableForm:
 
     def _gather(self, row: Mapping[str, Any]) -> dict[str, Any]:
         names = {name for name, value in row.items() if isinstance(value, list) or name in self.gathered["names"]}
+        gaps = {name for name in names if row[name] is None or row[name] != row[name]}
+        gathered = {name: value for name, value in row.items() if name in names - gaps}
         others = {name: value for name, value in row.items() if name not in names}
-        return {
-            **others,
-            self.gathered["into"]: json.dumps({name: row[name] for name in row if name in names}, default=str),
-        }
+        return {**others, self.gathered["into"]: json.dumps(gathered, default=str)}
 
     def read_answer(self, values: Mapping[str, Any], name: str, place: str, *, kind: str | None) -> Any:
         """The label of a row of the values that its file has: a text, a number, or without a kind what stands there.
