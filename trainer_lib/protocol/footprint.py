@@ -142,18 +142,7 @@ def footprints(
         "zero-2": (whole + masters, share(gradients), share(optimizer), bucket),
         "zero-3": (share(whole) + masters, share(gradients), share(optimizer), bucket + gathered),
     }
-    parts_of: dict[str, tuple[int | None, int]] = {
-        name: (written, (writers or processes) if name == "fsdp" else 1) for name in held
-    }
-    if layout is not None:
-        copies, shards, tensor = layout
-        factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(whole, 1)
-        part = _divided_by(shards, factor)
-        exchange = 2 * gathered if shards > 1 else gradients if copies > 1 else 0
-        held["layout"] = part(whole), part(gradients), part(optimizer), math.ceil(exchange * factor)
-        # The largest part of what one group writes: f of it, by each of its shards.
-        parts_of["layout"] = part(written), shards * tensor
-    return [
+    rows = [
         Footprint(
             name,
             1 if name == "single" else processes,
@@ -163,12 +152,35 @@ def footprints(
             exchange=exchange,
             activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
             evaluation=size.evaluation_bytes,
-            checkpoint=bytes_written if name == "layout" else _divided_by(parts)(bytes_written),
+            checkpoint=_divided_by(parts)(written),
             writers=parts,
         )
         for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
-        for bytes_written, parts in [parts_of[name]]
+        for parts in [(writers or processes) if name == "fsdp" else 1]
     ]
+    return rows if layout is None else [*rows, _of_layout(size, processes, layout, written, 2 * gathered)]
+
+
+def _of_layout(
+    size: ModelSize, processes: int, layout: tuple[int, int, int], written: int | None, exchanged: int
+) -> Footprint:
+    """The bytes of a rank of `layout`: copies, shards and tensor ranks; `exchanged` by FSDP, of a whole model."""
+    copies, shards, tensor = layout
+    factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(size.parameter_bytes, 1)
+    part = _divided_by(shards, factor)
+    exchange = exchanged if shards > 1 else size.gradient_bytes if copies > 1 else 0
+    return Footprint(
+        "layout",
+        processes,
+        parameters=part(size.parameter_bytes),
+        gradients=part(size.gradient_bytes),
+        optimizer=part(size.optimizer_bytes),
+        exchange=math.ceil(exchange * factor),
+        activations=size.activation_bytes,
+        evaluation=size.evaluation_bytes,
+        checkpoint=part(written),
+        writers=shards * tensor,
+    )
 
 
 def _scaled(size: ModelSize, micro_batch: int | None) -> int | None:
