@@ -29,6 +29,7 @@ from trainer_lib.protocol.footprint import Estimate, ModelSize
 from trainer_lib.protocol.requests import EstimateRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.strategies.fsdp.units import find_units
+from trainer_lib.trainer.model.models import numbers_in
 from trainer_lib.trainer.model.source_losses import take_sources
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
 from trainer_lib.worker.process.session import Work
@@ -206,7 +207,7 @@ class _Sizes:
                 evaluation = max(0, self._evaluate() - weights - buffers)
         persistent = {id(each): _bytes(each) for each in self._model.state_dict(keep_vars=True).values()}
         return ModelSize(
-            parameters=sum(each.numel() for each in parameters),
+            parameters=sum(map(numbers_in, parameters)),
             trainable=sum(each.numel() for each in trained),
             parameter_bytes=weights + buffers,
             gradient_bytes=gradients,

@@ -34,7 +34,7 @@ from trainer_lib.protocol.preemption import NoticeWatch
 from trainer_lib.protocol.requests import MIXTURE_CHANGE, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.trainer.model.models import describe_base, innermost, is_adapted, is_transformers
+from trainer_lib.trainer.model.models import describe_base, innermost, is_adapted, is_transformers, numbers_in
 from trainer_lib.worker.process.assembly import (
     BASE,
     add_metrics,
@@ -223,7 +223,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             world_size=work.world_size,
             resumed_from=events.resumed_from,
             checkpoints=tuple(info.name for info in list_checkpoints(output.child(CHECKPOINTS))),
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            parameters=sum(map(numbers_in, model.parameters())),
             peak_bytes=max(peaks or ()),
             device=device,
             micro_batch=trainer.state.train_batch_size,

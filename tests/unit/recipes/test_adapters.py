@@ -15,7 +15,13 @@ from tests.support.resuming import prove
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes.model_places import add_adapters
-from trainer_lib.trainer.model.models import describe_base, frozen_fingerprint, model_files, set_compute_type
+from trainer_lib.trainer.model.models import (
+    describe_base,
+    frozen_fingerprint,
+    model_files,
+    numbers_in,
+    set_compute_type,
+)
 from trainer_lib.worker.process.assembly import BASE, load_weights
 from trainflow.flows.new_project.starting import word_orders
 
@@ -152,6 +158,9 @@ def test_4_bit_weights_multiply_in_the_type_of_the_arguments(chats: Prepared, ba
     layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
     assert layer.weight.quant_state.nested
     assert layer.weight.quant_state.quant_type == "nf4"
+    plain = build(chats, folder=base, adapter={"rank": 2})
+    counts = [sum(map(numbers_in, each.parameters())) for each in (model, plain)]
+    assert counts[0] == counts[1] == plain.num_parameters()
     for bf16, wanted in ((False, torch.float32), (True, torch.bfloat16)):
         set_compute_type(model, TrainingArguments(str(tmp_path), use_cpu=True, bf16=bf16))
         assert layer.compute_dtype == wanted

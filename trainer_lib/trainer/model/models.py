@@ -255,6 +255,12 @@ def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> s
     return digest.hexdigest()
 
 
+def numbers_in(parameter: nn.Parameter) -> int:
+    """The numbers that a parameter ``[...]`` stands for: bitsandbytes packs two of 4 bits into a byte."""
+    is_packed = type(parameter).__name__ == "Params4bit" and parameter.dtype == torch.uint8
+    return parameter.numel() * (2 if is_packed else 1)
+
+
 def describe_base(model: nn.Module) -> dict[str, Any] | None:
     """The model under adapters: its name, its revision on the Hub, and the SHA-256 of its files with weights.
 
