@@ -9,6 +9,8 @@ five times, until it reaches its end; then the next run starts. Each process is 
 already, so a life costs tenths of a second; the signal and the files are real. The model is small and easy to resume
 wrongly: dropout, accumulation, an uneven last batch, evaluations, a cosine schedule, two checkpoints kept.
 
+With `--job conversations` it is adapters on weights in 4 bits (QLoRA), trained on packed conversations; ours alone.
+
 The Trainer of transformers runs in the same harness, resuming from its newest folder as its documentation says. Where
 its resume crashes, that folder is removed by hand, which is counted, and the run goes on.
 
@@ -22,8 +24,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import hashlib
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -31,7 +35,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +105,54 @@ def settings(folder: Path) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is trained: a function that builds the model, 62 rows, and what else the Trainer is made of."""
+
+    model: Callable[[], Any]
+    rows: Sequence[Any]
+    base: type[Trainer] = Trainer
+    collate: Any = None
+
+
+def conversations(place: Path) -> Job:
+    """Adapters on weights in 4 bits, by rows that conversations share."""
+    import bitsandbytes  # noqa: F401 - imported once, before any fork
+    import peft  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from trainer_lib.protocol.recipe_names import recipe_file
+    from trainer_lib.recipes import load
+
+    # In a process that may start threads, as tokenizers do.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as other:
+        data, made = other.submit(_prepare_conversations, place).result()
+    recipe = load(recipe_file("supervised-fine-tuning"), place)
+    adapter = {"kind": "lora", "rank": 4, "dropout": 0.1}
+    chosen = {"folder": str(place / "base"), "load_in": "4bit", "adapter": adapter}
+    build = functools.partial(recipe.build_model, chosen, data)
+    return Job(build, made, recipe.trainer_class(Trainer), recipe.collate_with(data))
+
+
+def _prepare_conversations(place: Path) -> tuple[Any, list[Any]]:
+    from benchmarks.conversations import prepare
+
+    place.mkdir(parents=True)
+    recipe, data, made = prepare(place, 400, ["train"], length=256)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    built: Any = recipe.build_model({"config": sizes}, data)
+    built.save_pretrained(place / "base")
+    return data, made[:62]
+
+
 # -- lives -------------------------------------------------------------------------------------------------------------
 
 
-def our_life(folder: Path, board: Board) -> None:
+def our_life(folder: Path, board: Board, *, job: Job | None = None) -> None:
     """Train from the newest checkpoint of the folder to the end."""
-    trainer = _built(Trainer, TrainerCallback, TrainingArguments, folder, board)
+    chosen = job or Job(Classifier, rows(62))
+    trainer = _built(chosen.base, TrainerCallback, TrainingArguments, folder, board, chosen)
     trainer.train(resume_from_checkpoint="auto")
     _tell_end(trainer, board)
 
@@ -114,14 +162,21 @@ def peer_life(folder: Path, board: Board) -> None:
     import transformers
     from transformers import trainer_utils
 
-    trainer = _built(transformers.Trainer, transformers.TrainerCallback, transformers.TrainingArguments, folder, board)
+    trainer = _built(
+        transformers.Trainer,
+        transformers.TrainerCallback,
+        transformers.TrainingArguments,
+        folder,
+        board,
+        Job(Classifier, rows(62)),
+    )
     find: Any = trainer_utils.get_last_checkpoint
     newest = find(str(folder)) if folder.is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
     _tell_end(trainer, board)
 
 
-def _built(library: Any, callback: Any, arguments: Any, folder: Path, board: Board) -> Any:
+def _built(library: Any, callback: Any, arguments: Any, folder: Path, board: Board, job: Job) -> Any:
     class Told(library):  # type: ignore[misc]
         def _save_checkpoint(self, *given: Any, **named: Any) -> None:
             board.write(phase=SAVE)
@@ -147,13 +202,13 @@ def _built(library: Any, callback: Any, arguments: Any, folder: Path, board: Boa
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    data = rows(62)
     torch.manual_seed(0)
     return Told(
-        model=Classifier(),
-        args=arguments(**settings(folder)),
-        train_dataset=data,
-        eval_dataset=data[:9],
+        model=job.model(),
+        args=arguments(**settings(folder), remove_unused_columns=job.collate is None),
+        data_collator=job.collate,
+        train_dataset=job.rows,
+        eval_dataset=job.rows[:9],
         callbacks=[Teller()],
     )
 
@@ -282,12 +337,15 @@ class Harness:
         }
 
 
-def measure(count: int, peer_count: int, seconds: float, seed: int) -> dict[str, Any]:
+def measure(count: int, peer_count: int, seconds: float, seed: int, job: str) -> dict[str, Any]:
     """Run ours, then the peer's, for the requested number of kills."""
-    lives: dict[str, tuple[Life, int]] = {"ours": (our_life, count), "peer": (peer_life, peer_count)}
     found = {}
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trainflow-chaos-") as place:
+        ours: Life = our_life
+        if job == "conversations":
+            ours = functools.partial(our_life, job=conversations(Path(place) / "prepared"))
+        lives: dict[str, tuple[Life, int]] = {"ours": (ours, count), "peer": (peer_life, peer_count)}
         for number, (name, (life, kills)) in enumerate(lives.items()):
             if kills == 0:
                 continue
@@ -329,6 +387,7 @@ def main() -> int:
     parser.add_argument("--peer-count", type=int, help="kills of the peer; a fifth of trainflow's when not given")
     parser.add_argument("--seconds", type=float, help="time after which no further run is started")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--job", choices=("classifier", "conversations"), default="classifier")
     parser.add_argument("--save", type=Path, nargs="?", const=RESULTS, default=None, metavar="FOLDER")
     chosen = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != "1":  # NumPy and torch made threads when they were imported; forks must not
@@ -336,10 +395,12 @@ def main() -> int:
     count = SIZES[chosen.size][0] if chosen.count is None else chosen.count
     seconds = SIZES[chosen.size][1] if chosen.seconds is None else chosen.seconds
     peer_count = count // 5 if chosen.peer_count is None else chosen.peer_count
+    peer_count = 0 if chosen.job == "conversations" else peer_count
     started = time.monotonic()
-    found = measure(count, peer_count, seconds, chosen.seed)
+    found = measure(count, peer_count, seconds, chosen.seed, chosen.job)
     taken = {"asked_kills": count, "seed": chosen.seed, "seconds": round(time.monotonic() - started, 1), **found}
-    publish("chaos", chosen.size if chosen.count is None else f"{count}-kills", taken, chosen.save)
+    name = "chaos" if chosen.job == "classifier" else f"chaos_{chosen.job}"
+    publish(name, chosen.size if chosen.count is None else f"{count}-kills", taken, chosen.save)
     print(table(found))
     ours = found["ours"]
     resumed = not ours["starts_that_crashed"] and ours["steps_trained_again_at_most"] <= SAVE_STEPS

@@ -43,7 +43,7 @@ from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import code_chats
 
-SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (380, 7, ("padded", "grouped", "flat", "packed"))}
+SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (120, 3, ("padded", "grouped", "flat", "packed"))}
 """Conversations, counted epochs of each, and ways."""
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 LENGTH, BATCH, PACKED_BATCH = 512, 16, 4
@@ -63,13 +63,13 @@ class Rows(NamedTuple):
         return sum(len(row["input_ids"]) for row in self.rows)
 
 
-def prepare(folder: Path, count: int, pack: list[str]) -> Rows:
+def prepare(folder: Path, count: int, pack: list[str], *, length: int = LENGTH) -> Rows:
     """The rows of so many conversations, a row each or sharing rows."""
     lines = [json.loads(line) for line in code_chats().splitlines()[:count]]
     (folder / "chats.jsonl").write_text("".join(json.dumps({**line, "fold": "train"}) + "\n" for line in lines))
     recipe, store = load(recipe_file("supervised-fine-tuning"), folder), Store.open(folder / "-".join(["out", *pack]))
     out = PrepareOutput(store, [str(folder / "chats.jsonl")])
-    options = {"vocabulary": 4096, "length": LENGTH, "overlong": "cut", "pack": pack}
+    options = {"vocabulary": 4096, "length": length, "overlong": "cut", "pack": pack}
     rows = recipe.prepare({**options, "split": {"by": "column", "column": "fold"}}, out)["train"]
     made = [dict(row) for row in rows]
     files = [vars(entry) for entry in out.files()]

@@ -45,6 +45,10 @@ PAGES = {
 }
 # Pages whose commands are run elsewhere: here their settings are understood.
 ELSEWHERE = {
+    "conversations": (
+        "tests/unit/recipes/test_conversations.py",
+        Page(before=(), read_as={"chats.jsonl": "points.csv"}),
+    ),
     "debug": ("tests/flows/test_cli.py", Page()),
     "finetune": ("tests/flows/test_new_projects.py", Page(before=())),
     "machines": ("tests/distributed/test_launch_nodes.py", Page(read_as={"processes: 4": "processes: 1"})),

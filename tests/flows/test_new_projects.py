@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
     loaded = load_model(str(published.parent), trust_code=True)
     assert "prediction" in loaded.predict([{"words": ["def", "main", "(", ")", ":"]}])
     remove_fetched_code()  # a process does it when it ends
+
+
+@pytest.mark.usefixtures("prefect_server")
+def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: Path) -> None:
+    short = ("train.args.max_steps=3", "evaluate.require={}", "train.args.eval_strategy=no", "train.eval_split=null")
+    learn = runpy.run_path(str(ROOT / "examples" / "conversations" / "learn.py"))
+    right = learn["train"](tmp_path, *IN_PROCESS, *short, "evaluate.splits=[test]")
+    assert [name for name in right if len(right[name]) > 500] == ["fine-tuned", "then preferred", "gain"]
+    assert len(list(tmp_path.glob("store/hub/library-*/revisions/*/model.safetensors"))) == 2
+    remove_fetched_code()
 
 
 KERAS = """

@@ -52,7 +52,7 @@ def template_text(turn: str, answer: str, ask: str, first: str = "") -> str:
 
 
 def marked_text(turn: str, answer: str, ask: str, first: str = "") -> str:
-    """The same template with marks around what the assistant writes and the token for its end."""
+    """A template as of `template_text`, with marks around what the assistant writes and the token for its end."""
     head, _, tail = answer.partition(CONTENT)
     marked = head + "{% generation %}" + CONTENT + tail.rstrip() + "{% endgeneration %}"
     marked += "{{ '\\n' }}" if tail.endswith("\n") else ""  # Jinja removes a line's end behind a block

@@ -242,3 +242,25 @@ def test_seq2seq_trains_evaluates_and_generates(
     # Only the import tells it from a script for transformers.
     ours = [line for line in SCRIPT.read_text(encoding="utf-8").splitlines() if "trainer_lib" in line]
     assert ours == ["from trainer_lib import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments"]
+
+
+# -------------------------------------------------------------------------------------------------- conversations
+def test_what_is_asked_in_held_out_words_was_learned_in_others_and_pairs_are_right_over_wrong() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "conversations" / "learn.py"))
+    rows = example["chats"]()
+    folds: dict[str, dict[str, str]] = {}
+    for row in rows:
+        asked, answered = (turn["content"] for turn in row["messages"])
+        assert folds.setdefault(row["fold"], {}).setdefault(asked, answered) == answered
+    assert {name: len(fold) for name, fold in folds.items()} == {
+        name: share * len(folds["test"]) for name, share in (("train", 4), ("validation", 1), ("test", 1))
+    }
+    for name, (module, parameter) in example["functions"]().items():
+        for fold in folds.values():
+            answers = {answer for asked, answer in fold.items() if f" {name}" in f" {asked}"}
+            assert {module, parameter} <= answers
+    assert not set(folds["test"]) & {*folds["train"], *folds["validation"]}
+    said = ["", *(row["messages"][1]["content"] for row in rows[1:-1]), "wrong"]
+    made = list(example["pairs"](rows, said))
+    assert made[-1]["rejected"][0]["content"] == "wrong"
+    assert all(pair["chosen"] == row["messages"][1:] != pair["rejected"] for pair, row in zip(made, rows, strict=True))
