@@ -172,7 +172,7 @@ class PrecisionArguments:
         bare=True,
     )
     gradient_checkpointing_kwargs: Settings = arg(
-        None, 'Settings of gradient_checkpointing, such as {"use_reentrant": false}.', affects="nothing"
+        None, 'Settings of gradient_checkpointing, such as {"every": 2} or {"save": ["mm"]}.', affects="nothing"
     )
     # The newer name of the two; `validation` keeps them equal.
     activation_checkpointing: bool | None = arg(

@@ -147,7 +147,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"fsdp_config": {"mixed_precision": "fp16"}}, "loss scaler", "fp16=True"),
     ({"fsdp_config": {"mixed_precision": 16}}, "mixed_precision = 16", "param_dtype"),
     ({"fsdp_config": {"activation_checkpointing": True}}, "activation_checkpointing = True", "auto_wrap"),
-    ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload", "Remove"),
+    ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload", "offload"),
     (
         {"fsdp_config": {"activation_checkpointing": True, **CLASSES}, "gradient_checkpointing": True},
         "together with gradient_checkpointing",

@@ -331,7 +331,10 @@ KEYS: Mapping[str, _Reader] = {
     "sync_module_states": _sets("sync_module_states", _flag),
     "cpu_ram_efficient_loading": _sets("cpu_ram_efficient_loading", _flag),
     "activation_checkpointing": _sets("activation_checkpointing", _flag),
-    "activation_checkpointing_offload": _refused("activations stay on the device.", "Remove it."),
+    "activation_checkpointing_offload": _refused(
+        "activations stay on the device.",
+        'Give gradient_checkpointing=True with gradient_checkpointing_kwargs={"offload": true}.',
+    ),
     "state_dict_type": _sets("sharded_checkpoints", sharded_checkpoints),
     **dict.fromkeys(("mixed_precision", "mixed_precision_policy"), _precision),
     "ignored_modules": _sets("ignored_modules", _names),

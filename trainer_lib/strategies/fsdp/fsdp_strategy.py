@@ -40,7 +40,8 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import Strategy, match_names
-from trainer_lib.strategies.fsdp.units import find_ignored, find_units, recompute_activations
+from trainer_lib.strategies.fsdp.units import find_ignored, find_units
+from trainer_lib.strategies.recomputation import Recomputation, wrap_forward
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -288,7 +289,7 @@ class FsdpStrategy(Strategy):
         # Inner units first: what they take no longer belongs to the unit around them.
         for unit in find_units(model, settings):
             if settings.activation_checkpointing:
-                recompute_activations(unit)
+                wrap_forward(unit, Recomputation())
             fully_shard(unit, reshard_after_forward=settings.reshards, **options)
         # None: torch keeps the root's own rows gathered, which both ends of a backward need, if there are other parts.
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer_lib.arguments.configs.fsdp_config import FsdpSettings
 from trainer_lib.base.suggestions import suggestion
@@ -138,20 +135,3 @@ def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]
                 remedy="Give the parameter the shape [1], or freeze it.",
             )
     return found
-
-
-def recompute_activations(module: nn.Module) -> None:
-    """Make a module keep its inputs only, and compute its activations again in the backward.
-
-    This wraps the forward alone, so the module's hooks, which gather its parameters, run outside the recomputation.
-    """
-    forward = module.forward
-
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # Without gradients there is no backward that could recompute anything.
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    module.forward = recomputed

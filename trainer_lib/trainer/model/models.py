@@ -21,9 +21,11 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.strategies.recomputation import Recomputation, find_blocks
 from trainer_lib.trainer.overrides import parameters_of
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")
@@ -361,18 +363,37 @@ def _no_checkpointing(why: str) -> ConfigError:
         why,
         field="gradient_checkpointing",
         value=True,
-        remedy="Add gradient_checkpointing_enable() to the model, or use torch.utils.checkpoint inside its forward.",
+        remedy='Give gradient_checkpointing_kwargs={"every": 1}, or add gradient_checkpointing_enable() to the model.',
     )
 
 
 def check_settings(model: nn.Module, args: TrainingArguments) -> None:
     """Raise ConfigError for settings that this model cannot serve, and MissingExtraError for an absent package."""
     if args.gradient_checkpointing:
-        checkpointing_switch(model)
+        _check_recomputation(model, args)
     if args.neftune_noise_alpha is not None:
         input_embedding(model, args.neftune_noise_alpha)
     if args.use_liger_kernel:
         liger_kernels(model, args.liger_kernel_config)
+
+
+def _check_recomputation(model: nn.Module, args: TrainingArguments) -> None:
+    choice = Recomputation.of(args.gradient_checkpointing_kwargs)
+    if choice is None:
+        checkpointing_switch(model)
+        return
+    find_blocks(model, choice)
+    if args.use_cache:
+        what, remedy = "Recomputed blocks would enter their keys and values twice.", "Remove it."
+        raise ConfigError(what, field="use_cache", value=True, remedy=remedy)
+    layout = read_layout(args)
+    if choice.offload and layout is not None and layout.tensor > 1:
+        raise ConfigError(
+            "torch moves no activations of divided layers to the CPU.",
+            field="gradient_checkpointing_kwargs.offload",
+            value=True,
+            remedy="Remove it, or divide by shard instead of tensor.",
+        )
 
 
 def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:

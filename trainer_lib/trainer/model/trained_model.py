@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.collators import IGNORED
 from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
+from trainer_lib.strategies.recomputation import Recomputation, save_memory
 from trainer_lib.trainer.model import models
 from trainer_lib.trainer.model.models import ModelFacts
 from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
@@ -98,6 +99,7 @@ class TrainedModel:
         self._internals = internals
         self._caches: list[tuple[Any, Any]] = []
         self._noise: torch.utils.hooks.RemovableHandle | None = None
+        self._keep_all: Callable[[], None] = _nothing
         trainer.is_model_parallel = False
 
     def take(self, given: nn.Module | None) -> None:
@@ -173,7 +175,12 @@ class TrainedModel:
             kernels = models.liger_kernels(model, config)
             kernels._apply_liger_kernel_to_instance(model=models.innermost(model), **(config or {}))
         if args.gradient_checkpointing:
-            models.enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)
+            choice = Recomputation.of(args.gradient_checkpointing_kwargs)
+            self._keep_all()
+            if choice is None:
+                models.enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)
+            else:
+                self._keep_all = save_memory(model, choice)
         # Keeping keys and values wastes memory in training. `hooked` puts the settings back.
         own: Any = getattr(model, "config", None)
         parts: tuple[Any, ...] = (own, getattr(own, "text_config", None))
@@ -192,6 +199,8 @@ class TrainedModel:
                 yield
         finally:
             self.remove_noise()
+            self._keep_all()
+            self._keep_all = _nothing
             for config, before in self._caches:
                 config.use_cache = before
             self._caches = []
@@ -219,6 +228,10 @@ class TrainedModel:
         finally:
             for config, value in in_training:
                 config.use_cache = value
+
+
+def _nothing() -> None:
+    """Leave the model as it is."""
 
 
 class LabelSmoother:
