@@ -54,6 +54,7 @@ def evaluate(
             show_inputs=config.show_inputs,
             importance_seconds=config.importance_seconds,
             rows_per_range=config.rows_per_range,
+            benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
         ),
         carry_out=partial(_measure, config),
     )

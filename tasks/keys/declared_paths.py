@@ -55,10 +55,15 @@ def path_options(stage: str, config: StageSettings, context: StageContext) -> Pa
     """The options of a stage that its recipe declares to be paths, and where relative ones start."""
     code = code_of(config, context)
     return PathOptions(
-        context.folder or str(Path(context.recipe).absolute().parent),
+        spec_folder(context),
         declared_paths(code, READERS.get(stage, {}).get("options", {})),
         declared_paths(code, _BUILD_MODEL) if stage != "prepare-data" else {},
     )
+
+
+def spec_folder(context: StageContext) -> str:
+    """The folder where relative paths of the spec start."""
+    return context.folder or str(Path(context.recipe).absolute().parent)
 
 
 def keyed_options(

@@ -16,6 +16,7 @@ from tests.support.repository import pyproject
 from trainer_lib.data.reading import Reading, read_sheet
 from trainer_lib.data.row_sources import RowFile
 from trainer_lib.errors import CodeError, MissingExtraError
+from trainer_lib.evaluation.benchmarks import FIELD, require_lm_eval
 from trainer_lib.keras_models.keras_backend import import_keras
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.refusal import require_torch
@@ -69,6 +70,7 @@ USES = [
     Use("ray", "prefect_ray", lambda: _distribute("ray"), "prepare.runner.kind"),
     Use("ray", "ray", lambda: resolve_config(LaunchConfig(engine="ray", processes=1)), "train.launch.engine"),
     Use("ray", "ray", lambda: default_hp_space_ray(None), "backend"),
+    Use("benchmarks", "lm_eval", require_lm_eval, FIELD),
     Use("search", "optuna", lambda: Ledger(Path("unused"), design=None), "sweep"),  # type: ignore[arg-type]
 ]
 

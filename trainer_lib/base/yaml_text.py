@@ -53,24 +53,34 @@ class YamlProblem(ValueError):
         self.line = line
 
 
-def parse_yaml(text: str) -> Any:
+class Tagged(str):
+    """A text with the tag that the caller of `parse_yaml` allows."""
+
+
+def parse_yaml(text: str, *, tag: str | None = None) -> Any:
     """Return the one document in `text` as plain data; None for an empty text.
+
+    Args:
+        tag: texts with this tag become `Tagged`; None: no tag of a file's own.
 
     Raises:
         YamlProblem: malformed, a key given twice, a tag that builds an object, or nested without end.
     """
-    return parse_yaml_with_lines(text)[0]
+    return parse_yaml_with_lines(text, tag=tag)[0]
 
 
-def parse_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
+def parse_yaml_with_lines(text: str, *, tag: str | None = None) -> tuple[Any, dict[str, int]]:
     """Return the document in `text`, and the line (from 1) of every dotted key and list index.
+
+    Args:
+        tag: as of `parse_yaml`.
 
     Raises:
         YamlProblem: as in `parse_yaml`.
     """
     reader = YAML(typ="safe", pure=True)
     reader.Resolver = _CoreSchema
-    reader.Constructor = _PlainConstructor
+    reader.Constructor = _PlainConstructor if tag is None else _allow(tag)
     lines: dict[str, int] = {}
     try:
         node = reader.compose(text)
@@ -86,6 +96,14 @@ def parse_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
         raise
     except ValueError:  # a tag that its text does not fit: `!!int many`
         raise YamlProblem("a value does not fit its tag") from None
+
+
+def _allow(tag: str) -> type[SafeConstructor]:
+    class Allowing(_PlainConstructor):
+        pass
+
+    Allowing.add_constructor(tag, lambda self, node: Tagged(self.construct_scalar(node)))
+    return Allowing
 
 
 def parse_yaml_scalar(text: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from typing_extensions import override
 
-from trainer_lib.base.metric_names import MetricCall
+from trainer_lib.base.metric_names import Benchmark, MetricCall
 from trainer_lib.base.path_options import PathOptions
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.row_sources import RowFile
@@ -384,6 +384,7 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     show_inputs: bool = True
     importance_seconds: float = 10.0
     rows_per_range: int = 10_000
+    benchmarks: tuple[Benchmark, ...] = ()
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)
     """Setting -> the metric, ``<split>_<name>`` or training's ``eval_<name>``, that it needs; for a rehearsal."""

@@ -99,6 +99,7 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         **MEASURED,
         "splits": ["train"],
         "slices": ["sex"],
+        "benchmarks": ["piqa"],
         "show_inputs": False,
         "importance_seconds": 0,
         "rows_per_range": 5,
