@@ -157,3 +157,5 @@ class OptimizerNames(StrEnum):
     RPROP = "rprop"
     LION_TORCH = "lion"
     MUON = "muon"
+    # torchao's, for weights in bfloat16: its state has their format, and it rounds them at random.
+    ADAMW_TORCH_BF16_SR = "adamw_torch_bf16_sr"

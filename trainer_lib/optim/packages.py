@@ -174,6 +174,7 @@ def _schedule_free(request: OptimizerRequest) -> Served:
 
 
 _TORCHAO: Mapping[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
+_ROUNDED: Mapping[str, Any] = {"bf16_stochastic_round": True}
 _GROK: Mapping[str, Any] = {
     "alpha_init": 0.98,
     "lamb": 2.0,
@@ -187,6 +188,7 @@ _PLAIN: Mapping[OptimizerNames, tuple[str, str, str, bool, Mapping[str, Any]]] =
     OptimizerNames.ADAMW_TORCH_NPU_FUSED: ("torch_npu.optim", "NpuFusedAdamW", "torch_npu", True, {}),
     OptimizerNames.ADAMW_TORCH_4BIT: ("torchao.optim", "AdamW4bit", "torchao>=0.11", True, _TORCHAO),
     OptimizerNames.ADAMW_TORCH_8BIT: ("torchao.optim", "AdamW8bit", "torchao>=0.11", True, _TORCHAO),
+    OptimizerNames.ADAMW_TORCH_BF16_SR: ("torchao.optim", "_AdamW", "torchao>=0.11", True, _ROUNDED),
     OptimizerNames.GROKADAMW: ("grokadamw", "GrokAdamW", "grokadamw", False, _GROK),
     OptimizerNames.STABLE_ADAMW: ("optimi", "StableAdamW", "torch-optimi", True, {}),
     OptimizerNames.LOMO: ("lomo_optim", "Lomo", "lomo-optim", False, {}),
@@ -196,6 +198,8 @@ _PLAIN: Mapping[OptimizerNames, tuple[str, str, str, bool, Mapping[str, Any]]] =
 
 def _plain(request: OptimizerRequest) -> Served:
     module, class_name, package, is_adam, further = _PLAIN[request.name]
+    if request.name is OptimizerNames.ADAMW_TORCH_BF16_SR:
+        _check_bfloat16(request)
     cls = load(request, module, class_name, package)
     kwargs: dict[str, Any] = {**(request.adam if is_adam else request.lr)}
     for name, default in further.items():
@@ -206,6 +210,18 @@ def _plain(request: OptimizerRequest) -> Served:
     if module == "lomo_optim":
         kwargs["model"] = _model(request)
     return Served(cls, kwargs)
+
+
+def _check_bfloat16(request: OptimizerRequest) -> None:
+    """Raise ConfigError for a trained parameter in another format: its state would be as large as ever."""
+    for name, parameter in [] if request.model is None else request.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype is not torch.bfloat16:
+            raise ConfigError(
+                f"This rounds weights in bfloat16, and {name} is {parameter.dtype}.",
+                field="optim",
+                value=request.name.value,
+                remedy="Load the model in bfloat16 (model.dtype: bfloat16 in a spec), or give adamw_torch.",
+            )
 
 
 def _galore(request: OptimizerRequest) -> Served:

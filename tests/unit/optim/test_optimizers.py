@@ -99,7 +99,7 @@ def test_without_transformers_adafactor_is_that_of_torch_and_says_so(
 def test_a_missing_package_is_named(name: OptimizerNames) -> None:
     args = _args(optim=name.value, optim_target_modules="all-linear")
     try:
-        build_optimizer(args, Tiny())
+        build_optimizer(args, Tiny().bfloat16())
     except MissingExtraError as error:
         assert (error.field, error.value) == ("optim", name.value)
         assert "pip install" in (error.remedy or "")
@@ -107,6 +107,14 @@ def test_a_missing_package_is_named(name: OptimizerNames) -> None:
         assert any(
             importlib.util.find_spec(package) for package in ("bitsandbytes", "torchao", "schedulefree", "optimi")
         )
+
+
+def test_weights_that_are_not_bfloat16_are_refused_where_they_would_be_rounded() -> None:
+    model = Tiny().bfloat16()
+    model.frozen.float()
+    model.hidden.float()
+    with pytest.raises(ConfigError, match=r"optim = adamw_torch_bf16_sr: .*hidden\.weight is torch\.float32.*bfloat16"):
+        build_optimizer(_args(optim="adamw_torch_bf16_sr"), model)
 
 
 @pytest.mark.parametrize("name", [name for name in OptimizerNames if name.value.endswith("_layerwise")])
