@@ -43,7 +43,7 @@ from trainer_lib.recipes.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import code_chats
 
-SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (120, 3, ("padded", "grouped", "flat", "packed"))}
+SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (80, 3, ("padded", "packed", "flat", "grouped"))}
 """Conversations, counted epochs of each, and ways."""
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 LENGTH, BATCH, PACKED_BATCH = 512, 16, 4
@@ -98,7 +98,8 @@ def theirs(way: str, all_rows: Mapping[bool, Rows], folder: str) -> Any:
     table = [
         {"input_ids": row["input_ids"], "labels": np.where(row["trained"], row["input_ids"], NO_TARGET)} for row in rows
     ]
-    given = {"packing": way == "packed", "padding_free": way == "flat", "max_length": LENGTH, "bf16": False}
+    given: dict[str, Any] = {"packing": way == "packed", "padding_free": way == "flat", "bf16": False}
+    given["max_length"] = None if way == "flat" else LENGTH
     torch.manual_seed(0)
     return SFTTrainer(
         model=recipe.build_model({"config": MODEL}, data),

@@ -237,7 +237,8 @@ class _Walk:
         for text in texts:
             if 0 < len(text) < 200 and text.isprintable():
                 # Parts of a path may be joined one by one.
-                joined = [Path(os.path.normpath(folder / Path(text).expanduser())) for folder in found]
+                named = os.path.expanduser(text)  # noqa: PTH111 - that of Path raises where there is no such user
+                joined = [Path(os.path.normpath(folder / named)) for folder in found]
                 found += [place for place in joined if place.is_dir() or (place.suffix == ".py" and place.is_file())]
                 found = list(dict.fromkeys(found))
         return [place for place in found if not place.is_relative_to(self.root)]

@@ -345,6 +345,7 @@ def test_a_package_without_an_init_or_below_src_counts(tmp_path: Path, file: str
 
 PLACES = [
     "import sys\nsys.path.insert(0, 'lib')",
+    "import sys\nSHORT = '~no-such-user'\nsys.path.insert(0, 'lib')",
     "import sys\nsys.path.append('./lib')",
     "import os, sys\nsys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))",
     "import sys\nfrom pathlib import Path\nsys.path.insert(0, str(Path(__file__).parent / 'lib'))",
