@@ -8,7 +8,6 @@ Wilson's for a share, from resamples of the prompts for a difference.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -254,7 +253,7 @@ def generate_with_vllm(
         MissingExtraError: vLLM is not installed.
     """
     try:
-        vllm = importlib.import_module("vllm")
+        import vllm
     except ImportError as error:
         what = "vLLM is not installed."
         remedy = "Install it: pip install vllm. Or leave generate_with out."

@@ -10,6 +10,7 @@ import pytest
 
 from trainer_lib.base.path_options import PathOptions
 from trainer_lib.errors import ConfigError
+from trainer_lib.protocol.recipe_names import ABOUT, FOLDER
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.code.closure import Closure, closure, find_root
@@ -69,6 +70,8 @@ def test_modules_named_at_run_time_are_followed_or_said(tmp_path: Path) -> None:
     found = closure(write(tmp_path, recipe=text, known=""), tmp_path)
     assert "known.py" in found.files
     assert found.unseen
+    names = [name for name in ABOUT if closure(FOLDER / f"{name.replace('-', '_')}.py", tmp_path).unseen]
+    assert not names, "all files of a project would count"
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:
