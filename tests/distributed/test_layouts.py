@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,12 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
+MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> Iterator[None]:
-    with loaded("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"):
+    with loaded("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", MIXTRAL):
         yield
 
 
@@ -60,6 +63,15 @@ def qwen(**given: Any) -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
     return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **HEADS, "tie_word_embeddings": True, "pad_token_id": 0, **given}))
+
+
+def mixtral() -> Any:
+    """Four experts, whose weights are one tensor."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
+    return MixtralForCausalLM(MixtralConfig(**{**sizes, **HEADS, "num_local_experts": 4, "pad_token_id": 0}))
 
 
 class Halves(nn.Module):
@@ -277,6 +289,35 @@ def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None
         state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
         out[name] = losses(one), {key: _local(value) for key, value in state.items()}
     return out
+
+
+#: Models and layouts in which others save one rank's part, or nothing, or resume with another state.
+MOVED: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
+    "experts": (mixtral, {"shard": 4}),
+    "experts in copies": (mixtral, {"replicate": 2, "shard": 2}),
+    "tied in both": (qwen, {"shard": 2, "tensor": 2}),
+    "tied over all": (qwen, {"tensor": 4}),
+}
+
+
+def saved(folder: str) -> None:
+    for name, (model, sizes) in MOVED.items():
+        one = trainer(f"{folder}/{name}", ROWS, model=model(), **RAGGED, parallelism=sizes, callbacks=[StopAt(2)])
+        with pytest.raises(Preempted):
+            one.train()
+
+
+def test_every_expert_and_tied_weight_is_saved_and_trains_on_as_on_one_process(tmp_path: Path) -> None:
+    run_distributed(saved, 4, str(tmp_path), timeout_s=120)
+    for name, (model, _) in MOVED.items():
+        whole = trainer(tmp_path / "whole" / name, ROWS, model=model(), **RAGGED)
+        whole.train()
+        moved = trainer(tmp_path / name, ROWS, model=model(), **RAGGED)
+        moved.train(resume_from_checkpoint=True)
+        assert losses(moved) == pytest.approx(losses(whole), rel=2e-6), name
+        state = moved.model.state_dict()
+        for key, value in whole.model.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-3, atol=2e-5, msg=f"{name}: {key}")
 
 
 def _local(value: Any) -> torch.Tensor:
