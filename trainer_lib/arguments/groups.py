@@ -148,6 +148,12 @@ class BatchArguments:
     )
 
 
+if TYPE_CHECKING:
+    _Float8 = str | bool | None
+else:
+    _Float8 = Annotated[str | None, Accepts(str | bool | None)]
+
+
 @dataclass
 class PrecisionArguments:
     """Number formats, memory savings, compilation, kernels."""
@@ -163,6 +169,13 @@ class PrecisionArguments:
         None,
         "Allow TensorFloat-32 in matrix products on NVIDIA GPUs; torch's own setting when not given.",
         affects="outputs",
+    )
+    # Ours: in the reference it is a setting of accelerate.
+    fp8: _Float8 = arg(
+        None,
+        "Multiply in float8 in linear layers, by torchao and with bf16: tensorwise or rowwise scales.",
+        affects="outputs",
+        bare=True,
     )
     # Not in a key: recomputed activations have the same values.
     gradient_checkpointing: bool | None = arg(

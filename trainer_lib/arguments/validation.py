@@ -100,6 +100,7 @@ def normalise(args: ArgumentGroups) -> None:
         args.accelerator_config = AcceleratorConfig(args.accelerator_config or {})
     args.parallelism_config = PeerSizes.of(args.parallelism_config)
     args.debug = _words("debug", args.debug, [option.value for option in DebugOption])
+    args.fp8 = "tensorwise" if args.fp8 is True else args.fp8 or None
     if args.fsdp is True:
         args.fsdp = FSDPOption.FULL_SHARD.value
     if isinstance(args.fsdp, str):
@@ -244,6 +245,7 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
             f"This cannot be on together with {bfloat}: one number format at a time.",
             f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
         )
+    yield from _about_float8(args)
     yield (
         args.loss_spike_sigma is not None and args.save_only_model,
         "loss_spike_sigma",
@@ -305,6 +307,22 @@ def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
         "fsdp",
         "This needs exactly one way of sharding.",
         "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
+    )
+
+
+def _about_float8(args: ArgumentGroups) -> Iterator[_Finding]:
+    yield (
+        args.fp8 not in (None, "tensorwise", "rowwise"),
+        "fp8",
+        "torchao has no such recipe that is served here.",
+        "Give tensorwise or rowwise.",
+    )
+    yield args.fp8 and not args.bf16, "fp8", "What is not multiplied in float8 needs bfloat16.", "Give bf16=True too."
+    yield (
+        args.fp8 and args.deepspeed,
+        "fp8",
+        "DeepSpeed keeps the weights in its own number format.",
+        "Give fsdp instead of deepspeed.",
     )
 
 

@@ -198,9 +198,9 @@ _PLAIN: Mapping[OptimizerNames, tuple[str, str, str, bool, Mapping[str, Any]]] =
 
 def _plain(request: OptimizerRequest) -> Served:
     module, class_name, package, is_adam, further = _PLAIN[request.name]
+    cls = load(request, module, class_name, package)
     if request.name is OptimizerNames.ADAMW_TORCH_BF16_SR:
         _check_bfloat16(request)
-    cls = load(request, module, class_name, package)
     kwargs: dict[str, Any] = {**(request.adam if is_adam else request.lr)}
     for name, default in further.items():
         value = request.take(name, default)

@@ -40,7 +40,7 @@ DIFFERENT = {
 OURS = {
     "parallelism",
     *("global_batch_size", "max_nonfinite_steps", "save_async", "max_failed_saves", "allow_global_batch_change"),
-    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes"),
+    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes", "fp8"),
     *("overwrite_output_dir", "logging_dir", "include_tokens_per_second", "past_index", "use_legacy_prediction_loop"),
 }
 

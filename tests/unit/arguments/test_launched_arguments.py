@@ -254,7 +254,7 @@ def test_a_contradiction_names_both(given: dict[str, Any], environ: dict[str, st
 @pytest.mark.parametrize(
     "environ",
     [
-        {"ACCELERATE_MIXED_PRECISION": "fp8"},
+        {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"},
         {"ACCELERATE_USE_MEGATRON_LM": "true"},
         {"ACCELERATE_USE_FSDP": "1", "FSDP_SHARDING_STRATEGY": "9"},
         {"ACCELERATE_USE_FSDP": "1", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "many"},
@@ -267,6 +267,11 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
     assert (caught.value.field or "").removeprefix("environment variable ") in environ
     assert caught.value.value is not None
     assert caught.value.remedy is not None
+
+
+def test_float8_of_the_launcher_is_that_of_torchao() -> None:
+    args = adopted({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"})
+    assert (args.fp8, args.bf16) == ("tensorwise", True)
 
 
 def test_sizes_of_the_launcher_are_sizes_of_the_mesh() -> None:

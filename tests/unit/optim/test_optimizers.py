@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,8 @@ def test_a_missing_package_is_named(name: OptimizerNames) -> None:
         )
 
 
-def test_weights_that_are_not_bfloat16_are_refused_where_they_would_be_rounded() -> None:
+def test_weights_that_are_not_bfloat16_are_refused_where_they_would_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(_AdamW=torch.optim.AdamW))
     model = Tiny().bfloat16()
     model.frozen.float()
     model.hidden.float()

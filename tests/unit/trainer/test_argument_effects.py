@@ -168,6 +168,59 @@ def test_liger_kernel_config_chooses_the_kernels(tmp_path: Path, monkeypatch: py
         trainer(tmp_path, rows, model=llama(), liger_kernel_config={"swiglu": True}, **given)
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """As torchao's configuration."""
+
+    name: str
+    emulate: bool = False
+    pad_inner_dim: bool = False
+
+
+class Scaled(nn.Linear):
+    """As a converted layer of torchao: of a class derived from torch's."""
+
+
+@pytest.mark.parametrize(("fp8", "name"), [(True, "tensorwise"), ("rowwise", "rowwise")])
+def test_inner_linear_layers_multiply_in_float8(
+    fp8: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Recipe] = []
+
+    def convert(model: nn.Module, *, config: Recipe, module_filter_fn: Any) -> None:
+        asked.append(config)
+        for path, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and module_filter_fn(layer, path):
+                layer.__class__ = Scaled
+
+    torchao: Any = types.ModuleType("torchao.float8")
+    torchao.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=Recipe)
+    torchao.convert_to_float8_training = convert
+    monkeypatch.setitem(sys.modules, torchao.__name__, torchao)
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in token_rows(4)]
+    one = trained(tmp_path, rows, model=llama(), max_steps=1, fp8=fp8, bf16=True)
+    assert asked == [Recipe(name, emulate=not torch.cuda.is_available(), pad_inner_dim=True)]
+    chosen = {path: layer for path, layer in one.model.named_modules() if isinstance(layer, Scaled)}
+    assert len(chosen) > 4
+    assert not {"lm_head", "model.layers.0.self_attn.q_proj"} & chosen.keys()
+    assert all(size % 16 == 0 for layer in chosen.values() for size in layer.weight.shape)
+    one.train()
+    assert [*chosen] == [path for path, layer in one.model.named_modules() if isinstance(layer, Scaled)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fp8": "rowise", "bf16": True}, "fp8 = rowise: .*tensorwise or rowwise"),
+        ({"fp8": True}, "fp8 = tensorwise: .*Give bf16=True too"),
+        ({"fp8": True, "bf16": True}, "fp8 = tensorwise: The model has no linear layer for it"),
+    ],
+)
+def test_float8_that_would_have_no_place_is_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, ROWS, **given)
+
+
 NO_WARMUP = "warmup_steps = 3 has no effect: the schedule constant has no warm-up"
 
 

@@ -410,6 +410,18 @@ def test_the_estimate_counts_every_byte_of_weights_gradients_and_optimizer(
     assert size.evaluation_bytes is not None
 
 
+def test_the_estimate_sees_what_is_recomputed(tmp_path: Path, prepared_data: PreparedData) -> None:
+    stack = "nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(6)))"
+    wide = tiny.RECIPE.replace("(16, 2)", f"(16, 512), {stack}, nn.Linear(512, 2)")
+    assert wide != tiny.RECIPE
+    choice: dict[str, Any] = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every": 1}}
+    plain, saving = (
+        ask(tmp_path, prepared_data, "estimate", wide, args={**MICRO, **more}).size for more in ({}, choice)
+    )
+    assert plain.parameter_bytes == saving.parameter_bytes
+    assert saving.activation_bytes < 0.6 * plain.activation_bytes
+
+
 def test_a_model_that_needs_values_is_sized_all_the_same(tmp_path: Path, prepared_data: PreparedData) -> None:
     reading = tiny.RECIPE.replace("        logits = self.layers(x)", "        float(x.sum()); logits = self.layers(x)")
     found = ask(tmp_path, prepared_data, "estimate", reading)

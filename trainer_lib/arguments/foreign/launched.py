@@ -4,7 +4,7 @@ Its flags and its configuration file arrive as environment variables (ACCELERATE
 `TrainingArguments`: a setting given once is used, settings given in both places must be equal, and an error about a
 contradiction names both values. Nothing else in this library reads these variables, and nothing here imports torch.
 
-    ACCELERATE_MIXED_PRECISION              bf16, fp16
+    ACCELERATE_MIXED_PRECISION              bf16, fp16, fp8 (of torchao)
     ACCELERATE_USE_CPU                      use_cpu
     ACCELERATE_GRADIENT_ACCUMULATION_STEPS  gradient_accumulation_steps
     ACCELERATE_GRADIENT_CLIPPING            max_grad_norm
@@ -147,12 +147,15 @@ def _precision(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     word = environ.get(name, "no").lower()
     if word in ("bf16", "fp16"):
         yield LauncherSetting(word, True, name)
+    elif word == "fp8" and environ.get("ACCELERATE_FP8_BACKEND", "AO").upper() in ("AO", "AUTO"):
+        yield LauncherSetting("bf16", True, name)
+        yield LauncherSetting("fp8", "tensorwise", name)
     elif word not in _NOTHING:
         raise ConfigError(
             "This is not supported.",
             field=f"environment variable {name}",
             value=word,
-            remedy="Choose no, bf16 or fp16.",
+            remedy="Choose no, bf16, fp16, or fp8 with the backend AO.",
         )
 
 

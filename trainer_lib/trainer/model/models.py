@@ -26,6 +26,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.strategies.recomputation import Recomputation, find_blocks
+from trainer_lib.trainer.model.float8 import check_float8
 from trainer_lib.trainer.overrides import parameters_of
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")
@@ -375,6 +376,8 @@ def check_settings(model: nn.Module, args: TrainingArguments) -> None:
         input_embedding(model, args.neftune_noise_alpha)
     if args.use_liger_kernel:
         liger_kernels(model, args.liger_kernel_config)
+    if args.fp8:
+        check_float8(model, args)
 
 
 def _check_recomputation(model: nn.Module, args: TrainingArguments) -> None:
@@ -388,12 +391,8 @@ def _check_recomputation(model: nn.Module, args: TrainingArguments) -> None:
         raise ConfigError(what, field="use_cache", value=True, remedy=remedy)
     layout = read_layout(args)
     if choice.offload and layout is not None and layout.tensor > 1:
-        raise ConfigError(
-            "torch moves no activations of divided layers to the CPU.",
-            field="gradient_checkpointing_kwargs.offload",
-            value=True,
-            remedy="Remove it, or divide by shard instead of tensor.",
-        )
+        what, remedy = "Activations of divided layers stay there.", "Remove it, or divide by shard instead of tensor."
+        raise ConfigError(what, field="gradient_checkpointing_kwargs.offload", value=True, remedy=remedy)
 
 
 def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:

@@ -17,6 +17,7 @@ from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
 from trainer_lib.strategies.recomputation import Recomputation, save_memory
 from trainer_lib.trainer.model import models
+from trainer_lib.trainer.model.float8 import use_float8
 from trainer_lib.trainer.model.models import ModelFacts
 from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
 
@@ -174,6 +175,8 @@ class TrainedModel:
             config = args.liger_kernel_config
             kernels = models.liger_kernels(model, config)
             kernels._apply_liger_kernel_to_instance(model=models.innermost(model), **(config or {}))
+        if args.fp8:
+            use_float8(model, args)
         if args.gradient_checkpointing:
             choice = Recomputation.of(args.gradient_checkpointing_kwargs)
             self._keep_all()
