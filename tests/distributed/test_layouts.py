@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from benchmarks.step_overhead import CallCounter
 from tests.support.distributed import loaded, run_distributed
-from tests.support.tiny_models import llama, lm_rows
+from tests.support.tiny_models import bert, llama, lm_rows
 from tests.support.training import LOGGED, StopAt, losses, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DataError, Preempted
@@ -27,7 +27,7 @@ from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 ROWS = lm_rows(22)
 #: 22 rows with unequal token counts in global batches of 8: the last step of an epoch has 6.
 RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
 LAYOUTS: dict[str, dict[str, int]] = {
     "tensor 2": {"tensor": 2},
     "tensor 4": {"tensor": 4},
@@ -110,13 +110,24 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def trained(folder: str, model: str = "llama", layout: Mapping[str, Any] | None = None, **given: Any) -> dict[str, Any]:
+MODELS: dict[str, Any] = {
+    "llama": lambda: llama(**HEADS),
+    "shared": lambda: llama(**{**HEADS, "num_key_value_heads": 1}),
+    "qwen": qwen,
+    "own": Halves,
+}
+
+
+def trained(
+    folder: str, model: str = "llama", layout: Mapping[str, Any] | None = None, length: int = 8, **given: Any
+) -> dict[str, Any]:
     """Losses and norms of a training, an evaluation and predictions after it, and what this rank held."""
-    made: Any = {"llama": lambda: llama(**HEADS), "qwen": qwen, "own": Halves}[model]()
+    made: Any = MODELS[model]()
     asked = {} if layout is None else {"parallelism": dict(layout)}
-    one = trainer(folder, ROWS, model=made, **{**RAGGED, **given, **asked})
+    one = trainer(folder, lm_rows(22, length=length), model=made, **{**RAGGED, **given, **asked})
     one.train()
-    metrics, predicted = one.evaluate(lm_rows(9, seed=3)), one.predict(lm_rows(9, seed=3)).predictions
+    measured = lm_rows(9, seed=3, length=length)
+    metrics, predicted = one.evaluate(measured), one.predict(measured).predictions
     state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "losses": losses(one),
@@ -229,6 +240,63 @@ def test_divided_layers_call_python_little_more_than_shards_do(tmp_path: Path) -
         assert 0 < calls["tensor"] <= 1.2 * calls["shards"]
 
 
+# ----------------------------------------------------------------------------------------------------- divided tokens
+#: Layouts, and what a training asks for in them; one head of keys and values is repeated, seven tokens are padded.
+DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"global_batch_size": 8, "per_device_train_batch_size": 1},
+    "own loss": {"cls": OwnLoss},
+    "tied": {"model": "qwen"},
+    "one head of keys": {"model": "shared"},
+    "seven tokens": {"length": 7},
+    **{name: ASKED[name] for name in ("smoothed", "recomputed", "unclipped")},
+}
+
+
+def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
+    expected = several(str(tmp_path / "alone"), DIVIDED_TOKENS)
+    for sizes in ({"sequence": 2}, {"replicate": 2, "sequence": 2}, {"sequence": 4}):
+        some = DIVIDED_TOKENS if sizes == {"sequence": 2} else {"one head of keys": {"model": "shared"}}
+        cases = {name: {**given, "layout": sizes} for name, given in some.items()}
+        for results in run_distributed(several, math.prod(sizes.values()), str(tmp_path / str(sizes)), cases):
+            for name, one in results.items():
+                close(one, expected[name])
+                assert one["described"] == {"strategy": "sequence", "layout": sizes}
+
+
+def shared_rows(folder: str) -> list[str]:
+    """What refuses packed rows, rows padded before their text, and one process alone; tokens that are generated."""
+    found = []
+    plain = lm_rows(8, ragged=False)
+    before = torch.tensor([0, 1, 1, 1, 1, 1, 1, 1])
+    packed = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    changes: list[dict[str, Any]] = [{"attention_mask": before}, {"position_ids": packed}]
+    for change in [*changes, {"token_type_ids": packed}]:
+        one = trainer(folder, [{**row, **change} for row in plain], model=llama(**HEADS), **TOKENS)
+        with pytest.raises((DataError, ConfigError)) as caught:
+            one.train()
+        found.append(str(caught.value))
+    one = trainer(folder, plain, model=llama(**HEADS), **TOKENS)
+    one.train()
+    tokens = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    alone = llama(**HEADS)
+    alone.load_state_dict(one.model.state_dict())
+    whole = alone.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)
+    assert tokens.tolist() == whole.tolist()
+    return found
+
+
+TOKENS: dict[str, Any] = {**RAGGED, "parallelism": {"sequence": 2}, "remove_unused_columns": False}
+
+
+def test_rows_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
+    for messages in run_distributed(shared_rows, 2, str(tmp_path)):
+        padded, packed, more = messages
+        assert "attention_mask" in padded and 'padding_side="right"' in padded
+        assert "position_ids" in packed and "Turn packing off" in packed
+        assert "token_type_ids" in more and "input_ids, attention_mask, position_ids and labels" in more
+
+
 # ------------------------------------------------------------------------------------ random numbers, samples, resuming
 def draws(folder: str) -> tuple[list[float], list[float], float]:
     """Numbers drawn between divided layers, by a layer after them, and after a training."""
@@ -269,6 +337,8 @@ RESUMED: dict[str, dict[str, int]] = {
     "tensor": {"tensor": 2},
     "shards of tensor": {"shard": 2, "tensor": 2},
     "replicas of tensor": {"replicate": 2, "tensor": 2},
+    "sequence": {"sequence": 2},
+    "replicas of sequence": {"replicate": 2, "sequence": 2},
 }
 
 
@@ -350,9 +420,21 @@ def test_divided_layers_generate_and_train_in_bf16(tmp_path: Path, alone: dict[s
     assert first[1] == pytest.approx(alone["losses"], rel=0.02)
 
 
+UNDIVIDED = [
+    "The 2 heads (num_attention_heads) cannot be divided among 4 processes.",
+    "The model Halves computes an attention that cannot be replaced",
+    "BertForSequenceClassification is not a causal language model",
+    "Qwen3ForCausalLM has layers with another attention",
+]
+
+
 def refused(folder: str) -> list[str]:
     found = []
     for model, given in (
+        (llama(), {"parallelism": {"sequence": 4}}),
+        (Halves(), {"parallelism": {"sequence": 4}}),
+        (bert(), {"parallelism": {"sequence": 4}}),
+        (qwen(use_sliding_window=True, max_window_layers=0), {"parallelism": {"sequence": 4}}),
         (llama(), {"parallelism": {"tensor": 4}}),
         (Halves(), {"parallelism": {"tensor": 4}}),
         (llama(**HEADS), {"parallelism": {"tensor": 2}}),
@@ -365,7 +447,9 @@ def refused(folder: str) -> list[str]:
 
 def test_what_a_model_cannot_be_divided_into_is_refused(tmp_path: Path) -> None:
     for messages in run_distributed(refused, 4, str(tmp_path)):
-        heads, plan, product = messages
+        heads, plan, product = messages[4:]
+        for message, part in zip(messages, UNDIVIDED, strict=False):
+            assert part in message
         assert "2 heads (num_attention_heads) cannot be divided among 4 processes. Give 2." in heads
         assert "Halves does not say how its layers can be divided" in plan
         assert "Its product is 2, and there are 4 processes." in product

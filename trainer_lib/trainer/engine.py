@@ -215,6 +215,10 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
         from trainer_lib.strategies.tensor.tensor_strategy import TensorStrategy
 
         return TensorStrategy(device, comm, args)
+    if layout is not None and layout.sequence > 1:
+        from trainer_lib.strategies.sequence import SequenceStrategy
+
+        return SequenceStrategy(device, comm, args)
     if args.fsdp or (layout is not None and layout.shard > 1):
         from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 

@@ -151,7 +151,7 @@ class World:
             first = rank - rank % distributed.sharers(self.comm)
             if own != digests[first]:
                 raise DataError(
-                    "Two processes that compute parts of the same layers have other samples: "
+                    "Two processes that compute parts of the same layers or rows have other samples: "
                     f"{self.mesh.describe(first)} and {self.mesh.describe(rank)}.",
                     field="train_dataset",
                     value=f"ranks {first} and {rank}",

@@ -56,6 +56,8 @@ LAID_OUT: list[tuple[dict[str, Any], dict[str, int], str | None]] = [
     ({"parallelism": {"shard": 4, "tensor": 2}}, {"shard": 4, "tensor": 2}, "full_shard"),
     ({"parallelism": {"replicate": "4", "tensor": 2}}, {"replicate": 4, "shard": 1, "tensor": 2}, "no_shard"),
     ({"parallelism": {"tensor": 8}}, {"tensor": 8}, "no_shard"),
+    ({"parallelism_config": ParallelismConfig(sp_size=8)}, {"sequence": 8}, None),
+    ({"parallelism": {"replicate": 4, "sequence": 2}}, {"replicate": 4, "shard": 1, "sequence": 2}, None),
     ({"parallelism": {"shard": 8}, "fsdp": "shard_grad_op offload"}, {"shard": 8}, "shard_grad_op"),
     (
         {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)},
@@ -97,7 +99,12 @@ def test_a_stage_with_other_processes_than_the_layout_has_the_model_whole(tmp_pa
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallelism": {"tensr": 2}}, 'parallelism.tensr: No dimension has this name. Did you mean "tensor"'),
     ({"parallelism": {"shard": 0}}, "parallelism.shard = 0: A dimension has at least one process"),
-    ({"parallelism": {"sequence": 2}}, "parallelism.sequence = 2: .*Use shard with gradient_checkpointing"),
+    ({"parallelism": {"sequence": 2, "tensor": 2}}, "parallelism.sequence = 2: .*with tensor. Give replicate"),
+    ({"parallelism_config": {"sp_size": 2, "fsdp_size": 2}}, "parallelism_config.sequence = 2: .*with shard"),
+    ({"parallelism": {"sequence": 8}, "torch_compile": True}, "torch_compile = True: .*with sequence"),
+    ({"parallelism": {"sequence": 8}, "fp8": True, "bf16": True}, "fp8 = tensorwise: .*with sequence"),
+    ({"parallelism": {"sequence": 8}, "fsdp": "no_shard"}, "fsdp = no_shard: .*with sequence"),
+    ({"parallelism": {"sequence": 2}}, "sequence: 2: Its product is 2, .* Start 2 processes, or give replicate 4"),
     ({"parallelism_config": {"ep_size": 2}}, "parallelism_config.ep_size = 2: .*Use shard, which divides experts"),
     (
         {"parallelism_config": ParallelismConfig(cp_size=2)},

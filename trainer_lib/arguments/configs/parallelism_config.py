@@ -5,12 +5,14 @@
     parallelism   accelerate's ParallelismConfig   transformers' DistributedConfig   processes that …
     replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
     shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
+    sequence      sp_size                          -                                 compute a part of all rows
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
 Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
-`replicate` x `shard` processes; those of one tensor group see the same ones, whose number is the data rank. A plan maps
-patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing here imports torch.
+`replicate` x `shard` processes; those of one tensor or sequence group see the same ones, whose number is the data
+rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -99,12 +101,8 @@ _NAMES = {
     "pp_size": "pipeline",
 }
 _UNSERVED = {
-    "sequence": (
-        "Sequences are not divided over processes.",
-        "Use shard with gradient_checkpointing=True, or tensor, which divides the attention heads.",
-    ),
     "expert": ("Experts have no processes of their own.", "Use shard, which divides experts as all other parameters."),
-    "context": ("There is no ring attention.", "Use tensor, which divides the attention heads, with shard."),
+    "context": ("There is no ring attention.", "Use sequence, which divides tokens, and heads in the attention."),
     "pipeline": ("Layers do not form a pipeline.", "Use tensor inside of a machine and shard across machines."),
 }
 # Of the peers' classes: what says how, and not how many.
@@ -122,6 +120,14 @@ _WITH_TENSOR = {
     "fp16": ("The loss scaler does not know divided parameters.", "Use bf16=True."),
     "torch_compile": ("No test has shown it compiled.", "Remove it."),
     "use_liger_kernel": ("Its kernels need whole weights.", "Remove it."),
+}
+# Arguments that divided tokens do not serve.
+_WITH_SEQUENCE = {
+    "fsdp": ("Parameters stay whole.", "Remove it."),
+    "fp8": ("Scales would be those of a part of the tokens.", "Use bf16=True alone."),
+    "torch_compile": ("No test has shown it compiled.", "Remove it."),
+    "use_liger_kernel": ("Its loss needs whole rows.", "Remove it."),
+    "predict_with_generate": ("Processes would generate whole rows, each the same.", "Generate after the training."),
 }
 
 
@@ -156,6 +162,7 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    sequence: int = 1
     tensor: int = 1
     plan: Mapping[str, str] | None = None
     field: str = FIELD
@@ -165,11 +172,18 @@ class Layout:
         """The number of processes that train on different samples."""
         return self.replicate * self.shard
 
+    @property
+    def processes(self) -> int:
+        """The number of all processes."""
+        return self.data_size * self.sequence * self.tensor
+
     def sizes(self) -> dict[str, int]:
         """Return the dimensions of a mesh; a copy that is divided by no one is a shard of one process."""
         sizes = {"replicate": self.replicate} if self.replicate > 1 else {}
         if self.shard > 1 or self.replicate > 1:
             sizes["shard"] = self.shard
+        if self.sequence > 1:
+            sizes["sequence"] = self.sequence
         return {**sizes, **({"tensor": self.tensor} if self.tensor > 1 or not sizes else {})}
 
 
@@ -198,7 +212,7 @@ def _read(field: str, given: Mapping[str, Any]) -> Layout:
         if key in _ELSEWHERE:
             raise ConfigError("The setting is not read here.", field=path, value=str(value), remedy=_ELSEWHERE[key])
         if name is None:
-            known = [*list(_NAMES)[:3], "plan"] if field == FIELD else list(_NAMES)[6:]
+            known = [*list(_NAMES)[:4], "plan"] if field == FIELD else list(_NAMES)[6:]
             raise ConfigError("No dimension has this name.", field=path, remedy=suggestion(str(key), known))
         values[name] = _read_plan(path, value) if name == "plan" else _read_size(path, value)
         if name in _UNSERVED and values[name] > 1:
@@ -246,10 +260,24 @@ def check_layout(args: ArgumentGroups) -> None:
         )
     if layout.shard > 1 or layout.tensor > 1:
         refuse_unshardable(args, layout.field)
-    for name, (why, remedy) in _WITH_TENSOR.items():
-        if layout.tensor > 1 and getattr(args, name):
+    for size, unserved in (("sequence", _WITH_SEQUENCE), ("tensor", _WITH_TENSOR)):
+        if getattr(layout, size) > 1:
+            _refuse_with(size, layout, unserved, args)
+
+
+def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
+    for other in ("shard", "tensor") if size == "sequence" else ():
+        if getattr(layout, other) > 1:
             raise ConfigError(
-                f"This is not supported together with tensor: {why}", field=name, value=True, remedy=remedy
+                f"This is not supported together with {other}.",
+                field=f"{layout.field}.{size}",
+                value=layout.sequence,
+                remedy="Give replicate and sequence, or shard and tensor.",
+            )
+    for name, (why, remedy) in unserved.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(
+                f"This is not supported together with {size}: {why}", field=name, value=value, remedy=remedy
             )
 
 
@@ -276,14 +304,15 @@ def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) 
     """
     layout = read_layout(args)
     if layout is not None:
-        product = layout.data_size * layout.tensor
+        product = layout.processes
         if product != world_size:
-            rest, more = divmod(world_size, layout.tensor * layout.replicate)
+            spread = "shard" if layout.sequence == 1 else "replicate"
+            rest, more = divmod(world_size, product // getattr(layout, spread))
             raise ConfigError(
                 f"Its product is {product}, and there are {world_size} processes.",
                 field=layout.field,
                 value=", ".join(f"{name}: {size}" for name, size in layout.sizes().items()),
-                remedy=f"Start {product} processes" + (f", or give shard {rest}." if not more and rest else "."),
+                remedy=f"Start {product} processes" + (f", or give {spread} {rest}." if not more and rest else "."),
             )
         return layout.sizes()
     settings = read_settings(args) if args.fsdp else None
@@ -311,7 +340,7 @@ def data_size(args: ArgumentGroups, processes: int) -> int:
 def is_laid_out(args: ArgumentGroups, processes: int) -> bool:
     """Return whether sizes were given, and are those of so many processes."""
     layout = read_layout(args)
-    return layout is not None and layout.data_size * layout.tensor == processes
+    return layout is not None and layout.processes == processes
 
 
 def check_processes(args: ArgumentGroups, processes: int) -> None:

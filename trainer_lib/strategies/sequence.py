@@ -1,0 +1,340 @@
+"""Sequences divided over processes (Ulysses): every rank of a group computes its part of the tokens of the same rows.
+
+Everything in a causal language model but its attention works token by token. Around the attention, an all-to-all turns
+parts of the tokens with all heads into all tokens with a part of the heads, and another one turns them back. The loss
+and the logits that leave the model are those of whole rows, equal on all ranks of the group.
+
+Gradients: a rank's are those of its tokens, and the sum over the group is wanted. DDP averages over all ranks, so what
+goes back into the model is multiplied by the size of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from typing_extensions import override
+
+from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
+from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.mesh import Mesh
+from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.strategies.ddp import DdpStrategy
+from trainer_lib.strategies.tensor.layers import PartStreams
+
+if TYPE_CHECKING:
+    from trainer_lib.arguments import TrainingArguments
+
+ATTENTION = "trainflow_sequence"
+"The name of the attention in transformers' interface."
+_FIELD = "parallelism.sequence"
+_REMEDY = "Use shard with gradient_checkpointing=True, or tensor."
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels")
+_NO_TARGET = -100
+_Change = Callable[[Tensor], Tensor]
+# Of an attention: what needs a mask or another product than that of causal attention over whole rows.
+_OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "attention_mask")
+# Of a call of the model: what would be of a part of the tokens.
+_OF_PARTS = ("output_hidden_states", "output_attentions", "logits_to_keep")
+
+
+class SequenceStrategy(DdpStrategy):
+    """Every rank of a sequence group computes a part of the tokens; all ranks hold the whole model."""
+
+    name = "sequence"
+
+    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
+        """Form the mesh of processes. Raises ConfigError."""
+        super().__init__(device, comm, args)
+        sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
+        self.mesh = Mesh(sizes, comm.rank, device.type)
+
+    @override
+    def check_model(self, model: nn.Module) -> None:
+        refuse_model(model, self.mesh.sizes["sequence"])
+
+    @override
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """Divide the tokens in the module's own forward, and wrap it as replicas are."""
+        self._divide(model)
+        return super().setup_model(model)
+
+    def _divide(self, model: nn.Module) -> None:
+        if "trainflow_tokens" not in model.__dict__:  # an earlier Trainer may have divided them already
+            refuse_model(model, self.mesh.sizes["sequence"])
+            model.__dict__["trainflow_tokens"] = DividedTokens(model, self.mesh.along("sequence").get_group())
+
+    @override
+    def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
+        if alone and "trainflow_tokens" in self.unwrap(model).__dict__:
+            raise ConfigError(
+                "The processes compute parts of the tokens, so none of them can predict by itself.",
+                field="parallelism",
+                value=self.mesh.describe(),
+                remedy="Use predict(), or load the saved model into a Trainer without parallelism.",
+            )
+        inner = super().inference_model(model, alone=alone)
+        if not alone:
+            self._divide(self.unwrap(inner))
+        return inner
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        return {"strategy": self.name, "layout": {name: size for name, size in self.mesh.sizes.items() if size > 1}}
+
+
+def refuse_model(model: nn.Module, size: int) -> None:
+    """Raise ConfigError for a model whose tokens cannot be divided over so many processes."""
+    library: Any = sys.modules.get("transformers.modeling_utils")  # a model that needs it has imported it
+    config: Any = getattr(model, "config", None)
+    is_known = library is not None and isinstance(model, library.PreTrainedModel)
+    if not is_known or not getattr(model, "_supports_attention_backend", False):
+        message = "{} computes an attention that cannot be replaced through transformers' attention interface."
+    elif getattr(model, "loss_type", None) != "ForCausalLM" or getattr(config, "is_encoder_decoder", False):
+        message = "{} is not a causal language model, which alone works token by token outside of its attention."
+    elif not getattr(config, "is_causal", True) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        message = "{} has layers with another attention than the causal one over all tokens."
+    elif getattr(config, "output_router_logits", False):
+        message = "{} adds a loss of its routers, which counts whole rows."
+    else:
+        heads = getattr(config, "num_attention_heads", None)
+        if not isinstance(heads, int) or heads % size:
+            divisors = [number for number in range(2, size) if isinstance(heads, int) and heads % number == 0]
+            raise ConfigError(
+                f"The {heads} heads (num_attention_heads) cannot be divided among {size} processes.",
+                field=_FIELD,
+                value=size,
+                remedy=f"Give {divisors[-1]}." if divisors else _REMEDY,
+            )
+        return
+    raise ConfigError(message.format(f"The model {type(model).__name__}"), field=_FIELD, value=size, remedy=_REMEDY)
+
+
+class DividedTokens:
+    """The forward of a model on this process's part of the tokens ``[batch, tokens]``.
+
+    Rows whose length the group does not divide are padded on the right. A call with a cache, as `generate` makes them,
+    computes whole rows on its process, without the others.
+    """
+
+    def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
+        """Take the place of the model's forward, and of its attention."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, _attend)
+        self._model = model
+        self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._forward: Any = model.forward
+        self._streams = PartStreams(self._rank)
+        self._whole = self._model.config._attn_implementation
+        self._model.config._attn_implementation = ATTENTION
+        self._attended = 0
+        for module in model.modules():
+            module.__dict__["trainflow_group"] = self
+        model.forward = functools.wraps(self._forward)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of whole rows; in training with labels, the logits are those of this process's tokens."""
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            with self._undivided():
+                return self._forward(*args, **kwargs)
+        if args:
+            kwargs = {"input_ids": args[0], **kwargs}
+        labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+        length = self._check(len(args), kwargs, labels)
+        step = -(-length // self._size)
+        start = self._rank * step
+        ids = self._part(kwargs.pop("input_ids"), step, 0)
+        first = kwargs.pop("position_ids", None)
+        positions = torch.arange(start, start + step, device=ids.device)[None]
+        positions = positions.expand(len(ids), -1) if first is None else positions + first[:, :1]
+        kwargs.pop("attention_mask", None)
+        kwargs.update(use_cache=False, return_dict=True)
+        self._attended = 0
+        if torch.is_grad_enabled():
+            self._streams.enter(self._model)
+        try:
+            outputs = self._forward(input_ids=ids, position_ids=positions, **kwargs)
+        finally:
+            self._streams.leave()
+        self._check_attention()
+        if labels is None:
+            return self._with(outputs, logits=self._join(outputs.logits, length))
+        targets = pad(labels, (0, 1), value=_NO_TARGET)[:, 1:].to(ids.device)
+        items = (targets != _NO_TARGET).sum() if items is None else items
+        own = self._part(targets, step, _NO_TARGET)
+        share = self._model.loss_function(
+            logits=outputs.logits,
+            labels=None,
+            vocab_size=self._model.config.get_text_config().vocab_size,
+            num_items_in_batch=items,
+            shift_labels=own,
+        )
+        logits = outputs.logits if self._model.training else self._join(outputs.logits, length)
+        return self._with(outputs, loss=_exchange(share, self._sum, self._scale_gradient), logits=logits)
+
+    def _with(self, outputs: Any, **values: Any) -> Any:
+        return type(outputs)(**{**outputs, **values})
+
+    def _join(self, logits: Tensor, length: int) -> Tensor:
+        """``[batch, part of tokens, classes]`` to ``[batch, tokens, classes]``, without those that filled the rows."""
+        return _exchange(logits, self._gather, self._part_of_gradient).narrow(1, 0, length)
+
+    def _part(self, whole: Tensor, step: int, filling: int) -> Tensor:
+        """This process's ``[batch, step]`` of ``[batch, tokens]``."""
+        padded = pad(whole, (0, step * self._size - whole.shape[1]), value=filling)
+        return padded.narrow(1, self._rank * step, step).contiguous()
+
+    @contextlib.contextmanager
+    def _undivided(self) -> Iterator[None]:
+        self._model.config._attn_implementation = self._whole
+        try:
+            yield
+        finally:
+            self._model.config._attn_implementation = ATTENTION
+
+    def _check(self, places: int, kwargs: dict[str, Any], labels: Tensor | None) -> int:
+        """Return the number of tokens of the rows. Raises ConfigError and DataError for what cannot be divided."""
+        asked = [name for name in _OF_PARTS if kwargs.get(name)]
+        given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TOKENS]
+        ids, mask, positions = (kwargs.get(name) for name in _TOKENS[:3])
+        if places > 1 or ids is None or asked or given:
+            raise ConfigError(
+                "A model whose tokens are divided takes input_ids, attention_mask, position_ids and labels by name.",
+                field=_FIELD,
+                value=", ".join(asked + given) or "no input_ids",
+                remedy=f"Remove the others. Or: {_REMEDY}",
+            )
+        wrong = torch.zeros(2, dtype=torch.bool, device=ids.device)
+        if mask is not None and mask.ndim == 2:
+            wrong[0] = (mask[:, 1:] > mask[:, :-1]).any()
+            if labels is not None:
+                wrong[0] |= ((mask == 0) & (labels != _NO_TARGET)).any()
+        if positions is not None and positions.ndim == 2:
+            wrong[1] = (positions.diff(dim=1) != 1).any()
+        is_padded_before, restarts = wrong.tolist()
+        if (mask is not None and mask.ndim != 2) or (positions is not None and positions.ndim != 2) or restarts:
+            raise DataError(
+                "Rows that several texts share cannot be divided over processes.",
+                field="position_ids" if restarts else "attention_mask",
+                value=f"sequence: {self._size}",
+                remedy=f"Turn packing off. Or: {_REMEDY}",
+            )
+        if is_padded_before:
+            raise DataError(
+                "Rows that are divided over processes are padded behind their last token, without targets there.",
+                field="attention_mask",
+                value=f"sequence: {self._size}",
+                remedy='Give the tokenizer padding_side="right", and labels of -100 for padding.',
+            )
+        return int(ids.shape[1])
+
+    def _check_attention(self) -> None:
+        layers = self._model.config.get_text_config().num_hidden_layers
+        if self._attended < layers:
+            raise ConfigError(
+                f"{self._attended} of {layers} layers of {type(self._model).__name__} computed their attention through "
+                "transformers' attention interface: the others saw a part of the tokens.",
+                field=_FIELD,
+                value=self._size,
+                remedy=_REMEDY,
+            )
+
+    # -- the attention ------------------------------------------------------------------------------------------------
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+        """Causal attention, ``[batch, heads, part of tokens, width]`` to ``[batch, part of tokens, heads, width]``."""
+        self._attended += 1
+        heads, shared = query.shape[1], key.shape[1]
+        if shared % self._size:  # whole groups of heads do not fit: every head gets its own keys and values
+            key, value = (part.repeat_interleave(heads // shared, dim=1) for part in (key, value))
+        query, key, value = (_exchange(part, self._to_heads, self._to_tokens) for part in (query, key, value))
+        if key.shape[1] != query.shape[1]:
+            key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
+        output = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
+        return _exchange(output, self._to_tokens, self._to_heads).transpose(1, 2).contiguous()
+
+    def _to_heads(self, part: Tensor) -> Tensor:
+        """``[batch, heads, part of tokens, width]`` to ``[batch, part of heads, tokens, width]``. Collective."""
+        batch, heads, step, width = part.shape
+        parts = part.reshape(batch, self._size, heads // self._size, step, width).transpose(0, 1)
+        return self._swap(parts).permute(1, 2, 0, 3, 4).reshape(batch, heads // self._size, -1, width)
+
+    def _to_tokens(self, part: Tensor) -> Tensor:
+        """``[batch, part of heads, tokens, width]`` to ``[batch, heads, part of tokens, width]``. Collective."""
+        batch, heads, length, width = part.shape
+        parts = part.reshape(batch, heads, self._size, length // self._size, width).permute(2, 0, 1, 3, 4)
+        return self._swap(parts).transpose(0, 1).reshape(batch, heads * self._size, -1, width)
+
+    def _swap(self, parts: Tensor) -> Tensor:
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=self._group)
+        return received
+
+    def _gather(self, part: Tensor) -> Tensor:
+        """``[batch, part of tokens, classes]`` to ``[batch, tokens, classes]``. Collective."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
+        dist.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=1)
+
+    def _part_of_gradient(self, whole: Tensor) -> Tensor:
+        """The gradient of this process's part, as DDP averages it: ``[batch, tokens, classes]`` to its part."""
+        return whole.chunk(self._size, dim=1)[self._rank] * self._size
+
+    def _sum(self, share: Tensor) -> Tensor:
+        """The sum over the group ``[]``. Collective."""
+        total = share.detach().clone()
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def _scale_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of a share ``[]``, as DDP averages it."""
+        return gradient * self._size
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention as transformers calls it, on ``[batch, heads, part of tokens, width]``. Raises ConfigError."""
+    given = {**kwargs, "attention_mask": attention_mask}
+    other = [name for name in _OTHER_ATTENTION if given.get(name) is not None]
+    tokens: DividedTokens | None = module.__dict__.get("trainflow_group")
+    if other or tokens is None or not getattr(module, "is_causal", True):
+        raise ConfigError(
+            "Only plain causal attention is computed over divided tokens.",
+            field=_FIELD,
+            value=", ".join(other) or type(module).__name__,
+            remedy=_REMEDY,
+        )
+    return tokens.attend(query, key, value, dropout, scaling), None
+
+
+def _exchange(tensor: Tensor, exchange: _Change, exchange_gradient: _Change) -> Tensor:
+    """Exchange a tensor ``[...]`` with the group, and its gradient on the way back."""
+    return _Exchange.apply(tensor, exchange, exchange_gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: _Change, exchange_gradient: _Change) -> Tensor:
+        ctx.exchange_gradient = exchange_gradient
+        return exchange(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange_gradient(gradients[0]), None, None
