@@ -114,6 +114,12 @@ TWO: dict[str, dict[str, Any]] = {
     "prefetched": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "forward_prefetch": True}},
     "on demand": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "backward_prefetch": "backward_post"}},
     "recomputed": {"fsdp": "full_shard", "fsdp_config": {**BY_SIZE, "activation_checkpointing": True}},
+    "but for products": {
+        "fsdp": "full_shard",
+        "fsdp_config": BY_SIZE,
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"blocks": "Block", "save": "mm", "offload": True},
+    },
     "each batch": {
         "fsdp": "full_shard",
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},

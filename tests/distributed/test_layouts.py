@@ -41,6 +41,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 ASKED: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing_factor": 0.1},
     "recomputed": {"gradient_checkpointing": True},
+    "but for products": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"save": ["mm", "sdpa"]}},
     "plain loops": {"optim": "sgd", "optim_args": "foreach=False"},
     "foreach": {"optim": "adamw_torch"},
     "unclipped": {"max_grad_norm": 0.0},
