@@ -178,7 +178,7 @@ def train_peer(folder: str, base: str, layout: dict[str, int], resume: bool) -> 
         per_device_train_batch_size=BATCH // share,
         parallelism_config=ParallelismConfig(**sizes),
         save_steps=PEER_SAVED,
-        fsdp="full_shard",  # on a CPU it takes ParallelismConfig with FSDP only
+        fsdp="full_shard",  # what its refusal of a ParallelismConfig asks for
         fsdp_config={"version": 2},
         **RUN,
     )

@@ -97,7 +97,7 @@ def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: 
 @pytest.mark.usefixtures("prefect_server")
 def test_layers_of_an_example_are_divided_over_four_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_lib.launch.settings.config.num_cores", lambda: 4)
-    few = ("train.args.max_steps=4", "train.args.save_steps=2", "predict=null")
+    few = ("train.args.max_steps=4", "train.args.save_steps=2")
     spec = load_spec(ROOT / "examples" / "language_model" / "layout.yaml", (f"storage={tmp_path}", IN_PROCESS[0], *few))
     run_pipeline(spec).raise_for_error()
     index = json.loads(min(tmp_path.glob("stages/train/**/shards.json")).read_text())
