@@ -7,7 +7,7 @@ process's; the bytes of tensors in a checkpoint, to one model with one state of 
 those of `fsdp="full_shard auto_wrap"`. Then a rank is killed by SIGKILL at a random moment, and the training resumes in
 the same layout; `equal` counts those whose losses and tensors on all ranks are those of a training without a kill, to
 the bit. The same by the Trainer of transformers with `parallelism_config`, which shards what `from_pretrained` has
-divided: the differences where it trains and where it resumes after 6 steps, else the end of what it says.
+divided: its losses where it trains, the difference where it resumes after 6 steps, else the end of what it says.
 """
 
 from __future__ import annotations
