@@ -64,7 +64,7 @@ def model() -> Any:
 
 
 class Killer(TrainerCallback):
-    """Kills this process some seconds after a step has begun, without a warning."""
+    """Kills this process some seconds into a step, without a warning."""
 
     def __init__(self, step: int, after_s: float) -> None:
         self._step, self._after_s = step, after_s
