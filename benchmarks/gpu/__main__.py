@@ -252,7 +252,19 @@ RESUMED = _cases(
     *("resumes", 120, "compile", "bf16", "fp16 with scaler", "gradient checkpointing", "accumulation 4"),
     "channels_last convolution",
 )
-PACKAGED = _cases("resumes", 120, "adamw_bnb_8bit", "QLoRA", "adamw_torch_8bit", "adamw_torch_4bit", "liger", "fp8")
+PACKAGED = _cases(
+    *(
+        "resumes",
+        120,
+        "adamw_bnb_8bit",
+        "QLoRA",
+        "adamw_torch_8bit",
+        "adamw_torch_4bit",
+        "adamw_torch_bf16_sr",
+        "liger",
+    ),
+    "fp8",
+)
 GROUPS = _cases(
     *("strategies", 120, "alone", "DDP", "FSDP2", "FSDP2 offload", "DeepSpeed ZeRO 2", "alone bf16", "FSDP2 bf16"),
 )

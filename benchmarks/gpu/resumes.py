@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "QLoRA": ({"bf16": True}, "bitsandbytes peft"),
     "adamw_torch_8bit": ({"bf16": True, "optim": "adamw_torch_8bit"}, "torchao"),
     "adamw_torch_4bit": ({"bf16": True, "optim": "adamw_torch_4bit"}, "torchao"),
+    "adamw_torch_bf16_sr": ({"bf16": True, "optim": "adamw_torch_bf16_sr"}, "torchao"),
     "liger": ({"bf16": True, "use_liger_kernel": True}, "liger_kernel"),
     "fp8": ({"bf16": True}, "torchao"),
 }
@@ -140,6 +141,8 @@ def _train(case: str, arguments: dict[str, Any], dry: bool, phase: str, folder: 
         network, rows = language_model(name, dry=dry, dropout=0.1), Tokens(samples, 32 if dry else 256, 256)
     if case == "fp8":
         network = _fp8(network)
+    if case == "adamw_torch_bf16_sr":
+        network = network.bfloat16()
     if case == "QLoRA":
         network = _few_bits(network)
     saved = {"save_strategy": "steps", "save_steps": SAVE, "save_async": True, "full_determinism": True}

@@ -127,7 +127,7 @@ def test_every_row_runs_or_names_what_is_missing(python: Path, tmp_path: Path) -
     missing = [finding["measured"] for finding in findings if "passed over" in finding["measured"]]
     assert missing == [
         f"passed over: {name} is not installed"
-        for name in ("deepspeed", "bitsandbytes", "bitsandbytes", "torchao", "torchao", "liger_kernel", "torchao")
+        for name in ("deepspeed", "bitsandbytes", "bitsandbytes", *["torchao"] * 3, "liger_kernel", "torchao")
     ]
     same = [finding for finding in findings if finding["goal"] in ("identical", "the same weights", "a typed error")]
     assert all(finding["held"] for finding in same if "passed over" not in finding["measured"])
