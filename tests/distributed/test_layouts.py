@@ -48,12 +48,10 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> Iterator[None]:
-    with loaded("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", MIXTRAL):
+    kinds = ("llama", "qwen3", "mixtral", "qwen3_moe")
+    with loaded(*(f"transformers.models.{kind}.modeling_{kind}" for kind in kinds)):
         yield
 
 
@@ -73,6 +71,28 @@ def mixtral() -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
     return MixtralForCausalLM(MixtralConfig(**{**sizes, **HEADS, "num_local_experts": 4, "pad_token_id": 0}))
+
+
+def mixture(kind: str = "Mixtral", **given: Any) -> Any:
+    """Four experts, of which a token takes two; the router's loss counts."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24, "vocab_size": 32}
+    number = "num_local_experts" if kind == "Mixtral" else "num_experts"
+    sizes |= {"num_hidden_layers": 2, "num_experts_per_tok": 2, number: 4, "pad_token_id": 0}
+    router = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **HEADS, **router, **given})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def partial_mixture() -> Any:
+    """A mixture whose router sends every token to the same two experts, which one process holds."""
+    made = mixture(experts_implementation="eager")
+    for layer in made.model.layers:
+        nn.init.zeros_(layer.mlp.gate.weight)
+        layer.mlp.gate.weight.requires_grad = False
+    return made
 
 
 class Halves(nn.Module):
@@ -116,6 +136,9 @@ MODELS: dict[str, Any] = {
     "shared": lambda: llama(**{**HEADS, "num_key_value_heads": 1}),
     "qwen": qwen,
     "own": Halves,
+    "mixtral": mixture,
+    "partial": partial_mixture,
+    "qwen mixture": lambda: mixture("Qwen3Moe"),
 }
 
 
@@ -129,6 +152,8 @@ def trained(
     one.train()
     measured = lm_rows(9, seed=3, length=length)
     metrics, predicted = one.evaluate(measured), one.predict(measured).predictions
+    if isinstance(predicted, tuple):  # a mixture's router answers too
+        predicted = next(each for each in predicted if each.shape[-1] == 32)
     state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "losses": losses(one),
@@ -241,6 +266,41 @@ def test_divided_layers_call_python_little_more_than_shards_do(tmp_path: Path) -
         assert 0 < calls["tensor"] <= 1.2 * calls["shards"]
 
 
+MIXTURES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "experts": {"model": "mixtral", "layout": {"expert": 2}},
+        "other experts": {"model": "qwen mixture", "layout": {"expert": 2}},
+        "idle": {"model": "partial", "layout": {"expert": 2}},
+        "recomputed": {"model": "partial", "layout": {"expert": 2}, "gradient_checkpointing": True},
+    },
+    4: {
+        "single experts": {"model": "mixtral", "layout": {"expert": 4}},
+        "shards of experts": {"model": "mixtral", "layout": {"shard": 2, "expert": 2}},
+        "replicas of experts": {"model": "mixtral", "layout": {"replicate": 2, "expert": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("world", MIXTURES)
+def test_divided_experts_train_as_on_one_process(tmp_path: Path, world: int) -> None:
+    cases = MIXTURES[world]
+    ranks = run_distributed(several, world, str(tmp_path / "ranks"), cases, timeout_s=180)
+    models = {given["model"] for given in cases.values()}
+    alone = {model: trained(str(tmp_path / model), model=model) for model in models}
+    for name, given in cases.items():
+        for results in ranks:
+            close(results[name], alone[given["model"]])
+    if world == 2:
+        names = [f"model.layers.{n}.mlp.experts.{part}" for n in range(2) for part in ("down_proj", "gate_up_proj")]
+        assert ranks[0]["experts"]["divided"] == names
+        whole = sum(alone["mixtral"]["state"][name].nbytes for name in names)
+        here, everywhere = ranks[1]["experts"]["bytes"]
+        assert everywhere - here == whole / 2
+        pairs = zip(partial_mixture().state_dict()[names[0]], alone["partial"]["state"][names[0]], strict=True)
+        moved = [not torch.equal(before, after) for before, after in pairs]
+        assert moved in ([True, True, False, False], [False, False, True, True])
+
+
 # ----------------------------------------------------------------------------------------------------- divided tokens
 #: Layouts, and what a training asks for in them; one head of keys and values is repeated, seven tokens are padded.
 DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
@@ -340,6 +400,8 @@ RESUMED: dict[str, dict[str, int]] = {
     "replicas of tensor": {"replicate": 2, "tensor": 2},
     "sequence": {"sequence": 2},
     "replicas of sequence": {"replicate": 2, "sequence": 2},
+    "experts": {"expert": 2},
+    "shards of experts": {"shard": 2, "expert": 2},
 }
 
 
@@ -350,7 +412,8 @@ def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None
         given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
         rows, path = lm_rows(22), f"{folder}/{name}"
         for resume in (False, True) if stop else (False,):
-            one = trainer(path, rows, model=llama(**HEADS, attention_dropout=0.2), **given)
+            made = mixture if "expert" in sizes else llama
+            one = trainer(path, rows, model=made(**HEADS, attention_dropout=0.2), **given)
             if stop and not resume:
                 one.add_callback(StopAt(stop))
                 with pytest.raises(Preempted):
@@ -406,6 +469,30 @@ def test_a_stopped_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -
                 assert all(torch.equal(value, other[name][1][key]) for key, value in one[name][1].items())
 
 
+def continued(folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None) -> list[float]:
+    """Losses of a mixture with dropout, stopped or from a checkpoint of another layout."""
+    given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+    one = trainer(folder, lm_rows(22), model=mixture(attention_dropout=0.2), **given)
+    if stop:
+        one.add_callback(StopAt(stop))
+        with pytest.raises(Preempted):
+            one.train()
+    else:
+        one.train(resume_from_checkpoint=source)
+    return losses(one)
+
+
+def test_experts_continue_under_another_layout(tmp_path: Path) -> None:
+    expected = continued(str(tmp_path / "through"), None, None, None)
+    continued(str(tmp_path / "alone"), None, None, 2)
+    run_distributed(continued, 2, str(tmp_path / "experts"), {"expert": 2}, None, 2)
+    source = {name: str(tmp_path / name / "checkpoint-2") for name in ("alone", "experts")}
+    alone = continued(str(tmp_path / "experts alone"), None, source["experts"], None)
+    ranks = run_distributed(continued, 2, str(tmp_path / "alone experts"), {"expert": 2}, source["alone"], None)
+    for found in (alone, *ranks):
+        assert found == pytest.approx(expected, rel=2e-6)
+
+
 def generating(folder: str) -> tuple[list[list[int]], list[float]]:
     """Tokens that divided layers generate after a training in bf16."""
     one = trainer(folder, ROWS, model=llama(**HEADS), **RAGGED, bf16=True, parallelism={"tensor": 2})
@@ -439,6 +526,8 @@ def refused(folder: str) -> list[str]:
         (llama(), {"parallelism": {"tensor": 4}}),
         (Halves(), {"parallelism": {"tensor": 4}}),
         (llama(**HEADS), {"parallelism": {"tensor": 2}}),
+        (llama(**HEADS), {"parallelism": {"expert": 4}}),
+        (mixture(num_local_experts=6), {"parallelism": {"expert": 4}}),
     ):
         with pytest.raises(ConfigError) as caught:
             trainer(folder, ROWS, model=model, **given)  # type: ignore[arg-type]
@@ -448,9 +537,11 @@ def refused(folder: str) -> list[str]:
 
 def test_what_a_model_cannot_be_divided_into_is_refused(tmp_path: Path) -> None:
     for messages in run_distributed(refused, 4, str(tmp_path)):
-        heads, plan, product = messages[4:]
+        heads, plan, product, none, experts = messages[4:]
         for message, part in zip(messages, UNDIVIDED, strict=False):
             assert part in message
         assert "2 heads (num_attention_heads) cannot be divided among 4 processes. Give 2." in heads
         assert "Halves does not say how its layers can be divided" in plan
         assert "Its product is 2, and there are 4 processes." in product
+        assert "parallelism.expert = 4: The model LlamaForCausalLM has no experts that can be divided" in none
+        assert "parallelism.expert = 4: The model's 6 experts cannot be divided among 4 processes. Give 3." in experts

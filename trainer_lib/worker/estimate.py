@@ -115,8 +115,13 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
 def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """The parameters in layers that the layout divides. Raises ConfigError where they cannot be divided."""
     layout = read_layout(args)
-    if layout is None or layout.tensor == 1:
+    if layout is None or layout.parts == 1:
         return 0
+    if layout.expert > 1:
+        from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts
+
+        experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, layout.expert))
+        return sum(_bytes(each) for own in experts for each in own.values())
     from trainer_lib.strategies.tensor.layers import plan_layers
 
     styles = plan_layers(model, layout.plan, layout.tensor)

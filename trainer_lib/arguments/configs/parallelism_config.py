@@ -5,13 +5,14 @@
     parallelism   accelerate's ParallelismConfig   transformers' DistributedConfig   processes that …
     replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
     shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
+    expert        -                                ep_size                           compute some experts of a mixture
     sequence      sp_size                          -                                 compute a part of all rows
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
 Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
-`replicate` x `shard` processes; those of one tensor or sequence group see the same ones, whose number is the data
-rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing
+`replicate` x `shard` processes; those of one tensor, expert or sequence group see the same ones, whose number is the
+data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing
 here imports torch.
 """
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 DIMENSIONS = ("replicate", "shard", "expert", "sequence", "tensor")
 "Names of the dimensions, the outermost first."
-DATA = ("replicate", "shard", "expert")
+DATA = ("replicate", "shard")
 "The dimensions along which processes train on different samples."
 
 
@@ -101,7 +102,6 @@ _NAMES = {
     "pp_size": "pipeline",
 }
 _UNSERVED = {
-    "expert": ("Experts have no processes of their own.", "Use shard, which divides experts as all other parameters."),
     "context": ("There is no ring attention.", "Use sequence, which divides tokens, and heads in the attention."),
     "pipeline": ("Layers do not form a pipeline.", "Use tensor inside of a machine and shard across machines."),
 }
@@ -115,12 +115,13 @@ _ELSEWHERE = {
     "enable_sequence_parallel": "Remove it.",
     "enable_expert_parallel": "Remove it.",
 }
-# Arguments that a divided layer does not serve: the reason, and the alternative.
+# Arguments that divided layers and experts do not serve: the reason, and the alternative.
 _WITH_TENSOR = {
     "fp16": ("The loss scaler does not know divided parameters.", "Use bf16=True."),
     "torch_compile": ("No test has shown it compiled.", "Remove it."),
     "use_liger_kernel": ("Its kernels need whole weights.", "Remove it."),
 }
+_WITH_EXPERT = {**_WITH_TENSOR, "fp8": ("No test has shown it with experts.", "Use bf16=True alone.")}
 # Arguments that divided tokens do not serve.
 _WITH_SEQUENCE = {
     "fsdp": ("Parameters stay whole.", "Remove it."),
@@ -162,6 +163,7 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    expert: int = 1
     sequence: int = 1
     tensor: int = 1
     plan: Mapping[str, str] | None = None
@@ -175,13 +177,20 @@ class Layout:
     @property
     def processes(self) -> int:
         """The number of all processes."""
-        return self.data_size * self.sequence * self.tensor
+        return self.data_size * self.sequence * self.parts
+
+    @property
+    def parts(self) -> int:
+        """The number of processes that compute parts of the same layers, for the same samples."""
+        return self.expert * self.tensor
 
     def sizes(self) -> dict[str, int]:
         """Return the dimensions of a mesh; a copy that is divided by no one is a shard of one process."""
         sizes = {"replicate": self.replicate} if self.replicate > 1 else {}
         if self.shard > 1 or self.replicate > 1:
             sizes["shard"] = self.shard
+        if self.expert > 1:
+            sizes["expert"] = self.expert
         if self.sequence > 1:
             sizes["sequence"] = self.sequence
         return {**sizes, **({"tensor": self.tensor} if self.tensor > 1 or not sizes else {})}
@@ -258,15 +267,22 @@ def check_layout(args: ArgumentGroups) -> None:
         raise ConfigError(
             f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
         )
-    if layout.shard > 1 or layout.tensor > 1:
+    if layout.expert > 1 and layout.tensor > 1:
+        raise ConfigError(
+            "Experts are divided where all other layers are whole.",
+            field=f"{layout.field}.{'expert' if layout.field == FIELD else 'ep_size'}",
+            value=layout.expert,
+            remedy="Remove tensor, or give shard instead of it.",
+        )
+    if layout.shard > 1 or layout.parts > 1:
         refuse_unshardable(args, layout.field)
-    for size, unserved in (("sequence", _WITH_SEQUENCE), ("tensor", _WITH_TENSOR)):
+    for size, unserved in (("sequence", _WITH_SEQUENCE), ("expert", _WITH_EXPERT), ("tensor", _WITH_TENSOR)):
         if getattr(layout, size) > 1:
             _refuse_with(size, layout, unserved, args)
 
 
 def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
-    for other in ("shard", "tensor") if size == "sequence" else ():
+    for other in ("shard", "expert", "tensor") if size == "sequence" else ():
         if getattr(layout, other) > 1:
             raise ConfigError(
                 f"This is not supported together with {other}.",
@@ -284,7 +300,7 @@ def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, st
 def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
     """Return the settings of sharding: those of `fsdp`, with the mode that the sizes ask for; None without either."""
     layout, settings = read_layout(args), read_settings(args)
-    if layout is None or (layout.shard == layout.tensor == 1 and settings is None):
+    if layout is None or (layout.shard == layout.parts == 1 and settings is None):
         return settings
     kept = settings is not None and not settings.reshards
     mode = "no_shard" if layout.shard == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"

@@ -154,7 +154,7 @@ def divide_layers(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh)
             if whole is not None and not (key == "bias" and style in _SUMS):
                 dim = 1 if style in _BY_COLUMNS else 0
                 if id(whole) not in divided:
-                    divided[id(whole)] = _divide(whole, mesh, dim)
+                    divided[id(whole)] = divide(whole, mesh, dim)
                 layer._parameters[key] = divided[id(whole)]
         _run_on_part(layer, style, group)
         if style == "colwise":
@@ -164,7 +164,7 @@ def divide_layers(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh)
     model.register_forward_hook(streams.leave, always_call=True)
 
 
-def _divide(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+def divide(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     """Return this process's part as memory of its own, and not as a view into the whole tensor ``[...]``."""
     divided: Any = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     local = divided.to_local()
@@ -222,6 +222,16 @@ class _SummedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum(gradients[0]), None
+
+
+def sum_outputs(part: Tensor, group: Group) -> Tensor:
+    """Return the sum over all processes of a tensor ``[...]``, whose gradient is whole on each. Collective."""
+    return _Sum.apply(part, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def sum_gradients(whole: Tensor, group: Group) -> Tensor:
+    """Return a tensor ``[...]`` as it is; its gradient is summed over all processes. Collective in the backward."""
+    return _SummedGradient.apply(whole, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Gather(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Layers divided over processes, by themselves or inside of FSDP's shards and of replicas.
+"""Layers or experts divided over processes, by themselves or inside of FSDP's shards and of replicas.
 
-The tensor dimension is the innermost of the mesh: layers are divided first, and `fully_shard` then divides the parts in
-rows, or copies them (a shard of one process), over the processes that train on different samples.
+The tensor or expert dimension is the innermost of the mesh: layers are divided first, and `fully_shard` then divides
+the parts in rows, or copies them (a shard of one process), over the processes that train on different samples.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+from trainer_lib.strategies.tensor.experts import divide_experts, plan_experts
 from trainer_lib.strategies.tensor.layers import divide_layers, plan_layers
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class TensorStrategy(FsdpStrategy):
-    """Every rank of a tensor group computes a part of each layer for the same samples."""
+    """Every rank of a group computes a part of each layer, or some experts, for the same samples."""
 
     name = "tensor"
 
@@ -43,7 +44,10 @@ class TensorStrategy(FsdpStrategy):
     @override
     def check_model(self, model: nn.Module) -> None:
         if not self.is_divided(model):
-            plan_layers(model, self._plan, self.mesh.sizes["tensor"])
+            if self.mesh.sizes["expert"] > 1:
+                plan_experts(model, self.mesh.sizes["expert"])
+            else:
+                plan_layers(model, self._plan, self.mesh.sizes["tensor"])
             super().check_model(model)
 
     @override
@@ -52,6 +56,9 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
+        if self.mesh.sizes["expert"] > 1:
+            divide_experts(model, plan_experts(model, self.mesh.sizes["expert"]), self.mesh.along("expert"))
+            return
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
         divide_layers(model, styles, self.mesh.along("tensor"))
 
