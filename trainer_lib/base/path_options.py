@@ -46,7 +46,8 @@ def is_path(value: Any) -> bool:
 def absolute_path(text: str, folder: str | os.PathLike[str]) -> str:
     """A path as an absolute one: `~` stands for the home of the user, and a relative one starts from `folder`."""
     # Lexical, not resolve(): a path through a link stays the path that the user wrote.
-    return os.path.normpath(os.path.join(folder, Path(text).expanduser()))  # noqa: PTH118
+    # os.path's expanduser: that of Path raises where there is no such user.
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(text)))  # noqa: PTH111, PTH118
 
 
 def map_paths(values: Mapping[str, Any], declared: Declared, convert: Callable[[str], Any]) -> dict[str, Any]:

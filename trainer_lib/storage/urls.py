@@ -46,7 +46,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
             )
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
         # Not resolved: a path through a link stays as the user wrote it.
-        return "file", str(Path(rest).expanduser().absolute())
+        return "file", str(Path(os.path.expanduser(rest)).absolute())  # noqa: PTH111 - Path's raises without such a user
     from fsspec.registry import known_implementations, registry
 
     if scheme not in known_implementations and scheme not in registry:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support.machine import free_port
 from tests.support.stores import record_fsync
+from trainer_lib.base.path_options import absolute_path
 from trainer_lib.errors import (
     ConfigError,
     StorageError,
@@ -325,6 +326,8 @@ def test_local_folders_by_any_spelling(tmp_path: Path, monkeypatch: pytest.Monke
         assert store.local_path("a") == tmp_path / "s" / "a"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Store.open("~/s").url == str(tmp_path / "s")
+    assert Store.open("~no-such-user/s").url == str(Path.cwd() / "~no-such-user" / "s")
+    assert absolute_path("~no-such-user/s", "/folder") == "/folder/~no-such-user/s"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ REFUSED: Mapping[str, str] = {
         ),
         "Remove it: the Trainer has no use for it.",
     ),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it: processes share only the data."),
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it: parallelism does it without DeepSpeed."),
     "amp": "Remove it: NVIDIA Apex is discontinued. Give bf16=True or fp16=True, or the section bf16 or fp16.",
     "torch_autocast": "Remove it: give the section bf16 or fp16, or bf16=True.",
     "activation_checkpointing": "Remove it, and give gradient_checkpointing=True.",
