@@ -109,7 +109,7 @@ def count_calls(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, fl
     calls = {}
     for name, layout in {"fsdp": None, **layouts}.items():
         counter, callback = CallCounter(), TrainerCallback()
-        callback.on_step_end = lambda *_, count=counter, **__: count.stamp()  # type: ignore[method-assign, misc]
+        callback.on_step_end = lambda *_, count=counter, **__: count.stamp()  # type: ignore[method-assign]
         given: dict[str, Any] = {"max_steps": 16, "save_strategy": "no", "callbacks": [callback]}
         try:
             fsdp = {"fsdp": "full_shard auto_wrap"} if layout is None else {}
@@ -164,7 +164,7 @@ def train_peer(folder: str, base: str, layout: dict[str, int], resume: bool) -> 
     from accelerate.parallelism_config import ParallelismConfig
 
     sizes = {PEER_NAMES[name]: size for name, size in layout.items()}
-    divided = {"tp_plan": "auto", "tp_size": layout["tensor"]} if "tensor" in layout else {}
+    divided: dict[str, Any] = {"tp_plan": "auto", "tp_size": layout["tensor"]} if "tensor" in layout else {}
     if divided and layout["tensor"] < PROCESSES:
         from torch.distributed.device_mesh import init_device_mesh
 

@@ -114,9 +114,10 @@ def answer_prompts(
     if not prompts:
         return {}
     asked = [wording.ask(prompt.text) for prompt in prompts]
+    most = max(wording.length, getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0)
     for prompt, tokens in zip(prompts, asked, strict=True):
-        if not tokens or not 0 < chosen["sample_tokens"] <= wording.length - len(tokens):
-            what = f"{len(tokens):,} tokens and {chosen['sample_tokens']:,} new ones do not fit {wording.length:,}."
+        if not tokens or not 0 < chosen["sample_tokens"] <= most - len(tokens):
+            what = f"{len(tokens):,} tokens and {chosen['sample_tokens']:,} new ones do not fit {most:,}."
             remedy = "Shorten it, or set sample_tokens."
             raise ConfigError(what, field=f"{FIELD}.prompts", value=prompt.text[:200], remedy=remedy)
     now = _measure(model, prompts, asked, wording, chosen)

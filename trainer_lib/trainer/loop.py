@@ -250,8 +250,9 @@ class TrainingLoop:
                 if internals.world.comm.world_size == 1 and internals.engine.strategy.skips_micro_steps:
                     continue
                 batch = weights.substitute(batch, samples)
-            batch, sources = take_sources(batch)
-            internals.forward.sources = sources if weights.has_items else None
+            if run.history.sources is not None:
+                batch, sources = take_sources(batch)
+                internals.forward.sources = sources if weights.has_items else None
             syncs = syncs_each or (syncs_last and weights.micro_step == last)
             with contextlib.nullcontext() if syncs else internals.engine.strategy.no_sync(model):
                 if with_items:

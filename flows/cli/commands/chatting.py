@@ -32,7 +32,7 @@ _Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the 
 
 @command("""
     trainflow chat last
-    echo "What is a closure?" | trainflow chat models:/helper@champion --base
+    trainflow chat models:/helper@champion --base --prompt "What is a closure?"
 """)
 def chat(
     model: ModelArgument,

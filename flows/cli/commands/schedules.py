@@ -231,6 +231,7 @@ def mix(
         list[str] | None,
         typer.Option("--weight", "-w", metavar="SOURCE=NUMBER", help="The new weight of a source; repeatable."),
     ] = None,
+    quiet: Quiet = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> Answer:

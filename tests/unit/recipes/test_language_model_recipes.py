@@ -113,7 +113,8 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     made = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["def "], "sample_tokens": 5})
     assert made["files"]["samples.txt"].startswith(b"def ")
     assert recipe.after_evaluate(trainer.model, data, {}) == {}
-    judged = recipe.after_evaluate(trainer.model, data, {"prompts": [{"prompt": "def ", "answer": "f"}]})["metrics"]
+    asked = {"prompts": [{"prompt": "def ", "answer": "f"}], "sample_tokens": 5}
+    judged = recipe.after_evaluate(trainer.model, data, asked)["metrics"]
     assert set(judged) == {"answers_right", "answers_right_low", "answers_right_high", "answer_nats"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_only_the_named_operators_run_once() -> None:
         (lambda: llama(**DEEP), {"every": 1}, ["LlamaDecoderLayer"] * 4),
         (lambda: llama(**DEEP), {"blocks": "LlamaMLP"}, ["LlamaMLP"] * 4),
         (bert, {"every": 1}, ["BertLayer"] * 2),
-        (lambda: nn.TransformerDecoder(Block(), 2), {"every": 3}, ["Block"] * 2),
+        (lambda: nn.TransformerDecoder(cast("Any", Block()), 2), {"every": 3}, ["Block"] * 2),
         (lambda: nn.ModuleDict({"a": nn.ModuleList([nn.ModuleList([Block(), Block()])])}), {"every": 1}, ["Block"] * 2),
     ],
 )  # fmt: skip

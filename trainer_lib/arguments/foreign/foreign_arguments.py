@@ -23,7 +23,7 @@ _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific 
 #: The arguments that no version of transformers has.
 OURS_ALONE = (
     *("global_batch_size", "save_async", "max_failed_saves", "max_nonfinite_steps", "allow_global_batch_change"),
-    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes", "fp8"),
+    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes", "fp8", "parallelism"),
 )
 _REMEDY = "Give trainer_lib.TrainingArguments, or the TrainingArguments of transformers."
 

@@ -221,7 +221,8 @@ class Forward:
             outputs = self.call(model, inputs)
         if trainer.args.past_index >= 0:
             self._keep_past(outputs)
-        self._note_sources(outputs, inputs, labels)
+        if self.sources is not None:
+            self._note_sources(outputs, inputs, labels)
         if func is not None:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
