@@ -86,7 +86,13 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
 
 @pytest.mark.usefixtures("prefect_server")
 def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: Path) -> None:
-    short = ("train.args.max_steps=3", "evaluate.require={}", "train.args.eval_strategy=no", "train.eval_split=null")
+    short = (
+        "train.args.max_steps=3",
+        "train.args.warmup_steps=0",
+        "train.args.eval_strategy=no",
+        "train.eval_split=null",
+    )
+    short += ("evaluate.require={}",)
     learn = runpy.run_path(str(ROOT / "examples" / "conversations" / "learn.py"))
     right = learn["train"](tmp_path, *IN_PROCESS, *short, "evaluate.splits=[test]")
     assert [name for name in right if len(right[name]) > 500] == ["fine-tuned", "then preferred", "gain"]
