@@ -91,8 +91,8 @@ def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: 
         "train.args.warmup_steps=0",
         "train.args.eval_strategy=no",
         "train.eval_split=null",
+        "evaluate.require={}",
     )
-    short += ("evaluate.require={}",)
     learn = runpy.run_path(str(ROOT / "examples" / "conversations" / "learn.py"))
     right = learn["train"](tmp_path, *IN_PROCESS, *short, "evaluate.splits=[test]")
     assert [name for name in right if len(right[name]) > 500] == ["fine-tuned", "then preferred", "gain"]
