@@ -1,4 +1,4 @@
-"""Training on conversations beside TRL's SFTTrainer, which trains by the Trainer of transformers.
+"""Training on conversations next to TRL's SFTTrainer, which trains by the Trainer of transformers.
 
     python -m benchmarks.conversations --size full --save
 

@@ -5,8 +5,7 @@ Nothing of it is logged or written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.model_folder.loaded import LoadedModel
 from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError
 from trainer_lib.recipes.generation import end_tokens, known_ends
-from trainer_lib.recipes.model_places import from_place, import_transformers
+from trainer_lib.recipes.model_places import as_it_began, from_place, import_transformers
 
 Show = Callable[[str], None]
 """Takes a piece of an answer as soon as it is made."""
@@ -74,7 +73,7 @@ class Chat:
         turns, beside = [*self.turns, {"role": "user", "content": text}], None
         tokens = self._tokenize(turns)
         if heading is not None:
-            with self._as_base() as base:
+            with as_it_began(self._model, self._load_base) as base:
                 heading("base")
                 beside = self._generate(base, tokens, show)
             heading("model")
@@ -118,17 +117,12 @@ class Chat:
         show("\n")
         return Spoken("".join(pieces).strip(), max(made[0], 0), is_whole)
 
-    @contextmanager
-    def _as_base(self) -> Iterator[Any]:
-        """The model as it was before training: without its adapters, or loaded by its name or folder."""
-        if hasattr(self._model, "disable_adapter"):
-            with self._model.disable_adapter():
-                yield self._model
-            return
+    def _load_base(self) -> Any:
+        """The model that training began with, loaded by its name or folder, once."""
         place = self._given.model.get("pretrained") or self._given.model.get("folder")
         if place is None:
             what = "The model began with weights at random, so there is no base to compare with."
             raise ConfigError(what, field="--base", remedy="Leave --base out.")
         if self._base is None:
             self._base = from_place("AutoModelForCausalLM", str(place), field="--base").to(self._device).eval()
-        yield self._base
+        return self._base

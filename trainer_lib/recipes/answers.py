@@ -28,6 +28,7 @@ from trainer_lib.recipes.model_places import (
     ENDS,
     MODEL,
     add_adapters,
+    as_it_began,
     load_causal_model,
     new_causal_model,
     one_of,
@@ -35,7 +36,7 @@ from trainer_lib.recipes.model_places import (
     require_positions,
 )
 from trainer_lib.recipes.option_names import require_choice
-from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, evaluating
+from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, evaluating, mean_of_rows
 from trainer_lib.recipes.table_cells import read_exact_text
 from trainer_lib.recipes.table_files import NOTE, SOURCES, Reader, note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
@@ -434,7 +435,7 @@ class AnswerTrainer(PlainTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         losses, rewards = self.judge(model, inputs)
-        loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        loss = mean_of_rows(losses, num_items_in_batch)
         return (loss, {"loss": loss, "rewards": rewards}) if return_outputs else loss
 
     @override
@@ -508,13 +509,14 @@ class PolicyTrainer(AnswerTrainer):
 
     def _ask_reference(self, inputs: Any) -> Tensor:
         """Log-probabilities of new rows by the reference: the model without adapters, or as it began."""
-        built: Any = self.model
-        if hasattr(built, "disable_adapter"):
-            with built.disable_adapter():
-                return self.log_probabilities(built, inputs)
+        with as_it_began(self.model, lambda: self._build_first(inputs["input_ids"].device)) as reference:
+            return self.log_probabilities(reference, inputs)
+
+    def _build_first(self, device: torch.device) -> Any:
         if self._first is None:
-            self._first = built.build_first().to(inputs["input_ids"].device).eval()
-        return self.log_probabilities(self._first, inputs)
+            built: Any = self.model
+            self._first = built.build_first().to(device).eval()
+        return self._first
 
 
 def _shown(values: Tensor) -> str:

@@ -35,7 +35,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.model_places import MODEL, build_with_head
 from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.packed_batches import evaluating
+from trainer_lib.recipes.packed_batches import evaluating, mean_of_rows
 from trainer_lib.recipes.table_files import note_form
 from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
 from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
@@ -260,7 +260,7 @@ class Trainer(PlainTrainer):
     ) -> Any:
         queries, positives = self._embed(inputs, model).chunk(2)
         losses = self._contrast(queries, positives, inputs["labels"])
-        loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        loss = mean_of_rows(losses, num_items_in_batch)
         return (loss, {"loss": loss, "embeddings": queries}) if return_outputs else loss
 
     @override

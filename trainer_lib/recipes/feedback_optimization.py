@@ -215,7 +215,7 @@ class Trainer(PolicyTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure rewards ``[rows, 2]``, beside what the reference and the lengths of answers tell."""
+    """Measure rewards ``[rows, 2]``, next to what the reference and the lengths of answers tell."""
     labels, known = evaluation.label_ids
     return measure_feedback(evaluation.predictions, labels, known, evaluation.whole_labels)
 

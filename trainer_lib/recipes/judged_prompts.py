@@ -11,8 +11,8 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.generation import TOGETHER, generate, known_ends
+from trainer_lib.recipes.model_places import as_it_began
 from trainer_lib.recipes.option_names import choose, require_choice
 from trainer_lib.recipes.packed_batches import NO_TARGET
 
@@ -123,9 +124,13 @@ def answer_prompts(
     now = _measure(model, prompts, asked, wording, chosen)
     before = None
     if chosen["before"] and (first is not None or hasattr(model, "disable_adapter")):
-        with _as_it_began(model, first) as began:
+        with as_it_began(model, partial(_build_again, model, first)) as began:
             before = _measure(began, prompts, asked, wording, chosen)
     return {"metrics": dict(_compare(now, before)), "files": _write(prompts, now, before)}
+
+
+def _build_again(model: nn.Module, first: Callable[[], nn.Module] | None) -> nn.Module:
+    return model if first is None else first().to(next(model.parameters()).device).eval()
 
 
 @dataclass(frozen=True)
@@ -135,16 +140,6 @@ class _Measured:
     answers: list[str]
     right: list[bool | None]
     nats: list[float | None]
-
-
-@contextmanager
-def _as_it_began(model: Any, first: Callable[[], nn.Module] | None) -> Iterator[Any]:
-    """The model without its adapters; of another one, a second one."""
-    if hasattr(model, "disable_adapter"):
-        with model.disable_adapter():
-            yield model
-    elif first is not None:
-        yield first().to(next(model.parameters()).device).eval()
 
 
 def _measure(

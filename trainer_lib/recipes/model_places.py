@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -272,6 +273,16 @@ def lay_out(model: Any) -> Any:
         keep_layout(model)
         model.computes_by_args = True
     return model
+
+
+@contextmanager
+def as_it_began(model: Any, first: Callable[[], nn.Module]) -> Iterator[Any]:
+    """The model as it was before training: without its adapters; of another model, what `first` gives."""
+    if hasattr(model, "disable_adapter"):
+        with model.disable_adapter():
+            yield model
+    else:
+        yield first()
 
 
 def add_adapters(

@@ -188,6 +188,11 @@ def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *
     return None
 
 
+def mean_of_rows(losses: Tensor, num_items: Tensor | int | None) -> Tensor:
+    """The mean loss ``[]`` of rows ``[rows]``; with the rows of the whole step, this batch's part of their mean."""
+    return losses.mean() if num_items is None else losses.sum() / num_items
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Have a model in evaluation mode, without gradients, and put it back."""
