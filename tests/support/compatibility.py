@@ -136,7 +136,7 @@ def expected() -> dict[str, set[str]]:
 
 
 def lists() -> str:
-    """Return the users' lists: by section, the names that are as in transformers, and the notes of the others."""
+    """Return the users' lists: by section, the notes of the names that are not just as in transformers."""
     return "\n\n".join(_paragraphs()).replace("](../../docs/", "](") + "\n"
 
 
@@ -146,23 +146,25 @@ def _paragraphs() -> Iterator[str]:
         by_section.setdefault(row.section, []).append(row)
     body = TABLES.read_text(encoding="utf-8").partition("\n## ")[2]
     for text in f"## {body}".split("\n\n"):
-        if not text.startswith("|"):
+        if text.startswith("|"):
+            continue
+        section = by_section.get(text.lstrip("# "))
+        notes = _notes(section) if section else ""
+        if notes or not section:
             yield text.strip()
-        if text.startswith("#") and (section := by_section.get(text.lstrip("# "))) is not None:
-            yield from _notes(section)
+        if notes:
+            yield notes
 
 
-def _notes(section: Iterable[Row]) -> Iterator[str]:
-    """The names that are as in transformers, then a line for each note, with the names that have it."""
+def _notes(section: Iterable[Row]) -> str:
+    """A line for every note, with the names that have it."""
     names: dict[str, list[str]] = {}
     for row in section:
         note = f"**refused**; {row.note}" if row.status == "refused" else row.note
         needs = f" (`{row.needs}`)" if row.needs and note else ""
         names.setdefault(note or (f"needs `{row.needs}`" if row.needs else ""), []).append(f"`{row.name}`{needs}")
-    if alike := names.pop("", []):
-        yield f"As in transformers: {', '.join(alike)}."
-    if names:
-        yield "\n".join(f"- {', '.join(of_note)}: {note}" for note, of_note in names.items())
+    names.pop("", None)
+    return "\n".join(f"- {', '.join(of_note)}: {note}" for note, of_note in names.items())
 
 
 def present(name: str) -> bool:
