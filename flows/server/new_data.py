@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.json_text import parse_record
-from trainer_lib.base.path_options import is_path
+from trainer_lib.base.path_options import expand_home, is_path
 from trainer_lib.data.row_sources import is_hidden
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError, first_line
 from trainer_lib.secrets import mask
@@ -52,7 +52,7 @@ class Watch:
     def __post_init__(self) -> None:
         if is_path(self.url):
             # `serve` changes its working directory.
-            self.url = str(Path(self.url).expanduser().absolute())
+            self.url = str(expand_home(self.url).absolute())
 
     def require_listable(self) -> None:
         """Check that the URL can be listed now.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib import secrets
 from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import read_metrics
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
@@ -273,7 +274,7 @@ def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section:
     for name in FILE_FIELDS:
         file = getattr(args, name)
         if isinstance(file, str):
-            content = read_mapping(Path(file).expanduser(), field=f"{prefix}.{name}")
+            content = read_mapping(expand_home(file), field=f"{prefix}.{name}")
             resolver.arguments({**given, name: content}, prefix=prefix)
 
 

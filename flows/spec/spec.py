@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.path_options import absolute_path, is_path, map_paths
+from trainer_lib.base.path_options import absolute_path, expand_home, is_path, map_paths
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.benchmarks import is_task_file
@@ -499,7 +499,7 @@ def _rebase(spec: PipelineSpec, stage: Stage, setting: str, overridden: frozense
     declared, place = getattr(paths, setting), f"{stage.section}.{setting}"
 
     def rebase(text: str) -> str:
-        return text if Path(text).expanduser().is_absolute() else os.path.relpath(text, paths.folder)
+        return text if expand_home(text).is_absolute() else os.path.relpath(text, paths.folder)
 
     values = getattr(config, setting)
     changed = map_paths(values, declared, rebase)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import FOLDER, KEPT
 from trainflow.tasks.code.syntax import (
@@ -237,7 +238,7 @@ class _Walk:
         for text in texts:
             if 0 < len(text) < 200 and text.isprintable():
                 # Parts of a path may be joined one by one.
-                named = os.path.expanduser(text)  # noqa: PTH111 - that of Path raises where there is no such user
+                named = expand_home(text)
                 joined = [Path(os.path.normpath(folder / named)) for folder in found]
                 found += [place for place in joined if place.is_dir() or (place.suffix == ".py" and place.is_file())]
                 found = list(dict.fromkeys(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, total_batch_size
@@ -10,6 +9,7 @@ from trainer_lib.arguments.configs.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Affects, declarations, field_map
 from trainer_lib.arguments.io import plain
+from trainer_lib.base.path_options import expand_home
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.training import TrainingArguments
@@ -75,7 +75,7 @@ def _affecting(args: TrainingArguments, *wanted: Affects) -> dict[str, Any]:
         for name in field_map(args)
         if declared[name].affects in wanted and name not in _BATCH_FIELDS
     }
-    if isinstance(args.deepspeed, str) and Path(args.deepspeed).expanduser().is_file():
+    if isinstance(args.deepspeed, str) and expand_home(args.deepspeed).is_file():
         out["deepspeed"] = read(args.deepspeed)  # what the file says counts, not its name
     if isinstance(out.get("deepspeed"), dict):
         out["deepspeed"] = {key: value for key, value in out["deepspeed"].items() if key in _DEEPSPEED_KEYS}

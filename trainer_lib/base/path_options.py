@@ -43,11 +43,15 @@ def is_path(value: Any) -> bool:
     return isinstance(value, str) and bool(value) and not _NO_PATH.match(value)
 
 
+def expand_home(text: str) -> Path:
+    """The path with a user's home in place of `~` or `~user`; without such a user it is an ordinary name."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - that of Path raises where there is no such user
+
+
 def absolute_path(text: str, folder: str | os.PathLike[str]) -> str:
     """A path as an absolute one: `~` stands for the home of the user, and a relative one starts from `folder`."""
     # Lexical, not resolve(): a path through a link stays the path that the user wrote.
-    # os.path's expanduser: that of Path raises where there is no such user.
-    return os.path.normpath(os.path.join(folder, os.path.expanduser(text)))  # noqa: PTH111, PTH118
+    return os.path.normpath(Path(folder) / expand_home(text))
 
 
 def map_paths(values: Mapping[str, Any], declared: Declared, convert: Callable[[str], Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib import errors
 from trainer_lib.base.json_text import parse_json, read_json
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.engines import member
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
 from trainer_lib.storage import Store
@@ -352,7 +353,7 @@ def _base(job: Job) -> Path:
     store = Store.open(job.output)
     if folder is not None:
         digest = uuid.uuid5(uuid.NAMESPACE_URL, store.url).hex[:16]
-        return Path(str(folder)).expanduser() / f"trainflow-{digest}"
+        return expand_home(str(folder)) / f"trainflow-{digest}"
     if store.is_local:
         return store.local_path() / "attempts" / "slurm"
     raise errors.ConfigError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
 
@@ -46,7 +46,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
             )
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
         # Not resolved: a path through a link stays as the user wrote it.
-        return "file", str(Path(os.path.expanduser(rest)).absolute())  # noqa: PTH111 - Path's raises without such a user
+        return "file", str(expand_home(rest).absolute())
     from fsspec.registry import known_implementations, registry
 
     if scheme not in known_implementations and scheme not in registry:

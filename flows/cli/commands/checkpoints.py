@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
 from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
@@ -152,7 +152,7 @@ def _function(text: str) -> tuple[RecipeFile, str]:
 
     # From the right: the path itself may hold a colon.
     path, _, name = text.rpartition(":")
-    file = Path(path).expanduser().absolute()
+    file = expand_home(path).absolute()
     if not name.isidentifier() or not file.is_file():
         raise ConfigError(
             "This file does not exist."

@@ -285,9 +285,9 @@ def test_the_drive_must_be_there_and_its_library_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder") as caught:
         zero_config.resolve_config(arguments(nvme(str(file / "swap"))))
     assert caught.value.field == "deepspeed.zero_optimization.offload_optimizer.nvme_path"
-    if ctypes.util.find_library("aio") is None:
+    for folder in [str(tmp_path / "swap"), "~no-such-user/swap"] if ctypes.util.find_library("aio") is None else []:
         with pytest.raises(ConfigError, match="libaio") as caught:
-            zero_config.resolve_config(arguments(nvme(str(tmp_path / "swap"))))
+            zero_config.resolve_config(arguments(nvme(folder)))
         assert "device: cpu" in str(caught.value.remedy)
     assert not (tmp_path / "swap").exists(), "looking changes nothing"
 

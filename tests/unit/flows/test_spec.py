@@ -183,6 +183,7 @@ def test_json_specs_are_read(spec_file: Path) -> None:
         ("train..args=1", "train..args", "key=value"),
         ("train.args.fsdp_config=nowhere.json", "train.args.fsdp_config", "No such file"),
         ("train.args.accelerator_config=nowhere.yaml", "train.args.accelerator_config", "No such file"),
+        ("train.args.deepspeed=~no-such-user/zero.json", "train.args.deepspeed", "No such file"),
         ("train.model=[1,", "train.model", "This is not a value"),
         *((f"publish.to={address}", "publish.to", address) for address in ADDRESSES),
     ],

@@ -11,12 +11,12 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import io
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, micro_batch_size, total_batch_size
 from trainer_lib.arguments.fields import field_map
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
@@ -227,7 +227,7 @@ def read(given: Any) -> dict[str, Any]:
     """Return a configuration: a copy of a mapping, or the content of a file. Raises ConfigError when it has none."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
-    return io.read_mapping(Path(str(given)).expanduser(), field="deepspeed")
+    return io.read_mapping(expand_home(str(given)), field="deepspeed")
 
 
 # -- beside the arguments --------------------------------------------------------------------------------------------

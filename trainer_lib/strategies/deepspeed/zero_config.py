@@ -18,6 +18,7 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, micro_batch_size
 from trainer_lib.arguments.configs.deepspeed_config import AUTO, ZeroPlan, adopt
+from trainer_lib.base.path_options import expand_home
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def _check_compiler(field: str, value: Any, instead: str) -> None:
 
 
 def _check_drive(field: str, folder: str) -> None:
-    path = Path(folder).expanduser()
+    path = expand_home(folder)
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
