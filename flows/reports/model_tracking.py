@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,12 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.errors import CodeError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.hub.metric_tables import slice_tables
-from trainer_lib.hub.outcome_pictures import as_file
+from trainer_lib.hub.pictures import as_file
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered
 from trainer_lib.trackers.mlflow.model_record import Flavor
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.reports.charts import LOSS, draw_images, load_matplotlib
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import TRIAL
 from trainflow.tasks.configs import RegisterConfig
@@ -44,24 +42,10 @@ _TABLES = "mlflow.loggedArtifacts"  # the tag by which MLflow's page finds table
 _log = logging.getLogger(__name__)
 
 
-def draw_pictures(spec: PipelineSpec, history: Sequence[Mapping[str, Any]], *, is_tracked: bool) -> dict[str, bytes]:
-    """The curves of a training as PNG, by name, for MLflow and Prefect; without MLflow only the loss, for Prefect.
-
-    A trial of a sweep has none: drawing takes as long as a short training, and the sweep's report has all curves.
-    """
-    if _is_trial(spec):
-        return {}
-    return draw_images(history, None if is_tracked else LOSS)
-
-
-def _is_trial(spec: PipelineSpec) -> bool:
-    return TRIAL in spec.tracking.tags
-
-
-def log_pictures(run: TrackedRun, pictures: Mapping[str, bytes]) -> None:
-    """Log the curves of a training as pictures (`plots/loss.png`)."""
-    for name, image in pictures.items():
-        run.log_file(image, f"plots/{name}.png")
+def log_charts(spec: PipelineSpec, run: TrackedRun, charts: Mapping[str, str]) -> None:
+    """Log the curves of a training as pictures (`plots/loss.svg`), but of a trial: its sweep's report has them."""
+    for title, drawing in charts.items() if TRIAL not in spec.tracking.tags else ():
+        run.log_file(as_file(drawing), f"plots/{title.lower().replace(' ', '-')}.svg")
 
 
 def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
@@ -76,7 +60,7 @@ def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest,
     tables = []
     for outcome in read_outcomes(evaluation, info):
         try:
-            if not _is_trial(spec):
+            if TRIAL not in spec.tracking.tags:
                 for name, drawing in outcome.drawings().items():
                     run.log_file(as_file(drawing), f"plots/{name}-{outcome.split}.svg")
             tables += _log_outcome(run, outcome)
@@ -114,8 +98,6 @@ _OUTCOME_BYTES = 1 << 20
 class ModelTracking:
     """Follows the stages of a run, and describes the model once data and training are there.
 
-    Pictures are drawn in a thread, because the next stage need not wait for them.
-
     Args:
         folder: the run's folder.
         run: the MLflow run; None without MLflow, and for a run that changes nothing.
@@ -132,12 +114,6 @@ class ModelTracking:
         self._data: StageManifest[PrepareFacts] | None = None
         self._exported: LoggedModel | None = None
         self._flavor: Flavor | None = None
-        self._drawing = ThreadPoolExecutor(1, "trainflow-drawing")
-
-    def note_begin(self, stage: str) -> None:
-        """Take note of a stage that begins."""
-        if stage == "train":
-            self._drawing.submit(load_matplotlib)  # the report takes it, too
 
     def note_stage(self, manifest: StageManifest) -> None:
         """Take note of a stage's committed result."""
@@ -148,8 +124,7 @@ class ModelTracking:
         if isinstance(manifest.facts, EvaluateFacts):
             link_evaluation(run, exported, manifest)
             info = {} if self._data is None else self._data.facts.info
-            log = partial(log_outcomes, self._plan.spec, run, manifest, info)
-            self._drawing.submit(write_or_warn, "pictures of the evaluation", log)
+            write_or_warn("pictures of the evaluation", partial(log_outcomes, self._plan.spec, run, manifest, info))
             self._register(run, exported, manifest)
         if isinstance(manifest.facts, PredictFacts):
             write_or_warn("predicted columns", partial(log_outputs, run, exported, manifest))
@@ -167,10 +142,6 @@ class ModelTracking:
             run.wait_for(lambda: folder.exists(OUTCOME_FILE))
         found = folder.read_if_exists(OUTCOME_FILE, limit=_OUTCOME_BYTES)
         return None if found is None else from_record(Registered, parse_json(found), ignore_unknown=True)
-
-    def close(self) -> None:
-        """Wait for the pictures. Safe to repeat."""
-        self._drawing.shutdown()
 
     def _describe(self, manifest: StageManifest) -> None:
         """Once data and model are there, describe the model, so that `load_model` finds all of it from the folder."""

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.hub.pictures import as_file
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, summarize
-from trainflow.flows.reports.charts import LOSS
-from trainflow.flows.reports.report import REPORT, render_report
+from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report
 from trainflow.flows.reports.report_facts import collect_facts
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.progress import Event, describe, subscribe
@@ -114,7 +114,7 @@ class _Writer:
         url = f"{self._folder.url}/{REPORT}"
         state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
         facts = collect_facts(self._plan, self._result)
-        page = render_report(state, list(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
+        page = render_report(state, draw_charts(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
         if not self._done.is_set():
             self._folder.replace(REPORT, page.encode())
 
@@ -128,20 +128,20 @@ def run_artifacts(result: PipelineResult, record: RunRecord) -> Iterator[None]:
     """After the block, give the Prefect run that this code runs in its artifacts.
 
     Args:
-        record: what has the pictures at the end of the block.
+        record: what has the charts at the end of the block.
     """
     try:
         yield
     finally:
         if (flow_run_id := _flow_run_id()) is not None and result.stages:
             thread = threading.Thread(
-                target=_post, args=(flow_run_id, result, record.pictures), name="trainflow-artifacts", daemon=True
+                target=_post, args=(flow_run_id, result, record.charts), name="trainflow-artifacts", daemon=True
             )
             thread.start()
             thread.join(LIMIT_S)
 
 
-def make_artifacts(result: PipelineResult, pictures: Mapping[str, bytes]) -> list[dict[str, Any]]:
+def make_artifacts(result: PipelineResult, charts: Mapping[str, str]) -> list[dict[str, Any]]:
     """The artifacts as Prefect's API takes them: key, type, data, description."""
     found = [
         {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
@@ -153,18 +153,18 @@ def make_artifacts(result: PipelineResult, pictures: Mapping[str, bytes]) -> lis
         names = ("metric", "requirement", "value", "passed")
         rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
         found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
-    if (image := pictures.get(LOSS)) is not None:
-        data = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    if (drawing := charts.get(LOSS)) is not None:
+        data = f"data:image/svg+xml;base64,{base64.b64encode(as_file(drawing)).decode()}"
         found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
     return found
 
 
-def _post(flow_run_id: Any, result: PipelineResult, pictures: Mapping[str, bytes]) -> None:
+def _post(flow_run_id: Any, result: PipelineResult, charts: Mapping[str, str]) -> None:
     from prefect.client.schemas.actions import ArtifactCreate
 
     try:
         with quick_client(LIMIT_S) as client:
-            for artifact in make_artifacts(result, pictures):
+            for artifact in make_artifacts(result, charts):
                 client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
     except Exception as error:  # the server is away: the run is not
         _log.debug("Prefect's server did not take the artifacts: %s", error)

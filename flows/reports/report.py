@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import posixpath
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 import jinja2
+from markupsafe import Markup
 
 from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.foreign_text import to_terminal
-from trainer_lib.base.suggestions import counted
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
+from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
-from trainflow.flows.reports.charts import draw_charts, number_text
 
 if TYPE_CHECKING:
     from trainer_lib.trackers.mlflow.mlflow_registry import Registered
@@ -36,11 +38,37 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 _PAGE = Path(__file__).parent / "report.html.j2"
 PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
+LOSS = "Loss"
+_NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|words|num_.*)$")
+Series = dict[str, list[tuple[float, float]]]
+
+
+def draw_charts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Title -> SVG of the loss (training and evaluation), the other evaluation metrics, and the learning rate.
+
+    Args:
+        history: the trainer's log; a picture without points is left out.
+    """
+    series = _read_series(history)
+    # train_loss is the mean over the whole run: a number, not a curve.
+    losses = {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}
+    losses |= {key: series[key] for key in series if key.startswith("loss_") and key != "loss_spikes"}  # by source
+    metrics = {key: points for key, points in series.items() if key.startswith("eval_") and key not in losses}
+    rate = {key: series[key] for key in ("learning_rate",) if key in series}
+    charts = {LOSS: losses, "Evaluation while training": metrics, "Learning rate": rate}
+    return {title: draw_series(curves, title) for title, curves in charts.items() if curves}
+
+
+def number_text(value: Any) -> str:
+    """A number in few digits; other values as text, None as nothing."""
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, bool) or not isinstance(value, int | float) else number_words(value)
 
 
 def render_report(
     result: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]] = (),
+    charts: Mapping[str, str] | None = None,
     *,
     facts: ReportFacts | None = None,
     refresh_s: int | None = None,
@@ -51,7 +79,7 @@ def render_report(
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
             and `versions` (package to version), `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
             `registers` (the name that the registry was asked for) with `registered` (what came of it).
-        history: the trainer's log, one mapping per entry with its `step` (`TrainerState.log_history`).
+        charts: title -> SVG of the curves of the training (`draw_charts`).
         facts: settings, machine, attempts; None leaves them out.
         refresh_s: the run is at work, and the page reloads itself after as many seconds; None: it has ended.
     """
@@ -67,7 +95,7 @@ def render_report(
         total=describe_seconds(float(result.get("seconds") or 0.0)),
         started=_moment(result.get("started")),
         stages=stages,
-        charts=draw_charts(history),
+        charts={title: Markup(drawing) for title, drawing in (charts or {}).items()},  # noqa: S704 - its texts are escaped
         baselines=_baselines(result),
         registered=_registered(result.get("registered")),
         registers=result.get("registers"),
@@ -251,3 +279,23 @@ def load_template(path: Path) -> jinja2.Template:
         lstrip_blocks=True,
     )
     return environment.get_template(path.name)
+
+
+def _read_series(history: Iterable[Mapping[str, Any]]) -> Series:
+    series: Series = {}
+    for entry in history:
+        step = entry.get("step")
+        if not isinstance(step, int | float):
+            continue
+        for key, value in entry.items():
+            number = _read_number(value)
+            if number is not None and not _NOT_CURVES.search(key):
+                series.setdefault(key, []).append((float(step), number))
+    return series
+
+
+def _read_number(value: Any) -> float | None:
+    """A float from a number or from the text that stands for one that is not finite; None for anything else."""
+    if isinstance(value, str):
+        return float(value) if value in {"NaN", "Infinity", "-Infinity"} else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -24,7 +24,7 @@ from trainer_lib.secrets import mask
 from trainflow.flows.planning.full_plan import read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.reports.charts import number_text
+from trainflow.flows.reports.report import number_text
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest, stage_store

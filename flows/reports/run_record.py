@@ -46,12 +46,11 @@ from trainflow.flows.records.run_names import name_run
 from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
 from trainflow.flows.reports.model_tracking import (
     ModelTracking,
-    draw_pictures,
-    log_pictures,
+    log_charts,
     registered_as,
     write_or_warn,
 )
-from trainflow.flows.reports.report import REPORT, render_report
+from trainflow.flows.reports.report import REPORT, draw_charts, render_report
 from trainflow.flows.reports.report_facts import collect_facts
 from trainflow.flows.reports.run_tracking import RunTracking
 from trainflow.flows.stages import all_stages
@@ -89,7 +88,7 @@ class RunRecord:
         result: filled by the flow while the stages run; this adds key, MLflow run, report and duration.
 
     Attributes:
-        pictures: the curves as PNG by name, once the report was written.
+        charts: title -> SVG of the curves, once the report was written.
         logged: returns what the events of this command's training had for the log.
     """
 
@@ -110,7 +109,7 @@ class RunRecord:
         self._waits = True
         self._leftovers: tracking.Background | None = None
         self._model: ModelTracking | None = None
-        self.pictures: dict[str, bytes] = {}
+        self.charts: dict[str, str] = {}
         self.logged: Callable[[], list[dict[str, Any]]] = list
         self._training: str | None = None
 
@@ -156,8 +155,6 @@ class RunRecord:
         try:
             write_or_warn("plan", self._write_actual)
             write_or_warn("report", self._write_report)
-            if self._model is not None:
-                self._model.close()
             if self._tracking is not None:
                 write_or_warn("description", self._tracking.describe_end)
                 # Before the record: a run that is recorded as finished is not taken up again to end it in MLflow.
@@ -262,13 +259,12 @@ class RunRecord:
             return
         compared = compare(read_plan_record(self.folder))
         result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
-        history = self._read_history()
-        text = render_report(result, history, facts=collect_facts(self.plan, self.result))
+        self.charts = draw_charts(self._read_history())
+        text = render_report(result, self.charts, facts=collect_facts(self.plan, self.result))
         self.folder.replace(REPORT, text.encode())
-        self.pictures = draw_pictures(self.plan.spec, history, is_tracked=self.tracked is not None)
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
-            log_pictures(self.tracked, self.pictures)
+            log_charts(self.plan.spec, self.tracked, self.charts)
         self._is_reported = True
 
     def _read_registered(self) -> dict[str, Any]:
@@ -296,8 +292,6 @@ class RunRecord:
 
     def note_begin(self, stage: str, key: str) -> None:
         """Record the folder that a stage is about to look into, so that nothing in it is cleaned up from now on."""
-        if self._model is not None:
-            self._model.note_begin(stage)
         if stage == "train":
             self._training = key
         if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):

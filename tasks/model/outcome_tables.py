@@ -10,7 +10,7 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
-from trainer_lib.hub.outcome_pictures import draw_outcome
+from trainer_lib.hub.pictures import draw_outcome
 from trainer_lib.protocol.requests import OUTCOMES
 from trainer_lib.secrets import mask
 from trainflow.tasks.stage.manifest import StageManifest

@@ -153,7 +153,7 @@ def test_prefect_mlflow_and_the_report_show_the_name_of_a_run_and_how_it_went(
     assert kinds == {"summary": "markdown", "metrics": "table", "loss": "image", "train-progress": "progress"}
     assert str(result.mlflow_run_id) in found["summary"].data
     assert [row["metric"] for row in json.loads(found["metrics"].data) if row["metric"] == "error"] == ["error"]
-    assert found["loss"].data.startswith("data:image/png;base64,iVBORw0KGgo")
+    assert found["loss"].data.startswith("data:image/svg+xml;base64,")
 
 
 def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import socket
 import threading
 import time
@@ -33,9 +32,8 @@ from trainflow.flows.records.training_history import read_training_history, read
 from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
-from trainflow.flows.reports.charts import draw_charts, draw_images
 from trainflow.flows.reports.model_tracking import log_outcomes
-from trainflow.flows.reports.report import REPORT, render_report
+from trainflow.flows.reports.report import REPORT, draw_charts, render_report
 from trainflow.flows.reports.report_facts import ReportFacts, describe_data
 from trainflow.flows.reports.run_tracking import (
     NOTE,
@@ -197,18 +195,18 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
 def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
     failed = live_result(gates=gates, error=GateError("The model is not published."))
-    found = {each["key"]: each["data"] for each in _artifacts.make_artifacts(failed, draw_images(HISTORY))}
+    found = {each["key"]: each["data"] for each in _artifacts.make_artifacts(failed, draw_charts(HISTORY))}
     assert set(found) == {"summary", "metrics", "gates", "loss"}
     # A reason does not end its cell.
     for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError"):
         assert part in found["summary"]
     assert {"split": "test", "metric": "loss", "value": "nan"} in json.loads(found["metrics"])
     assert json.loads(found["gates"])[0]["passed"] is False
-    assert found["loss"].startswith("data:image/png;base64,iVBOR")
+    assert found["loss"].startswith("data:image/svg+xml;base64,")
     # Links are made to web addresses alone.
     text = _artifacts.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
     assert "[https://mlflow/x](https://mlflow/x)" in text
-    assert draw_images([]) == {}
+    assert draw_charts([]) == {}
 
 
 def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +219,7 @@ def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.Monke
 
         with settings_for_every_thread({PREFECT_API_URL: address}):
             began = time.monotonic()
-            with _artifacts.run_artifacts(live_result(), cast(Any, SimpleNamespace(pictures={}))):
+            with _artifacts.run_artifacts(live_result(), cast(Any, SimpleNamespace(charts={}))):
                 pass
             assert time.monotonic() - began < 10
     for thread in threading.enumerate():
@@ -258,8 +256,7 @@ def test_of_a_training_without_an_end_the_newest_checkpoint_knows_what_was_logge
     last = read_unfinished_history(stage)[2]
     assert last["step"] == 8
     assert math.isnan(last["loss"])
-    [chart] = draw_charts(read_unfinished_history(stage))
-    assert chart.title == "Loss"
+    assert list(draw_charts(read_unfinished_history(stage))) == ["Loss"]
 
 
 def test_what_was_seen_is_not_read_twice(stage: Store) -> None:
@@ -280,27 +277,6 @@ def test_a_checkpoint_that_cannot_be_read_takes_nothing_away(stage: Store, text:
     stage.write_bytes("checkpoints/checkpoint-8/data.json", text)
     seen = [{"loss": 3.0, "step": 2}]
     assert read_unfinished_history(stage, seen) == seen
-
-
-LETTER = 6.4  # as wide as a digit of 10 points is
-SIZE = (460.8, 244.8)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [[0.5, 0.4, 0.3], [1e5, 1e5 + 1e-3, 1e5 + 2e-3], [-12345.6, 98765.4, 3.0], [2.5e-4, 1.5e-4, 5e-5], [1e-9, 0.0]],
-)
-def test_labels_stay_inside_of_the_picture(values: list[float]) -> None:
-    [chart] = draw_charts([{"step": 20_000 * index, "loss": value} for index, value in enumerate(values)])
-    assert 'viewBox="0 0 460.8 244.8"' in chart.svg
-    labels = re.findall(r'text-anchor: (\w+)[^>]*" x="([-\d.]+)" y="([-\d.]+)"[^>]*>([^<]*)<', chart.svg)
-    assert len(labels) > 5
-    for anchor, x, y, text in labels:
-        width = LETTER * len(text)
-        left = float(x) - {"end": width, "middle": width / 2, "start": 0.0}[anchor]
-        assert left >= 0, text
-        assert left + width <= SIZE[0], text
-        assert 9 <= float(y) <= SIZE[1] - 3, text
 
 
 class Run:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
 import pytest
 
-from trainer_lib.hub.outcome_pictures import as_file, draw_confusion, draw_outcome, draw_reliability, draw_residuals
+from trainer_lib.hub.pictures import (
+    MAX_POINTS,
+    as_file,
+    draw_confusion,
+    draw_outcome,
+    draw_reliability,
+    draw_residuals,
+    draw_series,
+)
 
 
 def _drawn(drawing: str) -> tuple[ElementTree.Element, list[str]]:
@@ -88,6 +97,38 @@ def test_each_kind_of_outcome_has_its_drawings_the_same_every_time() -> None:
     numbers = {"kind": "numbers", "measured": [1.0, 2.0], "predicted": [1.0, 2.5]}
     assert list(draw_outcome(numbers, [], "test")) == ["residuals"]
     assert draw_outcome(numbers, [], "test") == draw_outcome(numbers, [], "test")
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e305])
+def test_values_that_are_not_finite_are_gaps_and_said(value: float) -> None:
+    root, texts = _drawn(draw_series({"loss": [(1, 1.0), (2, value), (3, 0.5)]}, "Loss"))
+    assert "loss 0.5; 1 value not finite" in texts
+    assert len(list(root.iter(f"{SVG}polyline"))) == len(_circles(root)) == 2
+    assert not _circles(_drawn(draw_series({"loss": [(1, value)]}, "Loss"))[0])
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_last_point() -> None:
+    drawing = draw_series({"loss": [(step, (step * 37 % 101) / 101) for step in range(200_000)]}, "Loss")
+    assert len(drawing) < 14 * MAX_POINTS + 5000
+    assert f"loss {(199_999 * 37 % 101) / 101:.4g}" in _drawn(drawing)[1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.5, 0.4, 0.3], [1e5, 1e5 + 1e-3, 1e5 + 2e-3], [-12345.6, 98765.4, 3.0], [2.5e-4, 1.5e-4, 5e-5], [1e-9, 0.0]],
+)
+def test_labels_differ_and_stay_inside_of_the_picture(values: list[float]) -> None:
+    root, _ = _drawn(draw_series({"loss": [(20_000 * index, value) for index, value in enumerate(values)]}, "Loss"))
+    labels = [each for each in root.iter(f"{SVG}text") if "x" in each.attrib]
+    assert len(labels) == len({(each.text, each.attrib["style"]) for each in labels}) > 5
+    for label in labels:
+        width, style = 6.5 * len(label.text or ""), label.attrib["style"]
+        left = float(label.attrib["x"]) - (width if "end" in style else width / 2 if "middle" in style else 0)
+        assert left >= 0 and left + width <= float(root.attrib["width"]), label.text
+        assert 9 <= float(label.attrib["y"]) <= float(root.attrib["height"]) - 3, label.text
 
 
 def test_a_file_loads_nothing_and_follows_light_and_dark() -> None:

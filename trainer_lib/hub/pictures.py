@@ -1,7 +1,7 @@
-"""Pictures of what a model gets right and wrong, as SVG, for the model card and the report: no library is needed.
+"""Pictures of a training, and of what its model gets right and wrong, as SVG: for report, card, MLflow and Prefect.
 
-A drawing takes its colours from variables of the page's style sheet, so it follows light and dark; `as_file` gives it
-colours of its own. Equal numbers give equal bytes.
+A drawing takes its colours from variables of the page's style sheet, so it follows light and dark; `as_file` adds
+colours. Equal numbers give equal bytes.
 """
 
 from __future__ import annotations
@@ -9,19 +9,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from trainer_lib.base.foreign_text import to_html
+from trainer_lib.base.suggestions import counted, number_words
 
+COLORS = 5  # of series; further ones repeat them
+MAX_POINTS = 1000  # of one curve: more than the picture has pixels
 _SIZE = 460, 340  # of a drawing of points, in pixels
 _LEFT, _BOTTOM, _EDGE = 64, 46, 12  # of the plane
+_LETTER, _ROW = 6.5, 18  # pixels of the widest digit, and of a line of the legend
+_MARKED_POINTS = 40  # of a curve; fewer have markers
+_LARGEST = 1e300  # beyond it the width of a range overflows
 _CELLS = 60, 40  # of the plane; the residuals of a cell are one point
 _NAMED = 20  # classes of a confusion matrix with names and counts
 _NAME_CHARS = 14
 _STYLE = """<style>
-:root { color: #5f6873; --ink: #1d2126; --page: #ffffff; --line: #dfe3e7; --series-1: #2b62b5; }
+:root { color: #5f6873; --ink: #1d2126; --page: #ffffff; --line: #dfe3e7;
+  --series-1: #2b62b5; --series-2: #c4501b; --series-3: #1f7a4d; --series-4: #8a3fa8; --series-5: #a8820d; }
 @media (prefers-color-scheme: dark) {
-  :root { color: #9aa4ae; --ink: #e6e9ec; --page: #1c2024; --line: #343b42; --series-1: #82adf0; }
+  :root { color: #9aa4ae; --ink: #e6e9ec; --page: #1c2024; --line: #343b42;
+    --series-1: #82adf0; --series-2: #f0965f; --series-3: #63c794; --series-4: #cf93e6; --series-5: #dcbc55; }
 }
 </style><rect width="100%" height="100%" style="fill: var(--page)"/>"""
 
@@ -46,6 +55,38 @@ def draw_outcome(found: Mapping[str, Any], classes: Sequence[str], split: str) -
         title = f"Precision-recall curve of {split}"
         drawn["precision-recall"] = draw_curve(curves["precision_recall"], marks[1:], precision, title)
     return drawn
+
+
+def draw_series(series: Mapping[str, Sequence[tuple[float, float]]], title: str) -> str:
+    """Curves of (optimizer step, value), with gaps where a value is not finite; above them names and last values."""
+    steps = [step for points in series.values() for step, _ in points]
+    values = [value for points in series.values() for _, value in points if _is_drawn(value)]
+    rows = len(series) * _ROW
+    plane = _Plane(_around(steps), _around(values or [0.0, 1.0]), ("optimizer step", ""), top=rows)
+    parts = plane.axes(whole_x=True)
+    for number, (name, points) in enumerate(series.items()):
+        color = f"var(--series-{number % COLORS + 1})"
+        gaps = sum(not _is_drawn(value) for _, value in points)
+        note = f"; {counted(gaps, 'value')} not finite" if gaps else ""
+        parts.append(f'<rect x="{_EDGE}" y="{number * _ROW + 5}" width="10" height="10" style="fill: {color}"/>')
+        parts.append(_text(_EDGE + 16, number * _ROW + 14, f"{name} {number_words(points[-1][1])}{note}", "start"))
+        for is_drawn, run in groupby(_thin(points), key=lambda point: _is_drawn(point[1])):
+            placed = list(run) if is_drawn else []
+            parts += [plane.line(placed, f"stroke: {color}; stroke-width: 1.6; fill: none")] if placed else []
+            is_marked = len(points) < _MARKED_POINTS or len(placed) == 1
+            parts += [plane.dot(point, 2, color) for point in placed] if is_marked else []
+    return _svg(parts, (_SIZE[0], _SIZE[1] + rows), title)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most `MAX_POINTS` of them, the last one included. Values that are not finite are kept, so that they show."""
+    stride = math.ceil(len(points) / MAX_POINTS)
+    last = len(points) - 1
+    return [each for n, each in enumerate(points) if n % stride == 0 or n == last or not _is_drawn(each[1])]
+
+
+def _is_drawn(value: float) -> bool:
+    return abs(value) < _LARGEST  # not NaN
 
 
 def draw_curve(
@@ -121,15 +162,19 @@ def as_file(drawing: str) -> bytes:
 
 
 class _Plane:
-    """Two axes: values to pixels, and back to cells of a grid."""
+    """Two axes below `top` pixels: values to pixels, and back to cells of a grid."""
 
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float], labels: tuple[str, str]) -> None:
+    def __init__(
+        self, x_range: tuple[float, float], y_range: tuple[float, float], labels: tuple[str, str], top: int = 0
+    ) -> None:
         self.x_range, self.y_range, self._labels = x_range, y_range, labels
-        self._width, self._height = _SIZE[0] - _LEFT - _EDGE, _SIZE[1] - _BOTTOM - _EDGE
+        self._x_ticks, self._y_ticks = _ticks(*x_range), _ticks(*y_range)
+        self._top, self._left = top + _EDGE, max(_LEFT, 30 + _LETTER * max(map(len, self._y_ticks.values())))
+        self._width, self._height = _SIZE[0] - self._left - _EDGE, _SIZE[1] - _BOTTOM - _EDGE
 
     def place(self, x: float, y: float) -> tuple[float, float]:
         across, up = self._shares(x, y)
-        return _LEFT + across * self._width, _EDGE + (1 - up) * self._height
+        return self._left + across * self._width, self._top + (1 - up) * self._height
 
     def cell(self, x: float, y: float) -> tuple[int, int]:
         shares = zip(self._shares(x, y), _CELLS, strict=True)
@@ -141,26 +186,31 @@ class _Plane:
         x, y = (low + (number + 0.5) / cells * (high - low) for number, cells, (low, high) in ends)
         return x, y
 
-    def dot(self, point: tuple[float, float], radius: float) -> str:
+    def dot(self, point: tuple[float, float], radius: float, color: str = "var(--series-1)") -> str:
         x, y = self.place(*point)
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" style="fill: var(--series-1); fill-opacity: .65"/>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" style="fill: {color}; fill-opacity: .65"/>'
 
     def line(self, points: Iterable[tuple[float, float]], style: str) -> str:
         placed = (self.place(*point) for point in points)
         return f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in placed)}" style="{style}"/>'
 
-    def axes(self) -> list[str]:
-        """The grid, its numbers and the labels."""
-        (left, bottom), (right, top) = ((_LEFT, _SIZE[1] - _BOTTOM), (_SIZE[0] - _EDGE, _EDGE))
+    def axes(self, *, whole_x: bool = False) -> list[str]:
+        """The grid, its numbers and the labels; with `whole_x` only whole numbers below it."""
+        (left, bottom), (right, top) = self.place(self.x_range[0], self.y_range[0]), self.place(*self._upper)
         parts = []
-        for value in _ticks(*self.x_range):
-            x, _ = self.place(value, self.y_range[0])
-            parts += [_grid_line(x, top, x, bottom), _text(x, bottom + 16, f"{value:.6g}", "middle")]
-        for value in _ticks(*self.y_range):
+        for value, text in self._x_ticks.items():
+            if not whole_x or value == round(value):
+                x, _ = self.place(value, self.y_range[0])
+                parts += [_grid_line(x, top, x, bottom), _text(x, bottom + 16, text, "middle")]
+        for value, text in self._y_ticks.items():
             _, y = self.place(self.x_range[0], value)
-            parts += [_grid_line(left, y, right, y), _text(left - 6, y + 4, f"{value:.6g}", "end")]
-        parts.append(_text((left + right) / 2, _SIZE[1] - 8, self._labels[0], "middle"))
+            parts += [_grid_line(left, y, right, y), _text(left - 6, y + 4, text, "end")]
+        parts.append(_text((left + right) / 2, bottom + _BOTTOM - 8, self._labels[0], "middle"))
         return [*parts, _text(0, 0, self._labels[1], "middle", f"translate(14 {(top + bottom) / 2:.1f}) rotate(-90)")]
+
+    @property
+    def _upper(self) -> tuple[float, float]:
+        return self.x_range[1], self.y_range[1]
 
     def _shares(self, x: float, y: float) -> tuple[float, float]:
         (left, right), (low, high) = self.x_range, self.y_range
@@ -174,13 +224,15 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
     return low - spare, high + spare
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers of a range."""
+def _ticks(low: float, high: float) -> dict[float, str]:
+    """About five round numbers of a range, with as many digits as differ."""
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(each for each in (1, 2, 2.5, 5, 10) if each * unit >= rough * 0.999)
+    digits = max(6, 2 + math.ceil(math.log10(max(abs(low), abs(high)) / step)))
     first = math.ceil(low / step - 1e-9)
-    return [0.0 if number == 0 else number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    values = (0.0 if number == 0 else number * step for number in range(first, math.floor(high / step + 1e-9) + 1))
+    return {value: f"{value:.{digits}g}" for value in values}
 
 
 def _cell(x: float, y: float, side: float, count: int, share: float, *, is_named: bool) -> str:
