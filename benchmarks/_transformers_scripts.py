@@ -17,10 +17,10 @@ import transformers
 
 from benchmarks._recipe_jobs import Job
 from benchmarks.recipes import measure_accuracy, tokenize
-from trainer_lib.recipes.image_files import mean_and_spread
 from trainer_lib.recipes.question_answering import score_answer
 from trainer_lib.recipes.sequence_to_sequence import score_text
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.tables.image_files import mean_and_spread
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 
 _BEST = 20  # starts and ends that run_qa tries
 _LONGEST_ANSWER = 30  # tokens, by default there and here

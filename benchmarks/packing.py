@@ -33,10 +33,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import Trainer, TrainingArguments, set_seed
-from trainer_lib.recipes.packed_batches import collate_documents, collate_flat, collate_packed
-from trainer_lib.recipes.packing import Document, new_counts, pack_documents
-from trainer_lib.recipes.text_documents import read_documents
-from trainer_lib.recipes.tokenizing import learn_byte_tokenizer, tokenize_documents
+from trainer_lib.recipes.texts.documents import read_documents
+from trainer_lib.recipes.texts.packed_batches import collate_documents, collate_flat, collate_packed
+from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
+from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer, tokenize_documents
 
 LENGTHS = (256, 1024, 4096)
 ROW, BATCH, VOCABULARY = 512, 16, 1_000

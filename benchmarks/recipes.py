@@ -36,7 +36,7 @@ from benchmarks._result import arguments, publish, spread
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import code_lines, modules
 

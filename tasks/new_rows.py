@@ -31,7 +31,7 @@ from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
 from trainer_lib.protocol.requests import ScoreRequest
-from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, write_commit
 from trainflow.tasks.keys.keys import StageKey, stage_key, versions

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from benchmarks.gpu.processes import Job
 from benchmarks.gpu.work import Tokens, language_model, main, settings
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
-from trainer_lib.recipes.model_places import add_adapters, load_causal_model, quantized
+from trainer_lib.recipes.shared.model_places import add_adapters, load_causal_model, quantized
 from trainer_lib.trainer.model.models import set_compute_type
 
 STEPS, SAVE, KILL = 40, 10, 25

@@ -22,9 +22,17 @@ from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import DataError, TrainflowError
-from trainer_lib.recipes.table_cells import NOTHING, USUAL, is_index, number_of, plain_value
-from trainer_lib.recipes.table_features import fold, iso_dates, looks_like_date
-from trainer_lib.recipes.table_files import Table, naming_sources
+from trainer_lib.recipes.tables.cells import (
+    NOTHING,
+    USUAL,
+    fold,
+    is_index,
+    iso_dates,
+    looks_like_date,
+    number_of,
+    plain_value,
+)
+from trainer_lib.recipes.tables.table_files import Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
 _LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
@@ -72,7 +80,7 @@ class Guess:
 
 def _guess_images(address: str) -> Guess:
     """The guess of a folder of images, whose folders are their classes."""
-    from trainer_lib.recipes.image_files import FOLDER_LABEL, SPLIT, USUAL_SPLITS, find_images
+    from trainer_lib.recipes.tables.image_files import FOLDER_LABEL, SPLIT, USUAL_SPLITS, find_images
 
     columns = find_images([address], field="--from").columns
     classes = Counter(map(str, columns[FOLDER_LABEL]))

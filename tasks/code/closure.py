@@ -133,7 +133,7 @@ def is_covered(parts: Sequence[str]) -> bool:
 
 
 def recipe_module(parts: Sequence[str]) -> Path | None:
-    """The path without ending of a module of trainflow's recipes (`trainer_lib.recipes.x`); None for any other."""
+    """The path without ending of a module of trainflow's recipes (`trainer_lib.recipes.x.y`); None for any other."""
     return FOLDER.joinpath(*parts[2:]) if tuple(parts[:2]) == _RECIPES else None
 
 
@@ -216,8 +216,8 @@ class _Walk:
         known = next((name for name, other in self.paths.items() if other == path), None)
         if known is not None:
             return known
-        if path.parent == FOLDER:  # wherever trainflow is installed
-            return f"{KEPT}/{path.name}"
+        if FOLDER in path.parents:  # wherever trainflow is installed
+            return f"{KEPT}/{path.relative_to(FOLDER).as_posix()}"
         if path.is_relative_to(self.root):
             return path.relative_to(self.root).as_posix()
         around = [place for place in self.places if path.is_relative_to(place)]
@@ -259,9 +259,10 @@ class _Walk:
             places = [package]
         elif not is_covered([*parts, *names]):
             return
-        elif (ours := recipe_module([*parts, *names][:3])) is not None:  # what is behind that is a name in it
-            module = _module_file(ours)
-            yield from () if module is None else (module,)
+        elif (ours := recipe_module([*parts, *names])) is not None:
+            # The longest part that is a module: what is behind it is a name in that.
+            inside = (stem for stem in (ours, *ours.parents) if FOLDER in stem.parents)
+            yield from list(filter(None, map(_module_file, inside)))[:1]
             return
         else:
             self._look_up(parts[0])

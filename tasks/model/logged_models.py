@@ -16,7 +16,7 @@ from trainer_lib.data.column import LABELS
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
-from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage.commit import content_digest, read_commit
 from trainer_lib.trackers.mlflow.mlflow_registry import Registration, Score
 from trainer_lib.trackers.mlflow.model_record import Flavor, ModelRecord

@@ -16,7 +16,7 @@ from trainer_lib.hub.base import ADAPTER, Source
 from trainer_lib.hub.card import Card, Conversations, HardRows, Picture, parse_card_head
 from trainer_lib.hub.pictures import as_file
 from trainer_lib.model_folder.description import ModelDescription
-from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import versions

@@ -170,7 +170,7 @@ def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterato
 
 
 def read_answers(evaluation: StageManifest | None) -> Iterator[tuple[list[str], list[list[Any]]]]:
-    """Answers to prompts (`trainer_lib.recipes.judged_prompts`) as columns and rows; none where there are none."""
+    """Answers to prompts (`texts.judged_prompts` of recipes) as columns and rows; none where there are none."""
     if evaluation is None or not any(entry.path == _ANSWERS for entry in evaluation.files):
         return
     try:

@@ -30,7 +30,7 @@ from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, load
-from trainer_lib.recipes.chat_templates import TEMPLATES
+from trainer_lib.recipes.texts.templates import TEMPLATES
 from trainer_lib.storage import Store
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 from trainflow.flows.new_project.starting import marked_lines, ranked_lines, word_orders

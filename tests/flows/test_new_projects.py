@@ -18,8 +18,8 @@ from tests.support.toy import RECIPE, project
 from trainer_lib import load_model
 from trainer_lib.model_folder.lineage import read_lineage_file
 from trainer_lib.protocol.recipe_names import ABOUT
-from trainer_lib.recipes.model_places import new_causal_model
-from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
+from trainer_lib.recipes.shared.model_places import new_causal_model
+from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.cli.main import main
 from trainflow.flows.lineage.lineage_chain import find_chain

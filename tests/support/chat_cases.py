@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from trainer_lib.recipes.chat_templates import END, TURN, ChatTemplate
-from trainer_lib.recipes.conversations import read_conversation
-from trainer_lib.recipes.packed_batches import collate_rows
-from trainer_lib.recipes.packing import Document, new_counts, pack_documents
-from trainer_lib.recipes.tokenizing import learn_byte_tokenizer
+from trainer_lib.recipes.texts.conversations import read_conversation
+from trainer_lib.recipes.texts.packed_batches import collate_rows
+from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
+from trainer_lib.recipes.texts.templates import END, TURN, ChatTemplate
+from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer
 
 CONTENT, ROLE = "{{ message['content'] }}", "{{ message['role'] }}"
 #: Family -> what its template writes for a turn, for an answer, before an answer that is asked for, and at first.

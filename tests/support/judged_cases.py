@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from tests.support import tiny_models, trl_cases
 from trainer_lib import TrainingArguments
 from trainer_lib.recipes import feedback_optimization, preference_optimization, reward_modeling
-from trainer_lib.recipes.answers import log_probabilities
+from trainer_lib.recipes.texts.answers import log_probabilities
 
 Losses = tuple[float, float]
 """TRL's loss, and ours."""

@@ -59,7 +59,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
         "flows",
     ),
     "trackers": (("trainer_lib/trackers/spool.py", "trainer_lib/trackers/mlflow/delivery.py"), "trackers"),
-    "recipes": (("trainer_lib/recipes/splitting.py", "trainer_lib/recipes/time_series.py"), "recipes"),
+    "recipes": (
+        ("trainer_lib/recipes/tables/splitting.py", "trainer_lib/recipes/time_series_forecasting.py"),
+        "recipes",
+    ),
     "arguments": (("trainer_lib/arguments/[cgv]*.py",), "arguments"),
 }
 OPPOSITE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}

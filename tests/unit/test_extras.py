@@ -21,7 +21,7 @@ from trainer_lib.keras_models.keras_backend import import_keras
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.refusal import require_torch
 from trainer_lib.protocol.recipe_failures import user_error
-from trainer_lib.recipes.model_places import import_transformers, quantized
+from trainer_lib.recipes.shared.model_places import import_transformers, quantized
 from trainer_lib.search.ledger import Ledger
 from trainer_lib.search.trials import default_hp_space_ray
 from trainer_lib.storage import Store

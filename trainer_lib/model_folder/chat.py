@@ -12,9 +12,9 @@ import torch
 
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.model_folder.loaded import LoadedModel
-from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError
-from trainer_lib.recipes.generation import end_tokens, known_ends
-from trainer_lib.recipes.model_places import as_it_began, from_place, import_transformers
+from trainer_lib.recipes.shared.model_places import as_it_began, from_place, import_transformers
+from trainer_lib.recipes.texts.packed_batches import end_tokens, known_ends
+from trainer_lib.recipes.texts.templates import ChatTemplate, FaultyError
 
 Show = Callable[[str], None]
 """Takes a piece of an answer as soon as it is made."""

@@ -42,8 +42,8 @@ from trainer_lib.protocol.requests import (
     RecipeFile,
     ScoreRequest,
 )
-from trainer_lib.recipes.table_files import TableForm
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.tables.table_files import TableForm
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_tensors, load_weights

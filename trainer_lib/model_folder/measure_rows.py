@@ -18,8 +18,7 @@ from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult, PreparedData
-from trainer_lib.recipes.table_cells import read_names
-from trainer_lib.recipes.table_features import fold
+from trainer_lib.recipes.tables.cells import fold, read_names
 from trainer_lib.worker.evaluate import digest_rows
 from trainer_lib.worker.process.session import Work
 

@@ -29,9 +29,9 @@ from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import ScoreRequest, ScoreResult
-from trainer_lib.recipes.table_cells import read_reading
-from trainer_lib.recipes.table_files import read_table
-from trainer_lib.recipes.time_series import Series, SeriesTable, window_columns
+from trainer_lib.recipes.tables.cells import read_reading
+from trainer_lib.recipes.tables.table_files import read_table
+from trainer_lib.recipes.time_series_forecasting import Series, SeriesTable, window_columns
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.worker.process.events import QUIET_S

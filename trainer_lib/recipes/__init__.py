@@ -20,8 +20,8 @@ The file is loaded by its path under a private module name. Its project's root i
 project's folders do not hide installed packages.
 
 The other modules of this package are recipes that a spec takes by name (`trainer_lib.protocol.recipe_names`), each a
-file to copy, and what several of them share. None of them does anything at import but define names: keys follow into
-them.
+file to copy; its packages have what several of them share. None of them does anything at import but define names: keys
+follow into them.
 """
 
 from __future__ import annotations

@@ -33,10 +33,8 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.generation import continue_prompts
-from trainer_lib.recipes.held_out_metrics import measure_tokens
-from trainer_lib.recipes.judged_prompts import Wording, answer_prompts
-from trainer_lib.recipes.model_places import (
+from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
+from trainer_lib.recipes.shared.model_places import (
     DTYPES,
     ENDS,
     MODEL,
@@ -47,21 +45,23 @@ from trainer_lib.recipes.model_places import (
     quantized,
     require_positions,
 )
-from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.packed_batches import (
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
+from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts.documents import FIELD, DocumentSplits
+from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
+from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
-    NO_TARGET,
     collate_flat,
     collate_rows,
     collate_texts,
+    continue_prompts,
+    preprocess_logits_for_metrics,
     require_isolation,
     require_rows,
     row_likelihoods,
 )
-from trainer_lib.recipes.packing import new_counts, pack_documents
-from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.text_documents import FIELD, DocumentSplits
-from trainer_lib.recipes.tokenizing import (
+from trainer_lib.recipes.texts.packing import new_counts, pack_documents
+from trainer_lib.recipes.texts.tokenizing import (
     kept_tokenizer,
     learn_byte_tokenizer,
     note_tokenizer,
@@ -77,10 +77,10 @@ DEFAULTS: dict[str, Any] = {
     "text": "text",  # column of a table that has the texts
     "rename": {},  # name of a column in the files -> its name here
     "ignore": [],  # columns that are left out
-    "read": {},  # how tables are written (`table_cells.READ`)
+    "read": {},  # how tables are written (`tables.cells.READ`)
     "separator": None,  # between two documents of a text file; None: a file is one
     "files": {},  # split -> its file
-    "split": {},  # by random, group, time or column (`trainer_lib.recipes.splitting`)
+    "split": {},  # by random, group, time or column (`trainer_lib.recipes.tables.splitting`)
     "pretrained": None,  # name of the model on the Hub whose tokenizer is used
     "folder": None,  # or its folder
     "vocabulary": 4096,  # tokens of a vocabulary that is learned
@@ -209,19 +209,6 @@ class Trainer(PlainTrainer):
         return None, found, None
 
 
-def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Reduce logits ``[batch, tokens, vocabulary]`` to ``[batch, 2]``: a row's negative log-likelihood, and targets.
-
-    Without labels they are reduced already.
-    """
-    if labels is None:
-        return logits
-    targets = labels[:, 1:]
-    scores = logits[:, :-1].transpose(1, 2).float()
-    nats = nn.functional.cross_entropy(scores, targets, ignore_index=NO_TARGET, reduction="none")
-    return torch.stack((nats.sum(dim=1), (targets != NO_TARGET).sum(dim=1).to(nats.dtype)), dim=1)
-
-
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure the perplexity, beside that of the rows' own frequencies of tokens."""
     return measure_tokens(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
@@ -246,7 +233,7 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Continue `evaluate.options.prompts` before and after training (`trainer_lib.recipes.judged_prompts`)."""
+    """Continue `evaluate.options.prompts` before and after training (`trainer_lib.recipes.texts.judged_prompts`)."""
     tokenizer = kept_tokenizer(data)
 
     def ask(prompt: str) -> list[int]:

@@ -33,12 +33,12 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.model_places import MODEL, build_with_head
-from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.packed_batches import evaluating, mean_of_rows
-from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
-from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.shared.model_places import MODEL, build_with_head
+from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose, require_choice
+from trainer_lib.recipes.tables.rows import FIELD, TextRows
+from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts.packed_batches import evaluating, mean_of_rows
+from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:

@@ -30,7 +30,9 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.answers import (
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
+from trainer_lib.recipes.tables.table_files import Reader
+from trainer_lib.recipes.texts.answers import (
     ANSWERED,
     POLICY,
     REFERENCE,
@@ -42,9 +44,7 @@ from trainer_lib.recipes.answers import (
     decode_answers,
     require_between,
 )
-from trainer_lib.recipes.option_names import PathOptions, choose
-from trainer_lib.recipes.packed_batches import evaluating
-from trainer_lib.recipes.table_files import Reader
+from trainer_lib.recipes.texts.packed_batches import evaluating
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

@@ -31,7 +31,27 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.image_files import (
+from trainer_lib.recipes.shared.model_places import (
+    from_place,
+    import_transformers,
+    new_config,
+    no_model,
+    one_of,
+    require_head,
+)
+from trainer_lib.recipes.shared.recipe_options import LABEL, PathOptions, choose, require_choice
+from trainer_lib.recipes.shared.targets import (
+    describe_predictions,
+    head_names,
+    head_settings,
+    label_rows,
+    label_tensor,
+    measure,
+    split_loss,
+    use_loss,
+)
+from trainer_lib.recipes.tables.cells import id_of
+from trainer_lib.recipes.tables.image_files import (
     ADDRESS,
     FITS,
     FOLDER_LABEL,
@@ -46,28 +66,8 @@ from trainer_lib.recipes.image_files import (
     mean_and_spread,
     read_image_table,
 )
-from trainer_lib.recipes.model_places import (
-    from_place,
-    import_transformers,
-    new_config,
-    no_model,
-    one_of,
-    require_head,
-)
-from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.table_cells import id_of
-from trainer_lib.recipes.table_files import Table, note_form
-from trainer_lib.recipes.tabular_rows import FIELD, LABEL, TabularRows
-from trainer_lib.recipes.targets import (
-    describe_predictions,
-    head_names,
-    head_settings,
-    label_rows,
-    label_tensor,
-    measure,
-    split_loss,
-    use_loss,
-)
+from trainer_lib.recipes.tables.rows import FIELD, TabularRows
+from trainer_lib.recipes.tables.table_files import Table, note_form
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -403,7 +403,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     else:
         channels = chosen["channels"]
         if not channels or not all(
-            isinstance(each, int) and each >= _GROUP and each % _GROUP == 0 for each in channels
+            isinstance(width, int) and width >= _GROUP and width % _GROUP == 0 for width in channels
         ):
             what = f"The channels of each block must be a multiple of {_GROUP}."
             raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")

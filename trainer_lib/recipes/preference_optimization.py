@@ -34,7 +34,10 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.answers import (
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
+from trainer_lib.recipes.tables.rows import FIELD
+from trainer_lib.recipes.tables.table_files import SOURCES
+from trainer_lib.recipes.texts.answers import (
     ANSWERED,
     POLICY,
     REFERENCE,
@@ -47,9 +50,6 @@ from trainer_lib.recipes.answers import (
     require_between,
     share_right,
 )
-from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.table_files import SOURCES
-from trainer_lib.recipes.tabular_rows import FIELD
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

@@ -29,11 +29,11 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.answers import ANSWERED, AnswerTrainer, collate_answers
-from trainer_lib.recipes.model_places import FIELD, MODEL, build_with_head, one_of, require_head
-from trainer_lib.recipes.option_names import PathOptions, choose
 from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, measure_preferences
 from trainer_lib.recipes.preference_optimization import prediction_columns as describe_pairs
+from trainer_lib.recipes.shared.model_places import FIELD, MODEL, build_with_head, one_of, require_head
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
+from trainer_lib.recipes.texts.answers import ANSWERED, AnswerTrainer, collate_answers
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.model_places import MODEL, build_with_head, one_of
-from trainer_lib.recipes.option_names import PathOptions, choose
-from trainer_lib.recipes.packed_batches import NO_TARGET
-from trainer_lib.recipes.row_trainer import RowTrainer, decode_texts, encode_texts, pad_rows
-from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tabular_rows import TEXTS, TextRows
-from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.shared.model_places import MODEL, build_with_head, one_of
+from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose
+from trainer_lib.recipes.tables.rows import TextRows
+from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts.packed_batches import NO_TARGET
+from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts, pad_rows
+from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

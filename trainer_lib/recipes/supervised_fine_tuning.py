@@ -41,23 +41,25 @@ from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
-from trainer_lib.recipes.chat_templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
-from trainer_lib.recipes.conversations import FIELD, ConversationSplits, Faults, read_conversation, read_question
-from trainer_lib.recipes.generation import continue_prompts, end_tokens, stop_at
-from trainer_lib.recipes.held_out_metrics import measure_tokens
-from trainer_lib.recipes.judged_prompts import Wording, answer_prompts
-from trainer_lib.recipes.model_places import ENDS, one_of, require_positions
-from trainer_lib.recipes.option_names import PathOptions, choose, require_choice
-from trainer_lib.recipes.packed_batches import (
+from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
+from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
+from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, Faults, read_conversation, read_question
+from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
+from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
     NO_TARGET,
     batch_prompts,
     collate_rows,
+    continue_prompts,
+    end_tokens,
     require_rows,
+    stop_at,
 )
-from trainer_lib.recipes.packing import Document, new_counts, pack_documents
-from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
+from trainer_lib.recipes.texts.templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -65,16 +67,16 @@ if TYPE_CHECKING:
 __all__ = ["Trainer", "after_evaluate", "build_model", "collate", "compute_metrics", "prediction_columns", "prepare",
            "preprocess_logits_for_metrics"]  # fmt: skip
 DEFAULTS: dict[str, Any] = {
-    "shape": None,  # of rows (`conversations.SHAPES`); None: by their columns
-    "template": None,  # a name of `chat_templates.TEMPLATES`, FILE.jinja, or a template; None: the tokenizer's
+    "shape": None,  # of rows (`texts.conversations.SHAPES`); None: by their columns
+    "template": None,  # a name of `texts.templates.TEMPLATES`, FILE.jinja, or a template; None: the tokenizer's
     "system": None,  # the first turn of conversations that have no turn of the system
     "loss_on": "assistant",  # turns of the assistant; or the last of these, or all tokens
     "faulty": 0.0,  # the share of conversations that may be left out
     "most_cut": 1.0,  # the share of conversations whose answers may be cut
     "rename": {},  # name of a column in the files -> its name here
-    "read": {},  # how tables are written (`table_cells.READ`)
+    "read": {},  # how tables are written (`tables.cells.READ`)
     "files": {},  # split -> its file
-    "split": {},  # by random, group, time or column (`trainer_lib.recipes.splitting`)
+    "split": {},  # by random, group, time or column (`trainer_lib.recipes.tables.splitting`)
     "pretrained": None,  # name of the model on the Hub whose tokenizer is used
     "folder": None,  # or its folder
     "pad_token": None,  # for a tokenizer that has none
@@ -345,7 +347,7 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Answer `evaluate.options.prompts` before and after training (`trainer_lib.recipes.judged_prompts`)."""
+    """Answer `evaluate.options.prompts` before and after training (`trainer_lib.recipes.texts.judged_prompts`)."""
     template, system = ChatTemplate(kept_tokenizer(data), None), data.info["system"]
     first = [] if system is None else [{"role": "system", "content": system}]
 

@@ -16,32 +16,160 @@ To replace a function, import the others into a file of your own, and define you
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.option_names import PathOptions, choose
-from trainer_lib.recipes.tabular_net import NET, Classifier, Regressor, collate_table
-from trainer_lib.recipes.tabular_rows import TabularRows
-from trainer_lib.recipes.targets import (
-    NUMBER,
+from trainer_lib.recipes.shared.recipe_options import NUMBER, PathOptions, choose
+from trainer_lib.recipes.shared.targets import (
     describe_predictions,
     label_rows,
+    label_tensor,
     measure,
     split_loss,
     target_of,
     use_loss,
 )
+from trainer_lib.recipes.tables.cells import with_parts
+from trainer_lib.recipes.tables.rows import TabularRows
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
+NET: dict[str, Any] = {
+    "hidden": [128, 128],  # sizes of the layers
+    "dropout": 0.1,  # probability, after each of them
+}
+"""The settings of the network (`train.model`), with their defaults."""
 
+
+def text_code(text: str) -> int:
+    """A number for a text, the same in every process: tensors hold no texts."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def collate_table(rows: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """A batch of a table's rows, which perhaps have `labels` and `row_id`.
+
+    Args:
+        info: that of `TabularRows`, which names columns of dates and of hashed texts.
+
+    Returns:
+        `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
+        their names, and `labels` ``[batch]`` where the rows have them.
+    """
+    dates, hashed = (info or {}).get("dates", ()), (info or {}).get("hashed", {})
+    if dates or hashed:
+        rows = [with_parts(row, dates, hashed) for row in rows]
+    names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
+    texts = [name for name in names if isinstance(rows[0][name], str)]
+    numbers = [name for name in names if name not in texts]
+    batch = {
+        "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
+        "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
+    }
+    if "labels" in rows[0]:
+        batch["labels"] = label_tensor(rows)
+    return batch
+
+
+class TabularNet(nn.Module):
+    """Layers over standardized numbers and embedded texts. What it standardizes by is saved with the weights.
+
+    Args:
+        numbers: column of numbers -> mean and spread in the training rows.
+        texts: column of texts -> the texts in the training rows; any other text counts as unknown.
+        outputs: size of the output.
+        hidden: sizes of the layers.
+        dropout: probability, after each layer.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(
+        self,
+        numbers: Mapping[str, Sequence[float]],
+        texts: Mapping[str, Sequence[str]],
+        outputs: int,
+        hidden: Sequence[int],
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        columns = [numbers[name] for name in sorted(numbers)]
+        self.register_buffer("mean", torch.tensor([mean for mean, _ in columns], dtype=torch.float32))
+        self.register_buffer("spread", torch.tensor([spread for _, spread in columns], dtype=torch.float32))
+        self.embeddings = nn.ModuleList()
+        for index, name in enumerate(sorted(texts)):
+            codes = sorted(text_code(text) for text in texts[name])
+            self.register_buffer(f"codes_{index}", torch.tensor(codes, dtype=torch.int64))
+            self.embeddings.append(nn.Embedding(len(codes) + 1, min(32, 2 + len(codes) // 2)))
+        # A missing number is the mean, and a second input says that it was missing.
+        size = 2 * len(columns) + sum(each.embedding_dim for each in self.embeddings if isinstance(each, nn.Embedding))
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers += [nn.Linear(size, width), nn.GELU(), nn.Dropout(dropout)]
+            size = width
+        self.layers = nn.Sequential(*layers, nn.Linear(size, outputs))
+
+    def outputs(self, numbers: Tensor, texts: Tensor) -> Tensor:
+        """The output ``[batch, outputs]`` for numbers ``[batch, columns]`` and codes of texts ``[batch, columns]``."""
+        missing = torch.isnan(numbers)
+        parts = [torch.where(missing, 0.0, (numbers - self.mean) / self.spread), missing.to(numbers.dtype)]
+        for index, embedding in enumerate(self.embeddings):
+            codes = self.get_buffer(f"codes_{index}")
+            given = texts[:, index].contiguous()
+            place = torch.searchsorted(codes, given).clamp(max=len(codes) - 1)
+            parts.append(embedding(torch.where(codes[place] == given, place + 1, 0)))
+        result: Tensor = self.layers(torch.cat(parts, dim=1))
+        return result
+
+
+class Classifier(TabularNet):
+    """A `TabularNet` with an output for each class."""
+
+    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Logits ``[batch, classes]``; with labels ``[batch]`` the cross-entropy as well."""
+        logits = self.outputs(numbers, texts)
+        if labels is None or labels.is_floating_point():  # of those `use_loss` gives the loss
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Regressor(TabularNet):
+    """A `TabularNet` with one output, in the unit of the label.
+
+    Args:
+        label: mean and spread of the label in the training rows.
+        more: as of `TabularNet`, without `outputs`.
+    """
+
+    label_mean: Tensor
+    label_spread: Tensor
+
+    def __init__(self, label: Sequence[float], **more: Any) -> None:
+        super().__init__(outputs=1, **more)
+        self.register_buffer("label_mean", torch.tensor(label[0], dtype=torch.float32))
+        self.register_buffer("label_spread", torch.tensor(label[1], dtype=torch.float32))
+
+    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Predictions ``[batch]`` in `logits`; with labels ``[batch]`` the squared error in units of their spread."""
+        standard = self.outputs(numbers, texts).squeeze(-1)
+        found = {"logits": standard * self.label_spread + self.label_mean}
+        if labels is None:
+            return found
+        wanted = (labels - self.label_mean) / self.label_spread
+        return {"loss": nn.functional.mse_loss(standard, wanted), **found}
+
+
+# -- the recipe -------------------------------------------------------------------------------------------------------
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table (options: `tabular_rows.DEFAULTS`), and label the rows of each split.
+    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of each split.
 
     Returns:
         For every split its rows: the features by name, `labels` (of a class its number, 0 on) and `row_id`.

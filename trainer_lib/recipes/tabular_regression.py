@@ -20,9 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.recipes import tabular_classification
-from trainer_lib.recipes.option_names import PathOptions
+from trainer_lib.recipes.shared.recipe_options import NUMBER, PathOptions
 from trainer_lib.recipes.tabular_classification import build_model, collate, compute_metrics, prediction_columns
-from trainer_lib.recipes.targets import NUMBER
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput
@@ -31,5 +30,5 @@ __all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "p
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table (options: `tabular_rows.DEFAULTS`), and label the rows of each split with their number."""
+    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of each split with their number."""
     return tabular_classification.prepare({"target": NUMBER, **options}, out)  # type: ignore[typeddict-unknown-key]

@@ -28,12 +28,19 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.recipes.model_places import build_classifier
-from trainer_lib.recipes.option_names import PathOptions
-from trainer_lib.recipes.table_files import note_form
-from trainer_lib.recipes.tabular_rows import LABEL, TEXTS, TextRows
-from trainer_lib.recipes.targets import describe_predictions, label_rows, label_tensor, measure, split_loss, use_loss
-from trainer_lib.recipes.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.shared.model_places import build_classifier
+from trainer_lib.recipes.shared.recipe_options import LABEL, TEXTS, PathOptions
+from trainer_lib.recipes.shared.targets import (
+    describe_predictions,
+    label_rows,
+    label_tensor,
+    measure,
+    split_loss,
+    use_loss,
+)
+from trainer_lib.recipes.tables.rows import TextRows
+from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput

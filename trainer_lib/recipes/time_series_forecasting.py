@@ -9,6 +9,10 @@
       args: {num_train_epochs: 30, learning_rate: 3.0e-3, global_batch_size: 32}
     evaluate: {splits: [validation, test]}
 
+A window is `context` steps that are known and `horizon` steps to forecast. It belongs to the split that has all of its
+targets: the test is the newest part of the times, the validation the part before. What a held-out window knows may be
+of an earlier split, as it would be when the forecast is made; windows whose targets two splits share are left out.
+
 To replace a function, import the others into a file of your own, and define yours behind them::
 
     from trainer_lib.recipes.time_series_forecasting import *
@@ -16,32 +20,319 @@ To replace a function, import the others into a file of your own, and define you
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.held_out_metrics import measure_forecasts
-from trainer_lib.recipes.option_names import choose
-from trainer_lib.recipes.table_files import read_table
-from trainer_lib.recipes.time_series import (
-    FIELD,
-    Series,
-    SeriesTable,
-    Window,
-    WindowSplits,
-    naive_error,
-    window_columns,
-)
+from trainer_lib.recipes.shared.held_out_metrics import measure_forecasts
+from trainer_lib.recipes.shared.recipe_options import choose, require_choice
+from trainer_lib.recipes.tables.splitting import are_dates_of_digits, read_times, require_shares
+from trainer_lib.recipes.tables.table_files import SOURCES, Table, read_table
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
+# -- series and windows ------------------------------------------------------------------------------------------------
+FIELD = "prepare.options"
+MISSING = ("refuse", "previous")
+"""Treatments of missing steps and values: refused, or filled with the value before, which looks at nothing later."""
+SPLIT: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "time"}
+_DOZEN = 12
+_CLOSE = 1e-6  # of a step: numbers of a table are rounded
+
+
+@dataclass(frozen=True)
+class Series:
+    """A series on a regular grid.
+
+    Attributes:
+        name: its name; empty where the table has one series.
+        times: times that can be compared, ``[steps]``.
+        labels: the times as texts ``[steps]``.
+        values: ``[steps, columns]``.
+        filled: steps that the table did not have, and values that were missing.
+        to_come: the last so many steps have no target: they are to be forecast.
+    """
+
+    name: str
+    times: np.ndarray
+    labels: list[str]
+    values: np.ndarray
+    filled: int
+    to_come: int
+
+
+class SeriesTable:
+    """The series of a table.
+
+    Args:
+        table: the rows, in any order.
+        columns: the columns of numbers that a series has.
+        options: `time`, `time_format`, `series`, `step` and `missing`.
+        targets: the first so many columns may all be empty in the last rows of a series, which are steps to come.
+
+    Attributes:
+        note: the options, with the form of the times and the step that were found.
+
+    Raises:
+        ConfigError: an option is wrong. DataError: a time is not one, is there twice or off the grid, or steps or
+            values are missing; the error names file, row and column.
+    """
+
+    def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any], *, targets: int = 0) -> None:
+        require_choice(options["missing"], MISSING, field=f"{FIELD}.missing")
+        self._table, self._columns, self._options = table, columns, options
+        self._time = table.require(options["time"], field=f"{FIELD}.time")
+        table.refuse_gaps(self._time, "Give every row its time, or remove the row.")
+        for name in columns:
+            if table.count(name) and table.find_numbers(name) is None:
+                what = f"The column '{name}' holds texts, such as '{table.texts(name)[0]}'."
+                raise DataError(what, field=SOURCES, remedy="Give it numbers, or leave it out.")
+        self._values = np.stack([table.numbers(name) for name in columns], axis=1)
+        read, form = self._read_times()
+        times = pd.Series(read)
+        self._counts = times.dtype.kind == "f"
+        rows_of: dict[str, list[int]] = {}
+        for row, name in enumerate(self._names()):
+            rows_of.setdefault(name, []).append(row)
+        ordered = {name: self._ordered(times, rows) for name, rows in rows_of.items()}
+        self._to_come = {row for rows in ordered.values() for row in self._last_without(targets, rows)}
+        for place, name in enumerate(columns if options["missing"] == "refuse" else ()):
+            remedy = "Fill it in, or set prepare.options.missing=previous."
+            table.refuse_gaps(name, remedy, but=self._to_come if place < targets else ())
+        self._step = self._find_step([times.iloc[rows] for rows in ordered.values()])
+        self.series = [self._regular(name, times, rows, self._step) for name, rows in ordered.items()]
+        step = float(self._step) if self._counts else self._step.freqstr
+        self.note = {**options, "step": step, "time_format": form}
+
+    def times_after(self, series: Series, count: int) -> list[str]:
+        """The times of the steps after the last one that has targets, as texts ``[count]``."""
+        last = series.times[len(series.times) - series.to_come - 1]
+        if self._counts:
+            return [self._text(last + self._step * number) for number in range(1, count + 1)]
+        return [self._text(time) for time in pd.date_range(last, periods=count + 1, freq=self._step)[1:]]
+
+    def _last_without(self, targets: int, rows: list[int]) -> list[int]:
+        """The last of the ordered rows of a series, which have none of the targets."""
+        has_target = ~np.isnan(self._values[rows, :targets]).all(axis=1)
+        return rows[max(np.flatnonzero(has_target), default=-1) + 1 :] if targets else []
+
+    def _names(self) -> list[str]:
+        column = self._options["series"]
+        if column is None:
+            return [""] * len(self._table)
+        self._table.require(column, field=f"{FIELD}.series")
+        self._table.refuse_gaps(column, "Give every row its series.")
+        return self._table.texts(column)
+
+    def _read_times(self) -> tuple[np.ndarray, str | None]:
+        setting, place = f"{FIELD}.time_format", self._table.places.__getitem__
+        texts, form = self._table.texts(self._time), self._options["time_format"]
+        times, form = read_times(texts, form, setting=setting, column=self._time, place=place)
+        if times.dtype.kind == "f" and self._options["step"] is None and are_dates_of_digits(times):
+            what = f"The numbers of column '{self._time}', such as {texts[0]}, look like dates."
+            remedy = f"Set {setting}=%Y%m%d, or for numbers their step: {FIELD}.step=1."
+            raise DataError(what, field=setting, remedy=remedy)
+        return times, form
+
+    def _ordered(self, times: pd.Series[Any], rows: list[int]) -> list[int]:
+        """The rows of a series by their times. Raises DataError for a time that is there twice."""
+        ordered = [rows[place] for place in np.argsort(times.iloc[rows].to_numpy(), kind="stable")]
+        found = times.iloc[ordered].to_numpy()
+        twice = np.flatnonzero(found[1:] == found[:-1])
+        if len(twice):
+            one, other = (self._table.places[ordered[place]] for place in (twice[0], twice[0] + 1))
+            what = f"{other}: the time {self._text(found[twice[0]])} is that of {one} as well."
+            remedy = "Remove one of them, or name the column of the series: prepare.options.series=NAME."
+            raise DataError(what, field=SOURCES, remedy=remedy)
+        return ordered
+
+    def _text(self, time: Any) -> str:
+        return f"{time:.15g}" if self._counts else pd.Timestamp(time).isoformat().removesuffix("T00:00:00")
+
+    def _find_step(self, series: list[pd.Series[Any]]) -> Any:
+        """The step of the grid: a number, or an offset of pandas."""
+        given = self._options["step"]
+        if given is None and not self._counts:
+            given = next((found for times in series if (found := _guess_step(times)) is not None), None)
+        try:
+            if given is not None:
+                return float(given) if self._counts else pd.tseries.frequencies.to_offset(given)
+        except (TypeError, ValueError) as error:
+            wanted = "a number" if self._counts else "a frequency of pandas, such as h, D, W-MON, MS"
+            what, remedy = "This is not a step of time.", f"Give {wanted}."
+            raise ConfigError(what, field=f"{FIELD}.step", value=given, remedy=remedy) from error
+        differences = pd.concat([times.diff().iloc[1:] for times in series])
+        if not len(differences):
+            remedy = "Give more rows, or check prepare.options.series."
+            raise DataError("Every series has one row, so there is nothing to forecast.", field=SOURCES, remedy=remedy)
+        usual = differences.mode().iloc[0]
+        return usual if self._counts else pd.tseries.frequencies.to_offset(usual)
+
+    def _regular(self, name: str, times: pd.Series[Any], rows: list[int], step: Any) -> Series:
+        """A series with each step of the grid. Raises DataError for a time off it, or steps that are missing."""
+        found, of = times.iloc[rows].to_numpy(), f" of the series '{name}'" if name else ""
+        grid, places, off = self._grid(found, step)
+        if len(off):
+            shown = f"{step:g}" if self._counts else getattr(step, "freqstr", str(step))
+            what = f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of}"
+            what += f" that begins at {self._text(found[0])} and has a step of {shown}."
+            remedy = "Correct it, or give the step: prepare.options.step (h, D, W-MON, MS, … or a number)."
+            raise DataError(what, field=SOURCES, remedy=remedy)
+        gaps = np.flatnonzero(np.diff(places) > 1)
+        if len(gaps) and self._options["missing"] == "refuse":
+            lacking, every = np.diff(places)[gaps[0]] - 1, len(grid) - len(found)
+            what = f"{self._table.places[rows[gaps[0] + 1]]}: before this row{of} the table lacks {lacking} steps"
+            remedy = "Fill them in, or set prepare.options.missing=previous."
+            raise DataError(f"{what}, and {every} in all.", field=SOURCES, remedy=remedy)
+        values = np.full((len(grid), len(self._columns)), np.nan)
+        values[places] = self._values[rows]
+        unknown = np.isnan(values)
+        if unknown[0].any():
+            column = self._columns[int(np.flatnonzero(unknown[0])[0])]
+            what = f"{self._table.places[rows[0]]}, column '{column}': the first value{of} is missing."
+            raise DataError(what, field=SOURCES, remedy="Remove the row: no value before it could stand for it.")
+        filled = pd.DataFrame(values).ffill().to_numpy()
+        last = sum(row not in self._to_come for row in rows) - 1
+        to_come = len(grid) - 1 - int(places[last])
+        return Series(name, grid, [self._text(time) for time in grid], filled, int(unknown.sum()), to_come)
+
+    def _grid(self, found: np.ndarray, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The grid ``[steps]``, the place on it of each of the times found, and the numbers of those off it."""
+        if self._counts:
+            number = int(np.floor((found[-1] - found[0]) / step + 0.5)) + 1
+            grid = found[0] + step * np.arange(number)
+            places = np.rint((found - found[0]) / step).astype(np.int64).clip(0, number - 1)
+            return grid, places, np.flatnonzero(np.abs(found - grid[places]) > _CLOSE * abs(step))
+        grid = pd.date_range(found[0], found[-1], freq=step).to_numpy()
+        if not len(grid):
+            return grid, np.zeros(len(found), np.int64), np.array([0])
+        places = np.searchsorted(grid, found).clip(0, len(grid) - 1)
+        return grid, places, np.flatnonzero(grid[places] != found)
+
+
+def _guess_step(times: pd.Series[Any]) -> Any:
+    """The step of dates, or of the first dozen of them that has one: the others are then named; None for none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pandas is about to return an offset instead of its name; either will do
+        for start, size in ((0, len(times)), *((start, _DOZEN) for start in range(0, len(times), _DOZEN))):
+            some = times.iloc[start : start + size]
+            found = pd.infer_freq(pd.DatetimeIndex(some)) if len(some) > 2 else None
+            if found is not None:
+                return found
+    return None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steps `origin - context` to `origin + horizon` of a series; the targets begin at `origin`."""
+
+    series: int
+    origin: int
+
+
+class WindowSplits:
+    """The windows of each split.
+
+    Args:
+        series: the series.
+        options: `context`, `horizon`, `season`, `stride`, `held_out_stride` and `split`.
+
+    Attributes:
+        windows: split -> its windows, by series and time.
+        starts: split -> the time at which its targets begin.
+        train_steps: steps of each series before the first held-out target.
+
+    Raises:
+        ConfigError: an option is out of range. DataError: a series is too short, or a split has no window.
+    """
+
+    def __init__(self, series: Sequence[Series], options: Mapping[str, Any]) -> None:
+        for name in ("context", "horizon", "season", "stride"):
+            if options[name] < 1:
+                what = "This is a number of steps, and at least one."
+                raise ConfigError(what, field=f"{FIELD}.{name}", value=options[name], remedy="Give 1 or more.")
+        self._context, self._horizon = options["context"], options["horizon"]
+        if options["season"] > self._context:
+            what = f"A season of {options['season']} steps does not fit into a context of {self._context}."
+            remedy = "Give a longer context: the seasonal forecast repeats the last season."
+            raise ConfigError(what, field=f"{FIELD}.season", value=options["season"], remedy=remedy)
+        shares = choose(options["split"], SPLIT, field=f"{FIELD}.split")
+        require_shares(shares, options["split"])
+        require_choice(shares["by"], ("time",), field=f"{FIELD}.split.by")
+        for each in series:
+            if len(each.times) < self._context + self._horizon:
+                of = f"The series '{each.name}'" if each.name else "The series"
+                what = (
+                    f"{of} has {counted(len(each.times), 'step')}, and a window needs {self._context + self._horizon}."
+                )
+                remedy = "Give a shorter context or horizon, or leave the series out."
+                raise DataError(what, field=f"{FIELD}.context", value=self._context, remedy=remedy)
+        times = np.unique(np.concatenate([each.times for each in series]))
+        test = len(times) - round(len(times) * shares["test"])
+        ends = {"train": test - round(len(times) * shares["validation"]), "validation": test, "test": len(times)}
+        self.windows: dict[str, list[Window]] = {}
+        self.starts: dict[str, Any] = {}
+        start = 0
+        for name, end in ends.items():
+            if end > start:
+                stride = options["stride"] if name == "train" else options["held_out_stride"] or self._horizon
+                self.windows[name] = self._find(series, times, start, end, stride)
+                self.starts[name] = times[start]
+                self._require_windows(name, end - start)
+            start = end
+        held_out = times[ends["train"]] if ends["train"] < len(times) else None
+        self.train_steps = [
+            len(each.times) if held_out is None else int(np.searchsorted(each.times, held_out)) for each in series
+        ]
+
+    def _find(self, series: Sequence[Series], times: np.ndarray, start: int, end: int, stride: int) -> list[Window]:
+        found: list[Window] = []
+        for number, each in enumerate(series):
+            low = np.searchsorted(each.times, times[start])
+            high = len(each.times) if end == len(times) else int(np.searchsorted(each.times, times[end]))
+            first = max(int(low), self._context)
+            found += [Window(number, origin) for origin in range(first, high - self._horizon + 1, stride)]
+        return found
+
+    def _require_windows(self, name: str, steps: int) -> None:
+        if not self.windows[name]:
+            there = counted(steps, "step")
+            what = f"The split '{name}' has {there}, and no window of {self._horizon} targets fits into it"
+            known = f" behind {self._context} known ones" if name == "train" else ""
+            remedy = "Give it a larger share, a share of 0, or a shorter horizon."
+            raise DataError(f"{what}{known}.", field=f"{FIELD}.split", remedy=remedy)
+
+
+def window_columns(
+    values: np.ndarray, context: int, targets: Sequence[str], known: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """The columns of a row from values ``[steps, columns]``: targets ``[context]``, covariates ``[steps]``."""
+    columns = {name: values[:context, place] for place, name in enumerate(targets)}
+    return columns | {name: values[:, place] for place, name in enumerate(known, len(targets))}
+
+
+def naive_error(values: np.ndarray, season: int) -> np.ndarray:
+    """The mean absolute error ``[columns]`` of repeating the value of a season ago, in values ``[steps, columns]``.
+
+    The unit of MASE (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). 1 where it is 0.
+    """
+    if len(values) <= season:
+        return np.ones(values.shape[1])
+    error = np.abs(values[season:] - values[:-season]).mean(axis=0)
+    return np.where(error > 0, error, 1.0)
+
+
+# -- the network ------------------------------------------------------------------------------------------------------
 _LEAST_SPREAD = 1e-6  # a window of equal values is not divided by nothing
 
 
@@ -92,13 +383,14 @@ class ForecastNet(nn.Module):
         return {"logits": self.layers(inputs).transpose(1, 2) * spread + last}
 
 
+# -- the recipe -------------------------------------------------------------------------------------------------------
 DEFAULTS: dict[str, Any] = {
     "time": None,  # column with the times: dates, or numbers
     "target": None,  # column or columns to forecast
     "series": None,  # column with the name of the series; None: the table has one
     "known": [],  # columns whose values are known for the steps to come as well (a holiday, a price)
     "rename": {},  # name of a column in the files -> its name here
-    "read": {},  # how the files are written (`table_cells.READ`)
+    "read": {},  # how the files are written (`tables.cells.READ`)
     "ignore": [],  # columns that are left out
     "context": 24,  # steps that a forecast knows
     "horizon": 1,  # steps to forecast

@@ -14,7 +14,7 @@ from tests.support.named_recipes import TINY, refusal
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.chat import Chat
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
-from trainer_lib.recipes.model_places import new_causal_model
+from trainer_lib.recipes.shared.model_places import new_causal_model
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands import chatting
 

@@ -32,7 +32,7 @@ from trainer_lib.model_folder.lineage import (
     render_statement,
 )
 from trainer_lib.model_folder.locate import PIN, model_digest
-from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers.mlflow import mlflow_models

@@ -14,7 +14,7 @@ from tests.support.named_recipes import Prepared, RecipeCase, refusal, save_base
 from tests.support.resuming import prove
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.recipes.model_places import add_adapters
+from trainer_lib.recipes.shared.model_places import add_adapters
 from trainer_lib.trainer.model.models import (
     describe_base,
     frozen_fingerprint,

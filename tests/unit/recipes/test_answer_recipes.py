@@ -16,15 +16,15 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, 
 from trainer_lib import Trainer
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
-from trainer_lib.recipes.held_out_metrics import find_usual
 from trainer_lib.recipes.question_answering import (
     find_nearest_sentence,
     measure_answers,
     score_answer,
 )
-from trainer_lib.recipes.row_trainer import decode_texts, encode_texts
 from trainer_lib.recipes.sequence_to_sequence import score_text
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.shared.held_out_metrics import find_usual
+from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainflow.flows.new_project.starting import character_names, code_questions
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft

@@ -27,10 +27,10 @@ from tests.support.chat_cases import (
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.recipes.chat_templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
-from trainer_lib.recipes.conversations import read_conversation
-from trainer_lib.recipes.generation import end_tokens, generate, known_ends
-from trainer_lib.recipes.tokenizing import kept_tokenizer, learn_byte_tokenizer
+from trainer_lib.recipes.texts.conversations import read_conversation
+from trainer_lib.recipes.texts.packed_batches import end_tokens, generate, known_ends
+from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer, learn_byte_tokenizer
 from trainflow.flows.new_project.starting import code_chats
 
 CHATS = RecipeCase(

@@ -25,8 +25,8 @@ from trainer_lib.recipes.image_classification import (
     load_image_model,
     new_image_model,
 )
-from trainer_lib.recipes.image_files import ImageForm
-from trainer_lib.recipes.targets import head_settings
+from trainer_lib.recipes.shared.targets import head_settings
+from trainer_lib.recipes.tables.image_files import ImageForm
 from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}

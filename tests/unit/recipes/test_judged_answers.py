@@ -17,11 +17,11 @@ from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib import load_model
-from trainer_lib.recipes.chat_templates import END, TURN
 from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
 from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.templates import END, TURN
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainflow.flows.new_project.starting import marked_lines, ranked_lines, word_orders
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft

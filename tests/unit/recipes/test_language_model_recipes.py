@@ -23,7 +23,7 @@ from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.preference_optimization import measure_preferences, preference_losses
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.worker.process.assembly import load_weights
 from trainflow.flows.new_project.starting import word_orders
 

@@ -49,7 +49,9 @@ def test_a_spec_names_a_recipe_nothing_of_which_runs_at_import(tmp_path: Path, n
     assert f"recipe: {name}\n" in dump_yaml(record)
     assert recipe_name(found.recipe) == name
     code = Resolver().code(recipe_file(name), None, tmp_path)
-    constants = {f"(trainflow)/splitting.py:{name}" for name in ("_CLOCKS", "_CLOCK_FORMATS", "import itertools")}
+    constants = {
+        f"(trainflow)/tables/splitting.py:{name}" for name in ("_CLOCKS", "_CLOCK_FORMATS", "import itertools")
+    }
     assert {piece.label for piece in code.at_import.pieces} <= constants, "it would count for every stage"
     assert len(code.program.modules) > 3, "keys follow into what recipes share"
     assert all(file.startswith("(trainflow)/") for file in code.program.modules)
@@ -124,10 +126,10 @@ Digests = dict[str, dict[str, dict[str, str]]]
 @pytest.mark.parametrize(
     ("file", "old", "new", "runs"),
     [
-        ("splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
-        ("tabular_net.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
-        ("held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
-        ("held_out_metrics.py", '"confidence"', '"sure"', {"predict"}),
+        ("tables/splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
+        ("tabular_classification.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
+        ("shared/held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
+        ("shared/held_out_metrics.py", '"confidence"', '"sure"', {"predict"}),
     ],
 )
 def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
@@ -137,7 +139,7 @@ def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(
     text = (edited / file).read_text()
     assert old in text
     (edited / file).write_text(text.replace(old, new))
-    also = [(edited.parent / "mine.py", "imported by a file of the user")] if file == "tabular_net.py" else []
+    also = [(edited.parent / "mine.py", "imported by a file of the user")] if "GELU" in old else []
     for path, label in ((edited / "tabular_classification.py", "itself"), *also):
         after = _digests(path, edited.parent / "project")
         assert {stage for stage in after if before[path.name][stage] != after[stage]} == runs, label

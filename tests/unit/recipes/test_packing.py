@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.packed_batches import WAYS, collate_documents, collate_packed, flatten_batch, require_isolation
-from trainer_lib.recipes.packing import Document, best_fit_decreasing, new_counts, pack_documents
+from trainer_lib.recipes.texts.packed_batches import (
+    WAYS,
+    collate_documents,
+    collate_packed,
+    flatten_batch,
+    require_isolation,
+)
+from trainer_lib.recipes.texts.packing import Document, best_fit_decreasing, new_counts, pack_documents
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.support.named_recipes import prepare_sources, refusal
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.chat_templates import END
-from trainer_lib.recipes.conversations import find_shape, read_conversation, read_question
-from trainer_lib.recipes.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.conversations import find_shape, read_conversation, read_question
+from trainer_lib.recipes.texts.templates import END
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 
 OPTIONS: dict[str, Any] = {"vocabulary": 300, "length": 128, "split": {"validation": 0, "test": 0.25}}
 USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}

@@ -23,11 +23,11 @@ from trainer_lib.data.shards import ArrowSplit, SplitWriter
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
-from trainer_lib.recipes.image_files import find_images
-from trainer_lib.recipes.spooled_values import Spool, SpooledValues
-from trainer_lib.recipes.table_cells import number_of
-from trainer_lib.recipes.table_files import Table, TableForm, read_table
-from trainer_lib.recipes.text_documents import DocumentSplits, TextDocument, read_documents
+from trainer_lib.recipes.tables.cells import number_of
+from trainer_lib.recipes.tables.image_files import find_images
+from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
+from trainer_lib.recipes.tables.table_files import Table, TableForm, read_table
+from trainer_lib.recipes.texts.documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
 from trainflow.flows.server.new_data import Watch
 from trainflow.tasks.keys.sources import fingerprints
@@ -470,10 +470,10 @@ def test_the_memory_of_prepare_does_not_grow_with_the_table(tmp_path: Path, name
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer_lib.recipes.spooled_values.SPOOL_BYTES", 1 << 17)
-        patch.setattr("trainer_lib.recipes.table_files._AT_ONCE", 250)
-        patch.setattr("trainer_lib.recipes.tabular_rows._AT_ONCE", 250)
-        patch.setattr("trainer_lib.recipes.tabular_rows.read_table", read)
+        patch.setattr("trainer_lib.recipes.tables.spooled_values.SPOOL_BYTES", 1 << 17)
+        patch.setattr("trainer_lib.recipes.tables.table_files._AT_ONCE", 250)
+        patch.setattr("trainer_lib.recipes.tables.rows._AT_ONCE", 250)
+        patch.setattr("trainer_lib.recipes.tables.rows.read_table", read)
         _, small, large = (peak(rows) for rows in (100, 5_000, 15_000))  # the first imports modules
     # For the numbers of rows (two bytes up to 32,768) and classes, and those of a column or the digests of the ids.
     assert large - small < 10_000 * 16

@@ -15,7 +15,7 @@ from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import load
-from trainer_lib.recipes.tabular_net import TabularNet, text_code
+from trainer_lib.recipes.tabular_classification import TabularNet, text_code
 from trainflow.flows.new_project.starting import elnino
 
 WINE, DIABETES = ROOT / "examples" / "tabular" / "wine.csv", ROOT / "examples" / "tabular" / "diabetes.csv"

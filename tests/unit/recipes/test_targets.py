@@ -15,8 +15,8 @@ from PIL import Image
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, refusal, trainer_of
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
-from trainer_lib.recipes.held_out_metrics import measure_labels, measure_ranks, measure_several
-from trainer_lib.recipes.targets import class_loss, find_weights, order_loss, several_loss
+from trainer_lib.recipes.shared.held_out_metrics import measure_labels, measure_ranks, measure_several
+from trainer_lib.recipes.shared.targets import class_loss, find_weights, order_loss, several_loss
 from trainer_lib.worker.evaluate import warn_of_collapse
 from trainflow.tasks.model.outcome_tables import Outcome
 

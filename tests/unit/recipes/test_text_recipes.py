@@ -22,10 +22,10 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
-from trainer_lib.recipes.held_out_metrics import find_usual
-from trainer_lib.recipes.model_places import new_config
+from trainer_lib.recipes.shared.held_out_metrics import find_usual
+from trainer_lib.recipes.shared.model_places import new_config
+from trainer_lib.recipes.texts.tokenizing import learn_tokenizer
 from trainer_lib.recipes.token_classification import measure_tags
-from trainer_lib.recipes.tokenizing import learn_tokenizer
 from trainflow.flows.new_project.starting import code_lines, entity_names, modules
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft

@@ -24,8 +24,8 @@ from trainer_lib.data.row_sources import find_row_files
 from trainer_lib.errors import MissingExtraError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, load
-from trainer_lib.recipes.table_features import date_parts, word_counts
-from trainer_lib.recipes.table_files import TableForm
+from trainer_lib.recipes.tables.cells import date_parts, word_counts
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import Store
 
 ROWS = 20

@@ -15,7 +15,7 @@ from tests.support.launched import request
 from tests.support.tiny_models import bert, llama
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.requests import MergeRequest, PreparedData, RecipeFile
-from trainer_lib.recipes.model_places import load_causal_model, quantized
+from trainer_lib.recipes.shared.model_places import load_causal_model, quantized
 from trainer_lib.storage import Store
 from trainer_lib.worker.merge_adapters import compare, merge, require_mergeable
 from trainer_lib.worker.process.assembly import load_weights

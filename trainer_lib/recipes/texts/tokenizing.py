@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.model_places import from_place, import_transformers, one_of
-from trainer_lib.recipes.packing import Document
+from trainer_lib.recipes.shared.model_places import from_place, import_transformers, one_of
+from trainer_lib.recipes.texts.packing import Document
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
-    from trainer_lib.recipes.text_documents import TextDocument
+    from trainer_lib.recipes.texts.documents import TextDocument
 
 FIELD = "prepare.options"
 _UNKNOWN = "[UNK]"

@@ -26,19 +26,21 @@ from trainer_lib.data.reading import Reading
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import TABLES, RowFile, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError, first_line
-from trainer_lib.recipes.spooled_values import Spool, SpooledValues
-from trainer_lib.recipes.table_cells import (
+from trainer_lib.recipes.tables.cells import (
     USUAL,
     as_number,
     as_text,
+    fold,
     is_index,
+    looks_like_date,
     number_of,
     plain_value,
+    read_date,
     read_reading,
     read_texts,
     text_of,
 )
-from trainer_lib.recipes.table_features import fold, looks_like_date, read_date
+from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 from trainer_lib.storage import Store
 
 SOURCES = "prepare.sources"
@@ -269,7 +271,7 @@ def read_table(
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
         readers: column -> its reader. Other columns with lists, objects or bytes are left out.
-        read: how the files are written (`table_cells.READ`).
+        read: how the files are written (`tables.cells.READ`).
         ignore: columns that are left out.
         bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
 

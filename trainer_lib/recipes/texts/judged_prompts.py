@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.recipes.generation import TOGETHER, generate, known_ends
-from trainer_lib.recipes.model_places import as_it_began
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.packed_batches import NO_TARGET
+from trainer_lib.recipes.shared.model_places import as_it_began
+from trainer_lib.recipes.shared.recipe_options import choose, require_choice
+from trainer_lib.recipes.texts.packed_batches import NO_TARGET, TOGETHER, generate, known_ends
 
 FIELD = "evaluate.options"
 FILE = "prompts.json"

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.table_cells import USUAL, number_of
-from trainer_lib.recipes.table_features import looks_like_date
-from trainer_lib.recipes.table_files import Table
+from trainer_lib.recipes.tables.cells import USUAL, looks_like_date, number_of
+from trainer_lib.recipes.tables.table_files import Table
 
 _EXAMPLES = 3
 _OPTIONS = "prepare.options"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer_lib.errors import ConfigError, first_line
-from trainer_lib.recipes.conversations import FIELD, Conversation
-from trainer_lib.recipes.model_places import one_of
-from trainer_lib.recipes.tokenizing import learn_byte_tokenizer, load_fast_tokenizer, note_tokenizer
+from trainer_lib.recipes.shared.model_places import one_of
+from trainer_lib.recipes.texts.conversations import FIELD, Conversation
+from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer, load_fast_tokenizer, note_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput

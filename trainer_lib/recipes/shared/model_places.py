@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.targets import head_settings
+from trainer_lib.recipes.shared.recipe_options import choose, require_choice
+from trainer_lib.recipes.shared.targets import head_settings
 from trainer_lib.trainer.model.models import keep_layout
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, m
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.held_out_metrics import (
+from trainer_lib.recipes.shared.held_out_metrics import (
     measure_classes,
     measure_numbers,
     measure_ranks,
@@ -30,11 +30,11 @@ from trainer_lib.recipes.held_out_metrics import (
     name_classes,
     name_several,
 )
-from trainer_lib.recipes.option_names import choose
+from trainer_lib.recipes.shared.recipe_options import CLASS, NUMBER, ORDER, SEVERAL, choose
 from trainer_lib.trainer.model.models import innermost
 
 if TYPE_CHECKING:
-    from trainer_lib.recipes.tabular_rows import TabularRows
+    from trainer_lib.recipes.tables.rows import TabularRows
 
 FIELD = "train.model"
 LOSS: dict[str, Any] = {
@@ -43,8 +43,6 @@ LOSS: dict[str, Any] = {
 }
 """The settings of the loss (`train.model`), with their defaults."""
 BALANCED = "balanced"
-CLASS, SEVERAL, ORDER, NUMBER = TARGETS = ("class", "several", "order", "number")
-"""The kinds of labels."""
 _PROBLEMS = {SEVERAL: "multi_label_classification", NUMBER: "regression"}
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The loss ``[]`` of logits ``[batch, classes]`` and labels ``[batch, …]``."""

@@ -21,7 +21,7 @@ from pandas.tseries.api import guess_datetime_format
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.option_names import choose, require_choice
+from trainer_lib.recipes.shared.recipe_options import choose, require_choice
 
 FIELD = "prepare.options.split"
 WAYS = ("random", "stratified", "group", "time", "column")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.recipes.packed_batches import NO_TARGET
+from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.trainer import Trainer
 
 

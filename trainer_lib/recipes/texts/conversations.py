@@ -23,10 +23,10 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, find_row_files
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.option_names import require_choice
-from trainer_lib.recipes.table_cells import read_reading
-from trainer_lib.recipes.table_files import naming_sources, renamed_row
-from trainer_lib.recipes.text_documents import DocumentSplits
+from trainer_lib.recipes.shared.recipe_options import require_choice
+from trainer_lib.recipes.tables.cells import read_reading
+from trainer_lib.recipes.tables.table_files import naming_sources, renamed_row
+from trainer_lib.recipes.texts.documents import DocumentSplits
 
 FIELD = "prepare.options"
 SHAPES: dict[str, tuple[str, ...]] = {
@@ -98,7 +98,7 @@ class Faults:
         return self.kinds.total()
 
     def add(self, place: str, what: str, kind: str = "row") -> None:
-        """Count a conversation that is left out for a fault of one of `chat_templates.KINDS`."""
+        """Count a conversation that is left out for a fault of one of `texts.templates.KINDS`."""
         self.kinds[kind] += 1
         self._examples += [f"{place}: {what}"] if len(self._examples) < _EXAMPLES else []
 

@@ -13,30 +13,38 @@ from typing_extensions import override
 
 from trainer_lib.data.reading import Reading
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipes.option_names import choose, require_choice
-from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.spooled_values import Spool, SpooledValues
-from trainer_lib.recipes.table_cells import (
+from trainer_lib.recipes.shared.recipe_options import (
+    CLASS,
+    DEFAULTS,
+    LABEL,
+    NUMBER,
+    ORDER,
+    SEVERAL,
+    TARGETS,
+    choose,
+    require_choice,
+)
+from trainer_lib.recipes.tables.cells import (
+    PARTS,
     as_number,
     as_text,
+    date_parts,
+    fold,
     id_of,
     is_index,
+    iso_dates,
+    looks_like_date,
     number_of,
+    part_names,
     plain_value,
     read_names,
     read_reading,
     text_of,
 )
-from trainer_lib.recipes.table_faults import Fault, find_column_faults, find_row_faults, with_faults
-from trainer_lib.recipes.table_features import (
-    PARTS,
-    date_parts,
-    fold,
-    iso_dates,
-    looks_like_date,
-    part_names,
-)
-from trainer_lib.recipes.table_files import (
+from trainer_lib.recipes.tables.faults import Fault, find_column_faults, find_row_faults, with_faults
+from trainer_lib.recipes.tables.splitting import cut_rows, read_split
+from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
+from trainer_lib.recipes.tables.table_files import (
     SOURCES,
     Reader,
     Table,
@@ -45,51 +53,11 @@ from trainer_lib.recipes.table_files import (
     note_form,
     read_table,
 )
-from trainer_lib.recipes.targets import CLASS, NUMBER, ORDER, SEVERAL, TARGETS
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput
 
 FIELD = "prepare.options"
-LABEL: dict[str, Any] = {
-    "label": None,  # column to predict
-    "target": CLASS,  # or several, order, number (`trainer_lib.recipes.targets`)
-    "label_separator": None,  # between several classes in a cell such as red;blue; None: the files have lists
-    "order": [],  # classes in their order, the least first; numbers have one
-    "threshold": 0.5,  # the probability from which on one of several classes is predicted
-    "absent_classes": False,  # accept a split without rows of some class
-}
-"""The options of what is predicted (`prepare.options`), with their defaults."""
-DEFAULTS: dict[str, Any] = {
-    **LABEL,
-    "features": None,  # columns to predict from; None: all that have no other use
-    "ignore": [],  # columns that are left out
-    "categorical": [],  # columns whose numbers are names (a postcode), not amounts
-    "dates": {},  # column of dates -> their form, as for strptime; None: the one form that fits all of them
-    "hashed": {},  # column of free texts -> how many numbers their words become
-    "merge": [],  # columns whose texts are the same where they differ in case or blanks only
-    "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
-    "read": {},  # how the files are written, where they do not show it (`table_cells.READ`)
-    "id": None,  # column by which predictions name the rows; None: rows are counted over all files
-    "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
-    "split": {},  # how rows are cut (`trainer_lib.recipes.splitting`)
-    "missing": "refuse",  # numbers that are missing; or mean, which needs prepare.allow_nan=true
-}
-"""The options of the tabular recipes (`prepare.options`), with their defaults."""
-TEXTS: dict[str, Any] = {
-    "rename": {},
-    "read": {},
-    "ignore": [],
-    "id": None,
-    "files": {},
-    "split": {},
-    "pretrained": None,  # name of the model on the Hub whose tokenizer is used
-    "folder": None,  # or its folder
-    "pad_token": None,  # fills up short texts, for a tokenizer that has no token for it
-    "vocabulary": 4000,  # tokens of a vocabulary that is learned
-    "max_length": 128,  # tokens of a text; longer ones are cut
-}
-"""The options of recipes for texts, with their defaults; the first six are as of a table."""
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers

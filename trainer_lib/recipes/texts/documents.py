@@ -20,9 +20,9 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.row_files import read_rows
 from trainer_lib.data.row_sources import FORMATS, RowFile, find_installed_files, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.splitting import cut_rows, read_split
-from trainer_lib.recipes.table_cells import read_reading, text_of
-from trainer_lib.recipes.table_files import SOURCES, naming_sources, read_utf8, renamed_row
+from trainer_lib.recipes.tables.cells import read_reading, text_of
+from trainer_lib.recipes.tables.splitting import cut_rows, read_split
+from trainer_lib.recipes.tables.table_files import SOURCES, naming_sources, read_utf8, renamed_row
 
 FIELD = "prepare.options"
 TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": "text"}
@@ -143,7 +143,7 @@ def read_documents(
         rename: name of a column in the files -> its name here.
         separator: what stands between two documents of a text file; None: a file is one.
         field: the setting that names the sources, for errors.
-        read: how tables are written (`table_cells.READ`).
+        read: how tables are written (`tables.cells.READ`).
         ignore: columns of tables that are left out.
 
     Raises:

@@ -19,11 +19,7 @@ from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.causal_language_modeling import preprocess_logits_for_metrics
-from trainer_lib.recipes.chat_templates import ChatTemplate, FaultyError, find_template
-from trainer_lib.recipes.conversations import read_conversation
-from trainer_lib.recipes.generation import continue_prompts, end_tokens, stop_at
-from trainer_lib.recipes.model_places import (
+from trainer_lib.recipes.shared.model_places import (
     DTYPES,
     ENDS,
     MODEL,
@@ -35,12 +31,24 @@ from trainer_lib.recipes.model_places import (
     quantized,
     require_positions,
 )
-from trainer_lib.recipes.option_names import require_choice
-from trainer_lib.recipes.packed_batches import NO_TARGET, batch_prompts, collate_documents, evaluating, mean_of_rows
-from trainer_lib.recipes.table_cells import read_exact_text
-from trainer_lib.recipes.table_files import NOTE, SOURCES, Reader, note_form
-from trainer_lib.recipes.tabular_rows import FIELD, TEXTS, TextRows
-from trainer_lib.recipes.tokenizing import find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.shared.recipe_options import TEXTS, require_choice
+from trainer_lib.recipes.tables.cells import read_exact_text
+from trainer_lib.recipes.tables.rows import FIELD, TextRows
+from trainer_lib.recipes.tables.table_files import NOTE, SOURCES, Reader, note_form
+from trainer_lib.recipes.texts.conversations import read_conversation
+from trainer_lib.recipes.texts.packed_batches import (
+    NO_TARGET,
+    batch_prompts,
+    collate_documents,
+    continue_prompts,
+    end_tokens,
+    evaluating,
+    mean_of_rows,
+    preprocess_logits_for_metrics,
+    stop_at,
+)
+from trainer_lib.recipes.texts.templates import ChatTemplate, FaultyError, find_template
+from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:

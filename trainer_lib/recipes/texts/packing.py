@@ -17,7 +17,7 @@ import numpy as np
 
 from trainer_lib.data.mixture import SOURCE
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.option_names import require_choice
+from trainer_lib.recipes.shared.recipe_options import require_choice
 
 FIELD = "prepare.options.overlong"
 POLICIES = ("split", "drop", "refuse")

@@ -1,0 +1,1 @@
+"""What recipes of several subjects share: options, targets, metrics, models of transformers."""

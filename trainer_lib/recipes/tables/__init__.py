@@ -1,0 +1,1 @@
+"""Tables of files: cells, columns, rows, splits and series."""

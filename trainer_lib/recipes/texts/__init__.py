@@ -1,0 +1,1 @@
+"""Texts: documents, tokens, packed rows, and generation."""
