@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.hub.pictures import as_file
+from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, summarize
 from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report
-from trainflow.flows.reports.report_facts import collect_facts
+from trainflow.flows.reports.report_facts import collect_sections
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.progress import Event, describe, subscribe
 
@@ -113,8 +114,13 @@ class _Writer:
         stages = [*plain["stages"], *(each for each in running if each["stage"] not in known)]
         url = f"{self._folder.url}/{REPORT}"
         state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
-        facts = collect_facts(self._plan, self._result)
-        page = render_report(state, draw_charts(self.history), facts=facts, refresh_s=max(1, round(EVERY_S)))
+        page = render_report(
+            state,
+            draw_charts(self.history),
+            sections=collect_sections(self._plan, self._result),
+            spec=mask(self._plan.spec_text),
+            refresh_s=max(1, round(EVERY_S)),
+        )
         if not self._done.is_set():
             self._folder.replace(REPORT, page.encode())
 

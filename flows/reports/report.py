@@ -1,11 +1,8 @@
 """The report of one pipeline run: a single HTML file that loads nothing, readable in light and dark.
 
-What ran, what was cached and why, how long it took, the training curves, the metrics of every split, where everything
-lies, content digests and versions. All text is escaped; a link is made only to http(s) addresses and to files beside
-the report.
-
-This module is not in cli/, because a served run writes its report without a terminal: the run record imports this, and
-the commands import the record through the pipeline; from cli/ that would be an import circle.
+What ran, what was cached and why, how long it took, the training curves, then sections: metrics of every split, what
+the model gets wrong, settings, where everything is, digests and versions. All text is escaped; a link is made only to
+http(s) addresses and to files next to the report.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from __future__ import annotations
 import functools
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,14 +31,52 @@ from trainer_lib.trackers.names import with_intervals
 
 if TYPE_CHECKING:
     from trainer_lib.trackers.mlflow.mlflow_registry import Registered
-    from trainflow.flows.reports.report_facts import ReportFacts
 
 REPORT = "report.html"
-_PAGE = Path(__file__).parent / "report.html.j2"
-PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
 LOSS = "Loss"
+PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
+_PAGE = Path(__file__).parent / "report.html.j2"
 _NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|words|num_.*)$")
+_NUMBER = re.compile(r"(|nan|[-+]?(inf|[\d,.]+(e[-+]?\d+)?))([ %].*)?")
 Series = dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a section: HTML such as a drawing, a note, and a table.
+
+    Attributes:
+        columns: the table's head; without one the rows are pairs of a name and a value.
+        rows: the table's cells; text is escaped, markup is not.
+    """
+
+    title: str = ""
+    note: str = ""
+    content: Markup = field(default_factory=Markup)
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[Any]] = ()
+
+    @property
+    def number_columns(self) -> set[int]:
+        """The columns that hold numbers alone, with their units and intervals."""
+        if not self.columns:
+            return set()
+        by_column = enumerate(zip(*self.rows, strict=True))
+        return {number for number, cells in by_column if all(_NUMBER.fullmatch(str(cell)) for cell in cells)}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A headed part of the report; one without panels is left out."""
+
+    title: str
+    panels: Sequence[Panel] = ()
+    note: str = ""
+
+    @classmethod
+    def of_pairs(cls, title: str, rows: Sequence[tuple[str, Any]]) -> Section:
+        """A section of names and values."""
+        return cls(title, [Panel(rows=rows)] if rows else [])
 
 
 def draw_charts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -70,7 +106,8 @@ def render_report(
     result: Mapping[str, Any],
     charts: Mapping[str, str] | None = None,
     *,
-    facts: ReportFacts | None = None,
+    sections: Sequence[Section] = (),
+    spec: str = "",
     refresh_s: int | None = None,
 ) -> str:
     """The report as HTML text.
@@ -78,15 +115,17 @@ def render_report(
     Args:
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
             and `versions` (package to version), `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
-            `registers` (the name that the registry was asked for) with `registered` (what came of it).
+            `registers` (the name that the registry was asked for) with `registered` (its answer).
         charts: title -> SVG of the curves of the training (`draw_charts`).
-        facts: settings, machine, attempts; None leaves them out.
+        sections: those that follow the results.
+        spec: the resolved spec.
         refresh_s: the run is at work, and the page reloads itself after as many seconds; None: it has ended.
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
     longest = max((stage["seconds"] for stage in stages), default=0.0)
     for stage in stages:
         stage["share"] = round(100 * stage["seconds"] / longest, 1) if longest > 0 else 0.0
+    drawings = [Panel(title, content=Markup(drawing)) for title, drawing in (charts or {}).items()]  # noqa: S704 - escaped
     return load_template(_PAGE).render(
         name=result.get("name", "pipeline"),
         key=result.get("pipeline_key") or "",
@@ -95,17 +134,15 @@ def render_report(
         total=describe_seconds(float(result.get("seconds") or 0.0)),
         started=_moment(result.get("started")),
         stages=stages,
-        charts={title: Markup(drawing) for title, drawing in (charts or {}).items()},  # noqa: S704 - its texts are escaped
-        baselines=_baselines(result),
-        registered=_registered(result.get("registered")),
-        registers=result.get("registers"),
-        tables=[*_metric_tables(result), *_slice_tables(result)],
-        gates=[{**gate, "value": number_text(gate["value"])} for gate in result.get("gates") or ()],
-        compared=[row.in_words() for row in result.get("compared") or ()],
-        places=_places(result),
-        files=_files(result),
+        sections=[
+            Section("Training", drawings),
+            *_sections_of_result(result),
+            *sections,
+            Section.of_pairs("Where things are", list(_places(result))),
+        ],
+        spec=spec,
+        files=list(_files(result)),
         versions=result.get("versions") or _versions(),
-        facts=facts,
         refresh_s=refresh_s,
         written=_moment(None),
     )
@@ -126,23 +163,44 @@ def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _metric_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One table per stage with metrics: rows are metrics, columns are splits where the stage has several."""
-    tables = []
-    for stage in result.get("stages", ()):
-        metrics = (stage.get("manifest") or {}).get("metrics") or {}
+def _sections_of_result(result: Mapping[str, Any]) -> Iterator[Section]:
+    manifests = {stage["stage"]: stage.get("manifest") or {} for stage in result.get("stages", ())}
+    yield _baselines(manifests)
+    yield Section("Metrics", [*_metric_tables(manifests), *_slice_tables(manifests)])
+    warnings = (manifests.get("evaluate", {}).get("meta") or {}).get("warnings") or ()
+    yield Section.of_pairs("Warnings", [("warning", mask(str(text))) for text in warnings])
+    gates = [
+        (
+            gate["metric"],
+            gate["requirement"],
+            number_text(gate["value"]) or "not measured",
+            "passed" if gate["passed"] else "failed",
+        )
+        for gate in result.get("gates") or ()
+    ]
+    yield Section("Gates", [Panel(columns=("metric", "required", "measured", ""), rows=gates)] if gates else [])
+    if result.get("registers"):
+        yield _registered(result["registers"], result.get("registered"))
+    compared = [tuple(row.in_words().values()) for row in result.get("compared") or ()]
+    columns = ("stage", "", "planned", "came", "difference")
+    yield Section("Plan and outcome", [Panel(columns=columns, rows=compared)] if compared else [])
+
+
+def _metric_tables(manifests: Mapping[str, Mapping[str, Any]]) -> Iterator[Panel]:
+    """A table for every stage with metrics: rows are metrics, columns are splits where the stage has several."""
+    for stage, manifest in manifests.items():
+        metrics = manifest.get("metrics") or {}
         nested = {split: values for split, values in metrics.items() if isinstance(values, Mapping)}
         flat = {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}
         columns = ({"": flat} if flat else {}) | nested
         texts = [_metric_texts(values) for values in columns.values()]  # slices have tables of their own
-        if names := list(dict.fromkeys(name for each in texts for name in each)):
-            rows = [(name, [each.get(name, "") for each in texts]) for name in names]
-            tables.append({"stage": stage["stage"], "columns": list(columns), "rows": rows})
-    return tables
+        if names := list(dict.fromkeys(name for cells in texts for name in cells)):
+            rows = [(name, *(cells.get(name, "") for cells in texts)) for name in names]
+            yield Panel(stage, columns=("metric", *columns), rows=rows)
 
 
 def _metric_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics of all rows as texts, each with its interval."""
+    """The metrics of all rows as texts with their intervals."""
     whole = whole_metrics(metrics)
     numbers = {name: value for name, value in whole.items() if isinstance(value, int | float)}
     intervals = with_intervals(numbers)
@@ -153,67 +211,63 @@ def _metric_texts(metrics: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _baselines(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Each metric that has a margin over what needs no model, as rows of texts, and how sure its interval is."""
-    manifests = {each["stage"]: each.get("manifest") or {} for each in result.get("stages", ())}
-    sizes = manifests.get("prepare-data", {}).get("metrics") or {}
+def _slice_tables(manifests: Mapping[str, Mapping[str, Any]]) -> Iterator[Panel]:
+    """A table for every split and column of slices: rows are the values of the column, columns are metrics."""
+    for manifest in manifests.values():
+        for split, values in (manifest.get("metrics") or {}).items():
+            for column, whole in slice_tables(values).items() if isinstance(values, Mapping) else ():
+                table = whole.with_intervals()
+                rows = [[number_text(value) for value in cells] for cells in table.cells]
+                yield Panel(f"{split} by {column}", columns=(column, *table.columns), rows=rows)
+
+
+def _baselines(manifests: Mapping[str, Mapping[str, Any]]) -> Section:
+    """Metrics that have a margin over what needs no model."""
+    evaluation, sizes = manifests.get("evaluate", {}), manifests.get("prepare-data", {}).get("metrics") or {}
     rows = []
-    for split, values in (manifests.get("evaluate", {}).get("metrics") or {}).items():
-        numbers = {name: each for name, each in values.items() if isinstance(each, int | float)}
+    for split, values in (evaluation.get("metrics") or {}).items():
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         size = sizes.get(f"{split}_rows")
-        shown = "" if size is None else f"{size:,}"
-        rows += [[split, shown, *row] for row in compare_with_baselines(numbers)]
-    confidence = (manifests.get("evaluate", {}).get("meta") or {}).get("confidence")
-    return {"rows": rows, "confidence": None if confidence is None else f"{confidence:.4g}"}
+        rows += [[split, "" if size is None else f"{size:,}", *row] for row in compare_with_baselines(numbers)]
+    note = "Both were measured on the same rows. A margin above zero is in the model's favour."
+    if (confidence := (evaluation.get("meta") or {}).get("confidence")) is not None:
+        note += f" In brackets: the interval, by a bootstrap over the rows, with a probability of {confidence:.4g}."
+    columns = ("split", "rows", "metric", "the model", "without a model", "margin")
+    return Section("The model and what needs no model", [Panel(columns=columns, rows=rows)] if rows else [], note)
 
 
-def _registered(outcome: Registered | None) -> dict[str, Any] | None:
+def _registered(asked: str, outcome: Registered | None) -> Section:
     """The outcome of the registration, and the comparison with the champion on the same rows if there was one."""
     if outcome is None:
-        return None
-    verdict, row = outcome.verdict, None
-    if verdict.metric is not None and outcome.value is not None and outcome.best is not None:
-        interval = "not known"
-        if verdict.low is not None and verdict.high is not None:
-            interval = f"{number_text(verdict.low)} to {number_text(verdict.high)}"
-        values = (number_text(each) for each in (outcome.value, outcome.best, verdict.difference))
-        row = [verdict.champion, verdict.metric, *values, interval, "replaced" if verdict.promoted else "kept"]
-    return {"name": outcome.name, "version": outcome.version, "reason": verdict.reason, "row": row}
+        pending = "MLflow had not answered when this was written. trainflow models shows what came of it."
+        return Section("Registered", [Panel(note=f"{asked}: {pending}")])
+    verdict = outcome.verdict
+    words = f"{outcome.name} version {outcome.version}. {verdict.reason}"
+    if verdict.metric is None or outcome.value is None or outcome.best is None:
+        return Section("Registered", [Panel(note=words)])
+    interval = "not known"
+    if verdict.low is not None and verdict.high is not None:
+        interval = f"{number_text(verdict.low)} to {number_text(verdict.high)}"
+    values = (number_text(value) for value in (outcome.value, outcome.best, verdict.difference))
+    row = [verdict.champion, verdict.metric, *values, interval, "replaced" if verdict.promoted else "kept"]
+    note = (
+        f"{words} Both versions were measured on the same rows. The difference is positive where this model is better; "
+        "from 5 % to 95 % of the resamples of these rows."
+    )
+    columns = ("champion", "metric", "this model", "the champion", "difference", "interval", "")
+    return Section("Registered", [Panel(note=note, columns=columns, rows=[row])])
 
 
-def _slice_tables(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One table per split and column of slices: rows are the values of the column, columns are metrics."""
-    tables = []
-    for stage in result.get("stages", ()):
-        metrics = (stage.get("manifest") or {}).get("metrics") or {}
-        for split, values in metrics.items():
-            for column, whole in slice_tables(values).items() if isinstance(values, Mapping) else ():
-                found = whole.with_intervals()
-                rows = [(name, [number_text(value) for value in cells]) for name, *cells in found.cells]
-                tables.append(
-                    {"stage": f"{split} by {column}", "first": column, "columns": found.columns, "rows": rows}
-                )
-    return tables
-
-
-def _places(result: Mapping[str, Any]) -> list[dict[str, str | None]]:
+def _places(result: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Addresses of the stages' results, the MLflow run and the storage."""
-    places: list[dict[str, str | None]] = []
-
-    def add(what: str, url: str | None) -> None:
+    named = [place for stage in result.get("stages", ()) for place in (stage.get("places") or {}).items()]
+    if run_id := result.get("mlflow_run_id"):
+        named.append(("MLflow run", result.get("run_url")))
+        named += [("MLflow run id", str(run_id)), ("MLflow store", result.get("tracking_uri"))]
+    for what, url in [*named, ("storage", result.get("storage"))]:
         if url:
-            places.append({"what": what, "text": mask(url), "link": _link(url, result)})
-
-    for stage in result.get("stages", ()):
-        for label, url in (stage.get("places") or {}).items():
-            add(label.capitalize(), url)
-    run_id = result.get("mlflow_run_id")
-    if run_id:
-        add("MLflow run", result.get("run_url"))
-        places.append({"what": "MLflow run id", "text": str(run_id), "link": None})
-        add("MLflow store", result.get("tracking_uri"))
-    add("Storage", result.get("storage"))
-    return places
+            link, text = _link(url, result), to_terminal(mask(url))
+            yield what[0].upper() + what[1:], text if link is None else Markup('<a href="{}">{}</a>').format(link, text)
 
 
 def _link(url: str | None, result: Mapping[str, Any]) -> str | None:
@@ -231,16 +285,14 @@ def _link(url: str | None, result: Mapping[str, Any]) -> str | None:
     return quote(posixpath.relpath(url, posixpath.dirname(report)))
 
 
-def _files(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = []
+def _files(result: Mapping[str, Any]) -> Iterator[tuple[str, Panel]]:
+    """The files of the stages below a line that counts them."""
     for stage in result.get("stages", ()):
         files = (stage.get("manifest") or {}).get("files") or ()
-        rows = [
-            {"path": file["path"], "size": describe_bytes(file["size"]), "sha256": file["sha256"]} for file in files
-        ]
+        rows = [(file["path"], describe_bytes(file["size"]), file["sha256"]) for file in files]
         if rows:
-            found.append({"stage": stage["stage"], "count": counted(len(rows), "file"), "rows": rows})
-    return found
+            panel = Panel(columns=("file", "size", "sha256"), rows=rows)
+            yield f"{stage['stage']}: {counted(len(rows), 'file')}", panel
 
 
 def _versions() -> dict[str, str]:

@@ -1,16 +1,15 @@
-"""Facts of the report besides results: settings, machine, attempts, and the time of training by use."""
+"""The report's sections behind the results: outcomes, data, settings, machine, attempts, uses of time."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import psutil
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.configs.parallelism_config import data_size
@@ -24,7 +23,7 @@ from trainer_lib.secrets import mask
 from trainflow.flows.planning.full_plan import read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.reports.report import number_text
+from trainflow.flows.reports.report import Panel, Section, number_text
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest, stage_store
@@ -32,101 +31,97 @@ from trainflow.tasks.stage.retry import Ledger
 
 _PICTURE = "data:image/"
 _HARDEST = 10  # rows of the report; MLflow has more
-_CLASSES = 20  # of a confusion matrix that the report shows; MLflow's picture has more
 _COLUMNS = 40  # of which the report shows the statistics
 _VALUES = 10  # of a column's counts
 _STATISTICS_BYTES = 16 << 20
 Rows = list[tuple[str, str]]
-Section = dict[str, Any]
-"""The content of a place in the template."""
+Table = tuple[list[str], list[list[Any]]]
 
 
-@dataclass(frozen=True)
-class ReportFacts:
-    """Sections of the report, each left out where it is empty.
-
-    Attributes:
-        settings: hyperparameters as the spec has them, by dotted name.
-        warnings: what evaluate found wrong with the model.
-        data: warnings about the prepared rows, and the statistics of their columns where sources were prepared.
-        machine: where the command ran, and on what the model was trained.
-        spec: the resolved spec as YAML.
-        attempts: those of the stages that this command ran or found.
-        goodput: where the time of training went.
-        importances: of each evaluated split of a table its columns.
-        weak: of each evaluated split the subgroups with the worst errors.
-        hardest: of each evaluated split the rows that the model gets most wrong.
-        samples: of each evaluated split up to twenty predictions, the first ones and some that are wrong.
-        confusions: of each evaluated split with few classes.
-        confused: of each evaluated split the rows behind the largest wrong cells of its confusion.
-        calibrations: of each evaluated split with classes.
-        curves: ROC and precision-recall of each evaluated split whose classes have scores.
-        residuals: of each evaluated split with numbers.
-        conversations: some of training, with what is trained.
-        answers: to the prompts of `evaluate.options`, before and after training.
-    """
-
-    settings: Rows
-    machine: Rows
-    spec: str
-    attempts: list[Section]
-    goodput: Rows
-    hardest: list[Section] = field(default_factory=list)
-    confusions: list[Section] = field(default_factory=list)
-    calibrations: list[Section] = field(default_factory=list)
-    residuals: list[Section] = field(default_factory=list)
-    curves: list[Section] = field(default_factory=list)
-    data: Rows = field(default_factory=list)
-    warnings: Rows = field(default_factory=list)
-    samples: list[Section] = field(default_factory=list)
-    confused: list[Section] = field(default_factory=list)
-    importances: list[Section] = field(default_factory=list)
-    weak: list[Section] = field(default_factory=list)
-    conversations: list[Section] = field(default_factory=list)
-    answers: list[Section] = field(default_factory=list)
-
-
-def collect_facts(plan: Plan, result: PipelineResult) -> ReportFacts:
-    """Collect what can be known now; what cannot be read is left out."""
+def collect_sections(plan: Plan, result: PipelineResult) -> list[Section]:
+    """The sections that can be filled now; what cannot be read is left out."""
     train = plan.spec.train
-    given = {"args": train.args, "model": train.model, "options": train.options}
-    found = _manifests(result)
-    ledgers = _ledgers(plan, found)
-    training = found.get("train")
-    outcomes = _outcomes(found)
-    return ReportFacts(
-        settings=[row for name, values in given.items() for row in _flat(f"train.{name}", values)],
-        machine=_machine(training, plan),
-        spec=mask(plan.spec_text),
-        attempts=[row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)],
-        goodput=describe_goodput(ledgers.get("train"), training),
-        **describe_outcomes(outcomes),
-        data=describe_data(found.get("prepare-data")),
-        warnings=describe_warnings(found.get("evaluate")),
-        conversations=read_conversations(found.get("prepare-data")),
-        answers=[
-            {
-                "split": "prompts",
-                "columns": columns,
-                "rows": [[to_terminal(str(value)) for value in row] for row in rows],
-            }
-            for columns, rows in read_answers(found.get("evaluate"))
-        ],
-    )
+    settings = {"args": train.args, "model": train.model, "options": train.options}
+    manifests = _manifests(result)
+    ledgers = _ledgers(plan, manifests)
+    prepared, training = manifests.get("prepare-data"), manifests.get("train")
+    attempts = [row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)]
+    columns = ("stage", "attempt", "started", "took", "host (process)", "ended", "why")
+    answers = [Panel("prompts", columns=head, rows=rows) for head, rows in read_answers(manifests.get("evaluate"))]
+    hyperparameters = [row for name, values in settings.items() for row in _flat(f"train.{name}", values)]
+    return [
+        *describe_outcomes(_outcomes(manifests)),
+        Section("Answers", answers),
+        Section.of_pairs("Data", describe_data(prepared)),
+        describe_conversations(read_conversations(prepared)),
+        Section.of_pairs("Hyperparameters", hyperparameters),
+        Section.of_pairs("Where the time of training went", describe_goodput(ledgers.get("train"), training)),
+        Section.of_pairs("Machine", _machine(training, plan)),
+        Section("Attempts", [Panel(columns=columns, rows=attempts)] if attempts else []),
+    ]
 
 
-def describe_outcomes(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The fields of `ReportFacts` that show single rows, classes and errors of evaluated splits."""
-    return {
-        "importances": list(tables_with_notes(outcomes, Outcome.importance, Outcome.describe_importance)),
-        "weak": list(tables_with_notes(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
-        "hardest": list(tables_of_rows(outcomes, Outcome.hardest, most=_HARDEST)),
-        "samples": list(tables_of_rows(outcomes, Outcome.samples)),
-        "confused": list(tables_of_rows(outcomes, Outcome.confusions)),
-        **tables_of_classes(outcomes),
-        "curves": list(draw_curves(outcomes)),
-        "residuals": list(draw_residuals(outcomes)),
-    }
+def describe_outcomes(outcomes: Sequence[Outcome]) -> list[Section]:
+    """The sections of single rows, classes and errors of evaluated splits."""
+    drawn = [(outcome, outcome.drawings()) for outcome in outcomes]
+
+    def draw(name: str, note: Callable[[Outcome], str] = lambda _: "", **more: Any) -> list[Panel]:
+        found = [(outcome, drawings[name]) for outcome, drawings in drawn if name in drawings]
+        return [Panel(outcome.split, note(outcome), Markup(svg), **more) for outcome, svg in found]  # noqa: S704 - escaped
+
+    curves = [*draw("roc", Outcome.describe_curves), *draw("precision-recall")]
+    sure = "How often a prediction is right, by how sure the model is of it. They are equal where it is calibrated."
+    threshold = "By the threshold of the probability; the point is the threshold of the predictions."
+    off = "What is predicted minus what was measured. Larger points have more rows."
+    return [
+        Section("Confusion", draw("confusion"), "Rows are the true classes, columns the predicted ones."),
+        Section("Calibration", draw("reliability", Outcome.describe_calibration), sure),
+        Section("ROC and precision-recall", curves, threshold),
+        Section("Residuals", draw("residuals", Outcome.describe_residuals), off),
+        Section("Importance of columns", _tables(outcomes, Outcome.importance, Outcome.describe_importance)),
+        Section("Weakest subgroups", _tables(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
+        Section("Hardest rows", _tables(outcomes, Outcome.hardest, most=_HARDEST, shows_input=True)),
+        Section("Most frequent confusions", _tables(outcomes, Outcome.confusions, shows_input=True)),
+        Section("Sample predictions", _tables(outcomes, Outcome.samples, shows_input=True)),
+    ]
+
+
+def _tables(
+    outcomes: Iterable[Outcome],
+    choose: Callable[[Outcome], Table],
+    describe: Callable[[Outcome], str] = lambda _: "",
+    *,
+    most: int = _COLUMNS,
+    shows_input: bool = False,
+) -> list[Panel]:
+    """Some rows of the splits, below sentences about them, with their inputs where these are shown."""
+    panels = []
+    for outcome in outcomes:
+        columns, rows = choose(outcome)
+        note = describe(outcome)
+        with_input = shows_input and bool(outcome.found.get("inputs"))
+        cells = [
+            [*map(number_text, row), *([_show_input(outcome.input_of(row[0]))] if with_input else [])]
+            for row in rows[:most]
+        ]
+        if note or cells:
+            head = [*columns, "input"] if with_input else columns
+            panels.append(Panel(outcome.split, note, columns=head, rows=cells))
+    return panels
+
+
+def describe_conversations(shown: Sequence[Mapping[str, Any]]) -> Section:
+    """Conversations of training, with what is trained marked."""
+    panels = []
+    for conversation in shown:
+        parts = (
+            Markup("<mark>{}</mark>").format(to_terminal(text)) if is_trained else escape(to_terminal(text))
+            for text, is_trained in conversation["parts"]
+        )
+        content = Markup("<pre>{}</pre>").format(Markup("").join(parts))
+        panels.append(Panel(conversation["place"], content=content))
+    note = "The first conversations of training; what is trained is marked."
+    return Section("What is trained", panels, note)
 
 
 def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
@@ -141,16 +136,11 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
     return rows
 
 
-def describe_warnings(manifest: StageManifest | None) -> Rows:
-    """The warnings in a stage's facts, as rows of a table."""
-    return [("warning", mask(text)) for text in getattr(getattr(manifest, "facts", None), "warnings", ())]
-
-
 def describe_data(prepared: StageManifest | None) -> Rows:
     """Warnings about prepared data and the statistics of its columns, as rows of a table; none where there are none."""
     if prepared is None:
         return []
-    rows = describe_warnings(prepared)
+    rows = [("warning", mask(text)) for text in getattr(prepared.facts, "warnings", ())]
     rows += [("summary", mask(str(text))) for text in getattr(prepared.facts, "info", {}).get("summary", ())]
     try:
         return rows + _describe_columns(prepared)
@@ -193,81 +183,9 @@ def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
     return list(read_outcomes(evaluation, getattr(data.facts, "info", {})))
 
 
-def tables_of_rows(
-    outcomes: Iterable[Outcome], choose: Callable[[Outcome], tuple[list[str], list[list[Any]]]], most: int | None = None
-) -> Iterator[Section]:
-    """Some rows of each split as a table, with their inputs where these are shown."""
-    for outcome in outcomes:
-        columns, chosen = choose(outcome)
-        if chosen:
-            shown = ["input"] if outcome.found.get("inputs") else []
-            rows = [
-                [*map(number_text, row), *(_show_input(outcome.input_of(row[0])) for _ in shown)]
-                for row in chosen[:most]
-            ]
-            yield {"split": outcome.split, "columns": [*columns, *shown], "rows": rows}
-
-
-def tables_with_notes(
-    outcomes: Iterable[Outcome],
-    choose: Callable[[Outcome], tuple[list[str], list[list[Any]]]],
-    describe: Callable[[Outcome], str],
-) -> Iterator[Section]:
-    """A table of each split below the sentences about it; none where there are no sentences."""
-    for outcome in outcomes:
-        if note := describe(outcome):
-            columns, rows = choose(outcome)
-            shown = [list(map(number_text, row)) for row in rows[:_COLUMNS]]
-            yield {"split": outcome.split, "columns": columns, "rows": shown, "note": note}
-
-
 def _show_input(shown: Mapping[str, str]) -> str:
     text, image = to_terminal(str(shown.get("text", ""))), str(shown.get("image", ""))
     return Markup('<img src="{}" alt=""> {}').format(image, text) if image.startswith(_PICTURE) else text
-
-
-def tables_of_classes(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """`ReportFacts.confusions` and `ReportFacts.calibrations` of the splits that have classes."""
-    of_classes = [outcome for outcome in outcomes if outcome.is_classes]
-    return {
-        "confusions": [_confusion(outcome) for outcome in of_classes if len(outcome.classes) <= _CLASSES],
-        "calibrations": [_calibration(outcome) for outcome in of_classes if outcome.found.get("reliability")],
-    }
-
-
-def _confusion(outcome: Outcome) -> Section:
-    """The true classes with their cells, as counts and as percent of their row."""
-    rows = []
-    for name, counts in zip(outcome.classes, outcome.found["matrix"], strict=True):
-        total = max(1, sum(counts))
-        rows.append((name, [(count, round(100 * count / total)) for count in counts]))
-    return {"split": outcome.split, "classes": outcome.classes, "rows": rows}
-
-
-def _calibration(outcome: Outcome) -> Section:
-    """Confidence, accuracy and rows, in words."""
-    bins = [[f"{sure:.2f}", f"{right:.2f}", f"{rows:,}"] for sure, right, rows in outcome.found["reliability"]]
-    note = outcome.describe_calibration()
-    return {"split": outcome.split, "bins": bins, "drawing": _drawing(outcome, "reliability"), "note": note}
-
-
-def draw_curves(outcomes: Iterable[Outcome]) -> Iterator[Section]:
-    """`ReportFacts.curves` of the splits whose classes have scores; the words are below the first drawing of two."""
-    for outcome in outcomes:
-        for name in ("roc", "precision-recall") if outcome.found.get("curves") else ():
-            note = outcome.describe_curves() if name == "roc" else ""
-            yield {"split": outcome.split, "drawing": _drawing(outcome, name), "note": note}
-
-
-def draw_residuals(outcomes: Iterable[Outcome]) -> Iterator[Section]:
-    """`ReportFacts.residuals` of the splits that have numbers."""
-    for outcome in outcomes:
-        if not outcome.is_classes and (drawing := _drawing(outcome, "residuals")):
-            yield {"split": outcome.split, "drawing": drawing, "note": outcome.describe_residuals()}
-
-
-def _drawing(outcome: Outcome, name: str) -> Markup:
-    return Markup(outcome.drawings().get(name, ""))  # noqa: S704 - texts of users in it are escaped
 
 
 def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
@@ -289,7 +207,7 @@ def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Le
     return found
 
 
-def _attempts(stage: str, ledger: Ledger) -> list[Section]:
+def _attempts(stage: str, ledger: Ledger) -> list[tuple[str, ...]]:
     try:
         records = ledger.records()
     except TrainflowError:
@@ -297,22 +215,13 @@ def _attempts(stage: str, ledger: Ledger) -> list[Section]:
     return [_attempt(stage, start, end) for start, end in records]
 
 
-def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> Section:
-    error = end.get("error") or {}
+def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> tuple[str, ...]:
     began, ended = str(start.get("started") or ""), end.get("ended")
     took = describe_seconds((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
-    why = str(error.get("message") or start.get("reason") or "")
+    why = str((end.get("error") or {}).get("message") or start.get("reason") or "")
     outcome = str(end.get("outcome") or "no end was recorded")
     host = f"{start.get('host', '')} ({start.get('pid', '')})"
-    return {
-        "stage": stage,
-        "number": int(start.get("attempt") or 0),
-        "started": began.replace("T", " "),
-        "took": took,
-        "host": host,
-        "outcome": outcome,
-        "why": why,
-    }
+    return stage, str(start.get("attempt") or 0), began.replace("T", " "), took, host, outcome, why
 
 
 def _time(text: str) -> datetime:

@@ -27,6 +27,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.locate import trust_storage
+from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.ending import expected_ending
@@ -51,7 +52,7 @@ from trainflow.flows.reports.model_tracking import (
     write_or_warn,
 )
 from trainflow.flows.reports.report import REPORT, draw_charts, render_report
-from trainflow.flows.reports.report_facts import collect_facts
+from trainflow.flows.reports.report_facts import collect_sections
 from trainflow.flows.reports.run_tracking import RunTracking
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.stage.manifest import StageManifest, stage_folder
@@ -260,7 +261,8 @@ class RunRecord:
         compared = compare(read_plan_record(self.folder))
         result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
         self.charts = draw_charts(self._read_history())
-        text = render_report(result, self.charts, facts=collect_facts(self.plan, self.result))
+        sections = collect_sections(self.plan, self.result)
+        text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text))
         self.folder.replace(REPORT, text.encode())
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)

@@ -13,14 +13,7 @@ from trainflow.flows.cli.presentation import summary, where
 from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.reports.report import draw_charts, render_report
-from trainflow.flows.reports.report_facts import (
-    ReportFacts,
-    draw_curves,
-    draw_residuals,
-    tables_of_classes,
-    tables_of_rows,
-    tables_with_notes,
-)
+from trainflow.flows.reports.report_facts import describe_outcomes
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import PublishFacts
@@ -182,68 +175,70 @@ def test_slices_are_tables_of_their_own_and_a_metric_has_its_interval_beside_it(
     assert "f1 0.9 (0.8 to 0.95) spread_low 3" in words
 
 
-def test_the_hardest_rows_are_a_table() -> None:
-    columns = ["row_id", "label", "prediction", "nats"]
-    rows = {"split": "test", "columns": columns, "rows": [["7", "<b>yes", "no", "4.02"]]}
-    samples = {"split": "test", "columns": columns[:3], "rows": [["8", "yes", "yes"]]}
-    facts = ReportFacts([], [], "", [], [], [rows], samples=[samples], warnings=[("warning", "one class only")])
-    page = Page(render_report(_result(), facts=facts))
-    assert "Sample predictions test row_id label prediction 8 yes yes" in page.words
-    assert "Warnings warning one class only" in page.words
-    assert "Hardest rows test row_id label prediction nats 7 <b>yes no 4.02" in page.words
-    numbers = {"kind": "numbers", "hardest": [[7, 1.5, 2.5, 1.0]], "samples": [[8, 1.0, 1.0]]}
-    picture, foreign = "data:image/png;base64,AAAA", 'https://elsewhere.example/"x.png'
-    inputs = {"7": {"text": "<b>a row\x1b[31m", "image": picture}, "8": {"text": "it", "image": foreign}}
-    outcome = Outcome("test", {**numbers, "inputs": inputs}, [])
-    tables = [*tables_of_rows([outcome], Outcome.hardest), *tables_of_rows([outcome], Outcome.samples)]
-    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], tables))
-    assert f'<img src="{picture}" alt=""> &lt;b&gt;a row' in html and "\x1b" not in html
-    assert "elsewhere" not in html and "8 1 1 it" in Page(html).words
-    lost: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]
-    for left_out, words in ((0, ""), (2, " There was no time for 2 more columns.")):
-        importance = {"metric": "accuracy", "rows": 500, "columns": lost, "left_out": left_out}
-        of_table = [Outcome("test", {**numbers, "importance": importance}, []), outcome]
-        tables = list(tables_with_notes(of_table, Outcome.importance, Outcome.describe_importance))
-        text = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], importances=tables))).words
-        head = f"test By permutation in 500 rows, with 95 % intervals.{words} column accuracy lost low high"
-        assert f"{head} <i>age 0.2 0.15 0.25 job" in text
-    for chance, words in ((0.01, ""), (0.4, " None is worse beyond chance.")):
-        weak = {"error": "absolute_error", "rows": 900, "tested": 24, "groups": [["<i>age: 1 to 2", 40, 3, 1, chance]]}
-        of_table = [Outcome("test", {**numbers, "weak": weak}, []), outcome]
-        tables = list(tables_with_notes(of_table, Outcome.weak_groups, Outcome.describe_weak_groups))
-        text = Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], weak=tables))).words
-        assert (
-            f"against all other rows by Welch's t-test, adjusted by Holm.{words} subgroup rows absolute_error" in text
-        )
-        assert f"of_the_rest adjusted_p <i>age: 1 to 2 40 3 1 {chance}" in text
-    hidden = list(tables_of_rows([Outcome("test", numbers, [])], Outcome.hardest))
-    assert hidden[0]["columns"] == ["row_id", "label", "prediction", "absolute_error"]
-    assert "Hardest rows" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], []))).words
-
-
+NUMBERS: dict[str, Any] = {"kind": "numbers", "measured": [1.0, 2.0, 3.0], "predicted": [1.5, 2.0, 2.0]}
 CLASSES = {"kind": "classes", "matrix": [[3, 1], [0, 2]], "reliability": [[0.55, 0.5, 2], [0.97, 1.0, 4]]}
 
 
-def test_confusion_and_calibration_are_tables_and_residuals_are_drawn() -> None:
-    numbers = {"kind": "numbers", "measured": [1.0, 2.0, 3.0], "predicted": [1.5, 2.0, 2.0]}
-    outcomes = [Outcome("test", CLASSES, ["<b>no", "yes"]), Outcome("price <b>", numbers, [])]
-    tables, drawn = tables_of_classes(outcomes), list(draw_residuals(outcomes))
-    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], **tables, residuals=drawn))
+def page_of(*outcomes: Outcome) -> str:
+    """The report of a run with these outcomes of its evaluation."""
+    return render_report(_result(), sections=describe_outcomes(outcomes))
+
+
+def test_rows_are_tables_with_their_inputs_and_text_stays_text() -> None:
+    rows = {"hardest": [[7, 1.5, 2.5, 1.0]], "samples": [[8, 1.0, 1.0]]}
+    picture, foreign = "data:image/png;base64,AAAA", 'https://elsewhere.example/"x.png'
+    inputs = {"7": {"text": "<b>a row\x1b[31m", "image": picture}, "8": {"text": "it", "image": foreign}}
+    html = page_of(Outcome("test", {**NUMBERS, **rows, "inputs": inputs}, []))
+    assert f'<img src="{picture}" alt=""> &lt;b&gt;a row' in html and "\x1b" not in html
+    words = Page(html).words
+    assert "Hardest rows test row_id label prediction absolute_error input 7 1.5 2.5 1 <b>a row" in words
+    assert "Sample predictions test row_id label prediction input 8 1 1 it" in words and "elsewhere" not in html
+    hidden = Page(page_of(Outcome("test", {**NUMBERS, **rows}, []))).words
+    assert "absolute_error 7 1.5 2.5 1 Sample" in hidden
+    assert "Hardest rows" not in Page(page_of(Outcome("test", NUMBERS, []))).words
+    warned = _result()
+    warned["stages"][2]["manifest"]["meta"] = {"warnings": ["one class only"]}
+    assert "Warnings warning one class only" in Page(render_report(warned)).words
+
+
+LOST: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            {"importance": {"metric": "accuracy", "rows": 500, "columns": LOST, "left_out": left_out}},
+            f"test By permutation in 500 rows, with 95 % intervals.{more} column accuracy lost low high <i>age 0.2",
+        )
+        for left_out, more in ((0, ""), (2, " There was no time for 2 more columns."))
+    ]
+    + [
+        (
+            {"weak": {"error": "off", "rows": 900, "tested": 24, "groups": [["<i>age: 1 to 2", 40, 3, 1, chance]]}},
+            f"against all other rows by Welch's t-test, adjusted by Holm.{more} subgroup rows off of_the_rest "
+            f"adjusted_p <i>age: 1 to 2 40 3 1 {chance}",
+        )
+        for chance, more in ((0.01, ""), (0.4, " None is worse beyond chance."))
+    ],
+)
+def test_importance_and_weak_subgroups_are_tables_below_how_they_were_measured(found: Any, words: str) -> None:
+    assert words in Page(page_of(Outcome("test", {**NUMBERS, **found}, []), Outcome("val", NUMBERS, []))).words
+
+
+def test_confusion_calibration_and_residuals_are_drawn() -> None:
+    html = page_of(Outcome("test", CLASSES, ["<b>no", "yes"]), Outcome("price <b>", NUMBERS, []))
     page = Page(html)
-    assert "test <b>no yes <b>no 3 1 yes 0 2" in page.words
-    assert "confidence accuracy rows 0.55 0.50 2 0.97 1.00 4" in page.words
+    assert {"<b>no", "yes", "3", "1", "2"} <= set(page.text)
     assert "The expected calibration error is 0.0367." in page.words
-    assert 'aria-label="Reliability diagram of test"' in html
+    assert 'aria-label="Confusion matrix of test"' in html and 'aria-label="Reliability diagram of test"' in html
     assert 'aria-label="Residuals of price &lt;b&gt;"' in html
-    assert "predicted - measured" in page.words
     assert "Half of the predictions are off by at most 0.5, nine of ten by at most 1." in page.words
     assert page.loads == []
     drawing = html[html.index("<svg") : html.rindex("</svg>")]
     assert "var(--series-1)" in drawing and "#" not in drawing
-    assert "price" not in Page(render_report(_result(), facts=ReportFacts([], [], "", [], [], **tables))).words
-    many = Outcome("test", {"kind": "classes", "matrix": [[1] * 21] * 21}, [str(number) for number in range(21)])
-    assert tables_of_classes([many]) == {"confusions": [], "calibrations": []}
-    assert list(draw_residuals([Outcome("test", {"kind": "numbers", "measured": "x"}, [])])) == []
+    assert "price" not in page_of(Outcome("test", CLASSES, ["no", "yes"]))
+    assert "<svg" not in page_of(Outcome("test", {"kind": "numbers", "measured": "x"}, []))
 
 
 MARK = {"chosen": 0.5, "false_positive_rate": 0.1, "recall": 0.5, "precision": 0.25, "f1": 1 / 3, "best": 0.21}
@@ -261,8 +256,7 @@ def test_curves_are_drawn_above_what_the_threshold_gives(threshold: Any, classes
     points = [[0.0, 0.0], [1.0, 1.0]]
     curves = {"roc": points, "precision_recall": points, "roc_auc": 0.9, "average_precision": 0.8}
     found: dict[str, Any] = {**CLASSES, "curves": {**curves, "classes": classes, "threshold": threshold}}
-    drawn = list(draw_curves([Outcome("test", found, ["no", "yes<"]), Outcome("old", CLASSES, ["no", "yes"])]))
-    html = render_report(_result(), facts=ReportFacts([], [], "", [], [], curves=drawn))
+    html = page_of(Outcome("test", found, ["no", "yes<"]), Outcome("old", CLASSES, ["no", "yes"]))
     assert words in Page(html).words
     assert html.count('aria-label="ROC curve of') == html.count('aria-label="Precision-recall curve of') == 1
 

@@ -129,18 +129,17 @@ def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own
         ConfigError: the file cannot be written.
     """
     from trainflow.flows.reports.report import render_report
-    from trainflow.flows.reports.report_facts import ReportFacts, describe_outcomes
+    from trainflow.flows.reports.report_facts import describe_outcomes
     from trainflow.tasks.model.outcome_tables import Outcome
 
     classes = found.description.info.get("classes")
     outcome = Outcome("these rows", measured.outcomes or {}, classes if isinstance(classes, list) else ())
-    shown = describe_outcomes([outcome] if measured.outcomes else [])
-    facts = ReportFacts(settings=[], machine=[], spec="", attempts=[], goodput=[], **shown)
+    sections = describe_outcomes([outcome] if measured.outcomes else [])
     metrics = {"these rows": measured.metrics, **({"its own test": own} if own else {})}
     stage = {"stage": "evaluate", "status": "ran", "reason": counted(measured.rows, "row")}
     result = {"name": found.description.name, "stages": [{**stage, "manifest": {"metrics": metrics}}]}
     try:
-        path.write_text(render_report(result, facts=facts), encoding="utf-8")
+        path.write_text(render_report(result, sections=sections), encoding="utf-8")
     except OSError as error:
         what, remedy = f"The report cannot be written: {first_line(error)}.", "Name another file."
         raise ConfigError(what, field="--report", value=str(path), remedy=remedy) from error

@@ -33,8 +33,8 @@ from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
 from trainflow.flows.reports.model_tracking import log_outcomes
-from trainflow.flows.reports.report import REPORT, draw_charts, render_report
-from trainflow.flows.reports.report_facts import ReportFacts, describe_data
+from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report
+from trainflow.flows.reports.report_facts import describe_conversations, describe_data
 from trainflow.flows.reports.run_tracking import (
     NOTE,
     describe_end,
@@ -407,7 +407,7 @@ def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
     result = PipelineResult("digits", "ab" * 32, str(tmp_path))
     result.stages.append(StageOutcome("prepare-data", "ran", "never run before", manifest=prepared.to_dict()))
     assert StageManifest.from_dict(prepared.to_dict()).facts.warnings == (WARNING,)
-    page = render_report(result.to_dict(), facts=ReportFacts([], [], "", [], [], data=describe_data(prepared)))
+    page = render_report(result.to_dict(), sections=[Section.of_pairs("Data", describe_data(prepared))])
     assert "<h2>Data</h2>" in page
     assert "<td>warning</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
     assert "length 2 to 8,000, on average 4.5" in page
@@ -436,19 +436,15 @@ def test_answers_before_and_after_training_are_shown_side_by_side(content: str, 
     evaluation = StageManifest("evaluate", "ab" * 32, str(tmp_path), "cd" * 32, (entry,), facts=EvaluateFacts())
     tables = list(read_answers(evaluation))
     assert tables == ([(["prompt", "before", "after"], [["<b>?", "x", "y"]])] if "prompt" in content else [])
-    shown = [{"split": "prompts", "columns": columns, "rows": rows} for columns, rows in tables]
-    page = render_report(
-        PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(),
-        facts=ReportFacts([], [], "", [], [], answers=shown),
-    )
+    shown = Section("Answers", [Panel(columns=columns, rows=rows) for columns, rows in tables])
+    page = render_report(PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(), sections=[shown])
     assert ("<td>&lt;b&gt;?</td><td>x</td><td>y</td>" in page) == bool(tables)
 
 
 def test_conversations_are_shown_with_what_is_trained_marked(tmp_path: Path) -> None:
     prepared = _conversations(tmp_path, json.dumps(SHOWN))
-    shown: Any = read_conversations(prepared)
-    facts = ReportFacts([], [], "", [], [], data=describe_data(prepared), conversations=shown)
-    page = render_report(PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(), facts=facts)
+    sections = [Section.of_pairs("Data", describe_data(prepared)), describe_conversations(read_conversations(prepared))]
+    page = render_report(PipelineResult("chats", "ab" * 32, str(tmp_path)).to_dict(), sections=sections)
     assert "<pre>user: &lt;b&gt;one?\n<mark>1</mark>\n</pre>" in page
     assert f"<td>summary</td><td><code>{SUMMARY}" in page
     reasons: Any = SimpleNamespace(reasons={"prepare-data": SimpleNamespace(manifest=prepared)})
