@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from trainer_lib.errors import (
 )
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.huggingface import MAX_RECORD_BYTES, RECORD
-from trainer_lib.model_folder.lineage import FILE, CheckpointLink, StageLink
+from trainer_lib.model_folder.lineage import FILE, StageLink
 from trainer_lib.model_folder.locate import find_model
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store, relative_problem
@@ -79,20 +79,6 @@ class LinkCheck:
         return asdict(self)
 
 
-@dataclass
-class _Looked:
-    """Progress and findings of a check."""
-
-    files: int = 0
-    bytes: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, entries: Iterable[FileEntry]) -> None:
-        for entry in entries:
-            self.files += 1
-            self.bytes += entry.size
-
-
 class _NotCheckedError(Exception):
     """A link cannot be reached from here; the text says why."""
 
@@ -123,162 +109,149 @@ def verify_chain(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
         config: the tracking settings that name the MLflow server.
     """
     if chain.lineage.sources:
-        yield _check("sources", "", partial(_look_at_sources, chain))
+        yield _check("sources", None, lambda hashed: _look_at_sources(chain, hashed))
     for link in chain.lineage.stages:
-        folder = chain.stage_folder(link)
-        where = "" if folder is None else folder.url
-        yield _check(link.stage, where, partial(_look_at_stage, chain, link))
-        if link.stage == "train":
-            for each in chain.lineage.checkpoints:
-                place = "" if folder is None else f"{folder.url}/checkpoints/{each.name}"
-                yield _check(each.name, place, partial(_look_at_checkpoint, chain, each))
+        yield _check(link.stage, chain.stage_folder(link), partial(_look_at_stage, chain, link))
+        for checkpoint in chain.lineage.checkpoints if link.stage == "train" else ():
+            folder = chain.stage_folder(link)
+            place = None if folder is None else folder.child("checkpoints", checkpoint.name)
+            look = partial(_look_at_commit, place, "checkpoint", checkpoint.content_digest)
+            yield _check(checkpoint.name, place, look)
     if chain.publication is not None:
-        yield _check("publication", chain.publication.url, partial(_look_at_publication, chain))
+        yield _check("publication", chain.publication, partial(_look_at_publication, chain, chain.publication))
     elif chain.lineage.publication is not None:
         why = next((note for note in chain.notes if "publication" in note), "it cannot be reached from here")
         yield LinkCheck("publication", "not checked", why=why)
     if (folder := chain.run_folder) is not None:
-        yield _check("run", folder.url, partial(_look_at_run, chain))
+        yield _check("run", folder, partial(_look_at_run, chain, folder))
     yield from _tracked_checks(chain, config)
 
 
-def _check(link: str, where: str, look: Callable[[_Looked], None]) -> LinkCheck:
-    seen = _Looked()
+def _check(link: str, place: Store | None, look: Callable[[list[int]], Iterator[str]]) -> LinkCheck:
+    """Check a link by a function that yields what breaks it, and adds the sizes of the files that it hashes."""
+    where = "" if place is None else place.url
+    hashed: list[int] = []
+    problems: list[str] = []
     try:
-        look(seen)
+        for problem in look(hashed):
+            problems.append(problem)
     except _NotCheckedError as reason:
         return LinkCheck(link, "not checked", where, why=str(reason))
     except DamagedError as error:
-        seen.problems.append(f"{(error.field or where).rpartition('/')[2]}: {error.message.removesuffix('.')}")
+        problems.append(f"{(error.field or where).rpartition('/')[2]}: {error.message.removesuffix('.')}")
     except (StorageError, ConfigError) as error:
         return LinkCheck(link, "not checked", where, why=error.message)
-    problems = tuple(seen.problems[:_MOST])
-    return LinkCheck(link, "broken" if problems else "held", where, seen.files, seen.bytes, problems)
+    state: State = "broken" if problems else "held"
+    return LinkCheck(link, state, where, len(hashed), sum(hashed), tuple(problems[:_MOST]))
 
 
 # -- stages and checkpoints -------------------------------------------------------------------------------------------
 
 
-def _look_at_stage(chain: Chain, link: StageLink, seen: _Looked) -> None:
-    store = _reach(chain.stage_folder(link))
-    commit = _read(store, "stage")
+def _look_at_commit(
+    store: Store | None, kind: str, digest: str | None, hashed: list[int]
+) -> Generator[str, None, tuple[Store, Commit]]:
+    """Hash the files of a committed folder, and compare their digest with the one in the lineage."""
+    if store is None:
+        raise _NotCheckedError("its storage is not known here; --storage URL names it")
+    commit = _read(store, kind)
+    if digest not in (None, commit.content_digest):
+        result = "result" if kind == "stage" else kind
+        yield f"{COMMIT}: the {result} is {commit.content_digest[:12]}…, the lineage has {str(digest)[:12]}…"
+    hashed += [entry.size for entry in commit.files]
+    yield from verify_files(store, commit)
+    return store, commit
+
+
+def _look_at_stage(chain: Chain, link: StageLink, hashed: list[int]) -> Iterator[str]:
+    store, commit = yield from _look_at_commit(chain.stage_folder(link), "stage", link.content_digest, hashed)
     key = str(commit.meta.get("key"))
     if commit.meta.get("stage") != link.stage or not key.startswith(link.key):
-        seen.problems.append(f"{COMMIT}: this is the result of another stage or key")
-    if link.content_digest not in (None, commit.content_digest):
-        recorded = str(link.content_digest)[:12]
-        seen.problems.append(f"{COMMIT}: the result is {commit.content_digest[:12]}…, the lineage has {recorded}…")
-    _look_at_files(store, commit, seen)
-    fields = _look_at_key(store, key, link.stage, seen)
-    known = {each.stage: each.content_digest for each in chain.lineage.stages}
-    for stage, digest in find_inputs(fields).items():
-        if known.get(stage) not in (None, digest):
-            seen.problems.append(f"{KEY_FILE}: made from another result of {stage} than the lineage has")
-    if link.stage == "push-to-hub":
-        _compare_publication(chain, store, commit, seen)
-
-
-def _look_at_files(store: Store, commit: Commit, seen: _Looked) -> None:
-    seen.add(commit.files)
-    seen.problems += verify_files(store, commit)
-
-
-def _look_at_key(store: Store, key: str, stage: str, seen: _Looked) -> dict[str, Any]:
-    """Hash the fields of a stage's key again; the key is their digest."""
-    data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
-    if data is None:
-        seen.problems.append(f"{KEY_FILE}: missing")
-        return {}
+        yield f"{COMMIT}: this is the result of another stage or key"
     try:
-        record = parse_json(data)
+        record = parse_json(store.read_if_exists(KEY_FILE, limit=_KEY_BYTES) or b"")
         fields: dict[str, Any] = dict(record["fields"])
-        digest = hashlib.sha256(canonical({"stage": stage, **fields})).hexdigest()
+        # The key is the digest of its fields.
+        digest = hashlib.sha256(canonical({"stage": link.stage, **fields})).hexdigest()
     except (ValueError, KeyError, TypeError):
-        seen.problems.append(f"{KEY_FILE}: is not what trainflow writes")
-        return {}
-    if {digest, record.get("key")} != {key} or record.get("stage") != stage:
-        seen.problems.append(f"{KEY_FILE}: its fields have the digest {digest[:12]}…, the key is {key[:12]}…")
-    return fields
-
-
-def _look_at_checkpoint(chain: Chain, link: CheckpointLink, seen: _Looked) -> None:
-    stage = _reach(chain.stage_folder(chain.lineage.stage("train")))
-    store = stage.child("checkpoints", link.name)
-    commit = _read(store, "checkpoint")
-    if commit.content_digest != link.content_digest:
-        digests = f"{commit.content_digest[:12]}…, the lineage has {link.content_digest[:12]}…"
-        seen.problems.append(f"{COMMIT}: the checkpoint is {digests}")
-    _look_at_files(store, commit, seen)
-
-
-def _compare_publication(chain: Chain, store: Store, commit: Commit, seen: _Looked) -> None:
-    """Compare what push-to-hub says it published with what the run recorded."""
+        yield f"{KEY_FILE}: missing, or not what trainflow writes"
+        return
+    if {digest, record.get("key")} != {key} or record.get("stage") != link.stage:
+        yield f"{KEY_FILE}: its fields have the digest {digest[:12]}…, the key is {key[:12]}…"
+    known = {other.stage: other.content_digest for other in chain.lineage.stages}
+    for stage, made_from in find_inputs(fields).items():
+        if known.get(stage) not in (None, made_from):
+            yield f"{KEY_FILE}: made from another result of {stage} than the lineage has"
     facts = StageManifest.from_commit(store.url, commit).facts
     recorded = chain.recorded.publication if chain.recorded is not None else None
-    if recorded is None or not isinstance(facts, PublishFacts):
-        return
-    if (facts.revision, facts.published_digest) != (recorded.revision, recorded.content_digest):
-        seen.problems.append(f"{COMMIT}: another publication than the one that the run recorded")
+    named = (facts.revision, facts.published_digest) if isinstance(facts, PublishFacts) else None
+    if named and recorded is not None and named != (recorded.revision, recorded.content_digest):
+        yield f"{COMMIT}: another publication than the one that the run recorded"
+
+
+def _read(store: Store, kind: str) -> Commit:
+    commit = read_commit(store, kind=kind)
+    if commit is not None:
+        return commit
+    if store.children():
+        raise DamagedError("The commit file is missing.", field=f"{store.url}/{COMMIT}")
+    raise _NotCheckedError("it is not on the storage any more")
 
 
 # -- publications and runs --------------------------------------------------------------------------------------------
 
 
-def _look_at_publication(chain: Chain, seen: _Looked) -> None:
-    store = _reach(chain.publication)
+def _look_at_publication(chain: Chain, store: Store, hashed: list[int]) -> Iterator[str]:
     entries = _published_entries(store, chain)
-    seen.add(entries)
-    seen.problems += _compare_files(store, entries)
-    named = {sentence.partition(":")[0] for sentence in seen.problems}
-    seen.problems += [text for link, text in chain.damage if link == "publication" and FILE not in named]
+    differences = list(_compare_files(store, entries, hashed))
+    yield from differences
+    if not any(sentence.startswith(f"{FILE}:") for sentence in differences):
+        yield from (text for link, text in chain.damage if link == "publication")
     listed = {entry.path: entry for entry in entries}
     for entry in chain.published.files if chain.published is not None else ():
-        if entry.path not in listed:
-            seen.problems.append(f"{FILE}: names {entry.path}, which is not part of the publication")
-        elif listed[entry.path] != entry:
-            seen.problems.append(f"{FILE}: names other bytes of {entry.path} than were published")
-    _compare_with_training(chain, listed, seen)
+        if listed.get(entry.path) != entry:
+            yield f"{FILE}: names {entry.path} with other bytes than were published, or none were"
+    yield from _compare_with_training(chain, listed)
     # An address of a publication may be an older one than the run's.
     recorded = chain.recorded.publication if chain.recorded is not None and chain.kind != "publication" else None
     if recorded is not None and content_digest(entries) != recorded.content_digest:
-        seen.problems.append(f"{COMMIT}: the run published {recorded.content_digest[:12]}…, and this is another one")
+        yield f"{COMMIT}: the run published {recorded.content_digest[:12]}…, and this is another one"
 
 
-def _published_entries(store: Store, chain: Chain) -> list[FileEntry]:
+def _published_entries(store: Store, chain: Chain) -> Sequence[FileEntry]:
     """The publication's files, by its commit file, the Hub's record, or else its lineage."""
     commit = read_commit(store, kind="published")
     if commit is not None:
-        return list(commit.files)
+        return commit.files
     if store.exists(RECORD):
-        return list(_hub_entries(store))
+        return _hub_entries(store)
     if any(link == "publication" for link, _ in chain.damage):
-        return []
+        return ()
     if chain.published is None:
         raise _NotCheckedError("nothing is committed there; it was removed")
-    return list(chain.published.files)
+    return chain.published.files
 
 
-def _hub_entries(store: Store) -> Iterator[FileEntry]:
+def _hub_entries(store: Store) -> list[FileEntry]:
+    where = f"{store.url}/{RECORD}"
     try:
         record = parse_json(store.read_bytes(RECORD, limit=MAX_RECORD_BYTES))
-        entries = [FileEntry(str(each["path"]), int(each["size"]), str(each["sha256"])) for each in record["files"]]
+        entries = [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in record["files"]]
         digest = record["content_digest"]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError("This is not what trainflow writes.", field=f"{store.url}/{RECORD}") from error
+        raise DamagedError("This is not what trainflow writes.", field=where) from error
     if any(relative_problem(entry.path) for entry in entries):
-        raise ConfigError(
-            "The record of the publication names a path that leads out of it.",
-            field=f"{store.url}/{RECORD}",
-            remedy="Nothing in it was used.",
-        )
+        what = "The record of the publication names a path that leads out of it."
+        raise ConfigError(what, field=where, remedy="Nothing in it was used.")
     if content_digest(entries) != digest:
-        raise DamagedError("Its files have another digest than it states.", field=f"{store.url}/{RECORD}")
-    yield from entries
+        raise DamagedError("Its files have another digest than it states.", field=where)
+    return entries
 
 
-def _compare_files(store: Store, entries: Iterable[FileEntry]) -> Iterator[str]:
+def _compare_files(store: Store, entries: Iterable[FileEntry], hashed: list[int]) -> Iterator[str]:
     """Differences from the listed files; links are followed, because a download of the Hub consists of them."""
     for entry in entries:
+        hashed.append(entry.size)
         if not store.exists(entry.path):
             yield f"{entry.path}: missing"
         elif (size := store.size(entry.path)) != entry.size:
@@ -287,7 +260,7 @@ def _compare_files(store: Store, entries: Iterable[FileEntry]) -> Iterator[str]:
             yield f"{entry.path}: digest {digest[:12]}…, published {entry.sha256[:12]}…"
 
 
-def _compare_with_training(chain: Chain, listed: dict[str, FileEntry], seen: _Looked) -> None:
+def _compare_with_training(chain: Chain, listed: Mapping[str, FileEntry]) -> Iterator[str]:
     """The published weights are those that train committed, where the storage can be read."""
     folder = chain.stage_folder(chain.lineage.stage("train"))
     try:
@@ -296,51 +269,47 @@ def _compare_with_training(chain: Chain, listed: dict[str, FileEntry], seen: _Lo
         return
     for entry in commit.files if commit is not None else ():
         path = entry.path.removeprefix(MODEL)
-        if path not in listed:  # adapters beside the weights that they are merged into
+        if path not in listed:  # adapters next to the weights that they are merged into
             path = f"{ADAPTER}/{path}"
         is_weights = entry.path.startswith(MODEL) and path.endswith(".safetensors") and path in listed
         if is_weights and listed[path].sha256 != entry.sha256:
-            seen.problems.append(f"{path}: not the weights that train committed")
+            yield f"{path}: not the weights that train committed"
 
 
-def _look_at_run(chain: Chain, seen: _Looked) -> None:
+def _look_at_run(chain: Chain, folder: Store, hashed: list[int]) -> Iterator[str]:
     """The spec, the recipe and the description that the run kept."""
-    folder = _reach(chain.run_folder)
-    seen.problems += [text for link, text in chain.damage if link == "run"]
-    if chain.recorded is not None:
-        entries = chain.recorded.files
-    elif seen.problems:
+    damage = [text for link, text in chain.damage if link == "run"]
+    yield from damage
+    if chain.recorded is None:
+        if not damage:
+            raise _NotCheckedError("it has no record of its lineage, because it has not ended")
         return
-    else:
-        raise _NotCheckedError("it has no record of its lineage: it has not ended, or an older trainflow recorded it")
-    seen.add(entries)
-    seen.problems += _compare_files(folder, entries)
+    yield from _compare_files(folder, chain.recorded.files, hashed)
     for link in chain.recorded.stages:
         if chain.run is not None and chain.run.stages.get(link.stage) != link.key:
-            seen.problems.append(f"run.json: names another result of {link.stage} than the lineage")
+            yield f"run.json: names another result of {link.stage} than the lineage"
 
 
-# -- sources, MLflow --------------------------------------------------------------------------------------------------
-
-
-def _look_at_sources(chain: Chain, seen: _Looked) -> None:
+def _look_at_sources(chain: Chain, hashed: list[int]) -> Iterator[str]:
     """The sources of the data, where they lie on this machine."""
     if chain.storage is None or chain.run is None:
         raise _NotCheckedError("only their digests are known here; the data itself is not part of a publication")
     raw = read_spec_record(chain.storage.url, chain.run)
-    prepare = raw.get("prepare") or {}
-    sources = [str(each) for each in prepare.get("sources") or ()]
+    sources = [str(source) for source in (raw.get("prepare") or {}).get("sources") or ()]
     if missing := [*find_absent(sources), *find_remote(sources)]:
         raise _NotCheckedError(f"{missing[0]} does not lie on this machine")
-    recorded = {each.source: each.digest for each in chain.lineage.sources}
+    recorded = {link.source: link.digest for link in chain.lineage.sources}
     for found in fingerprints(sources, root=raw.get("root")):
-        seen.files += 1
+        hashed.append(0)
         label = found["source"]
         if recorded.get(label) == found["digest"]:
             continue
         if label.startswith(("package:", "stdlib:")):
             raise _NotCheckedError(f"{label} is installed here in another version than the data was made from")
-        seen.problems.append(f"{label}: changed since the data was prepared")
+        yield f"{label}: changed since the data was prepared"
+
+
+# -- MLflow -----------------------------------------------------------------------------------------------------------
 
 
 def _tracked_checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
@@ -357,27 +326,6 @@ def _tracked_checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]
         mine = tuple(sentence for link, sentence in problems if link == name)
         where = f"{found.run_id} in {found.uri}" if name == names[0] else found.uri
         yield LinkCheck(name, "broken" if mine else "held", where, problems=mine)
-
-
-# -- reaching ---------------------------------------------------------------------------------------------------------
-
-
-def _reach(store: Store | None) -> Store:
-    if store is None:
-        raise _NotCheckedError("its storage is not known here; --storage URL names it")
-    return store
-
-
-def _read(store: Store, kind: str) -> Commit:
-    commit = read_commit(store, kind=kind)
-    if commit is not None:
-        return commit
-    if store.children():
-        raise DamagedError("The commit file is missing.", field=f"{store.url}/{COMMIT}")
-    raise _NotCheckedError("it is not on the storage any more")
-
-
-# -- MLflow -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -432,23 +380,20 @@ def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
 
 def find_tracked_problems(chain: Chain, found: TrackedLinks) -> Iterator[tuple[str, str]]:
     """Differences between a chain and its records in MLflow, as (link, sentence)."""
-    for link in chain.lineage.stages:
-        tag = found.tags.get(f"{_TAG}{link.stage}")
-        if tag is not None and tag != link.key[:_SHORT]:
-            yield "MLflow run", f"tag {_TAG}{link.stage}: {tag}, the lineage has {link.key[:_SHORT]}"
-    published = chain.lineage.publication
-    tag = found.tags.get("trainflow.published_digest")
-    if published is not None and tag is not None and tag != published.content_digest:
-        yield "MLflow run", f"tag trainflow.published_digest: {tag[:12]}…, published {published.content_digest[:12]}…"
-    digest = found.digest
+    keys = {f"{_TAG}{link.stage}": link.key for link in chain.lineage.stages}
+    expected = {name: key[:_SHORT] for name, key in keys.items()}
+    if (published := chain.lineage.publication) is not None:
+        expected["trainflow.published_digest"] = published.content_digest
+    records: list[tuple[str, Mapping[str, str], Mapping[str, str]]] = [("MLflow run", found.tags, expected)]
     for version in found.versions:
-        name = f"{version['name']} version {version['version']}"
-        if digest is not None and version["tags"].get(DIGEST_TAG) != digest:
-            yield name, f"tag {DIGEST_TAG}: {version['tags'].get(DIGEST_TAG)}, the model has {digest}"
-        for link in chain.lineage.stages:
-            tag = version["tags"].get(f"{_TAG}{link.stage}")
-            if tag is not None and tag != link.key:
-                yield name, f"tag {_TAG}{link.stage}: {tag[:_SHORT]}, the lineage has {link.key[:_SHORT]}"
+        # A version without a digest is not the model of this chain.
+        own = {DIGEST_TAG: ""} | version["tags"]
+        digest = {} if found.digest is None else {DIGEST_TAG: found.digest}
+        records.append((f"{version['name']} version {version['version']}", own, {**keys, **digest}))
+    for link, tags, wanted in records:
+        for name, value in wanted.items():
+            if tags.get(name) not in (None, value):
+                yield link, f"tag {name}: {tags[name][:_SHORT]}, the lineage has {value[:_SHORT]}"
 
 
 def _find_run(client: Any, chain: Chain) -> Any:
