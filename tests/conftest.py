@@ -225,7 +225,7 @@ def _is_importable(package: str) -> Callable[[], bool]:
 _NEEDS: dict[str, Callable[[], bool]] = {
     **{
         name: _is_importable(name)
-        for name in ("bitsandbytes", "deepspeed", "keras", "openpyxl", "ray", "tensorflow", "wandb")
+        for name in ("bitsandbytes", "deepspeed", "keras", "openpyxl", "ray", "tensorflow", "torchao", "wandb")
     },
     "clients": clients.are_installed,
     "browser": lambda: any(map(shutil.which, browser.BROWSERS)),

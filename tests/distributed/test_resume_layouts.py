@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from tests.support.distributed import run_distributed
+from tests.support.tiny_models import llama, lm_rows
 from tests.support.toys import Augmented, classification_rows
-from tests.support.training import LOGGED, losses, trainer
+from tests.support.training import LOGGED, StopAt, losses, trainer
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.errors import NotReproducibleError
+from trainer_lib.errors import NotReproducibleError, Preempted
 from trainer_lib.storage import Store
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -169,6 +170,45 @@ def test_resumed_under_the_same_layout_it_ends_alike_to_the_bit(
     assert parts["losses"] == whole["losses"]
     assert parts["state"].keys() == whole["state"].keys()
     assert all(torch.equal(value, whole["state"][key]) for key, value in parts["state"].items())
+
+
+FLOAT8: dict[str, dict[str, Any]] = {"replicas": {}, "shards": {"fsdp": "full_shard auto_wrap"}}
+
+
+def in_float8(folder: str, stop: int | None) -> dict[str, Any]:
+    """Losses and weights of trainings in float8 that are measured; with `stop`, they are stopped there and resumed."""
+    import accelerate
+
+    recipes = {"tensorwise": accelerate.utils.AORecipeKwargs(), "rowwise": "rowwise"}
+    out = {}
+    for (layout, given), (recipe, fp8) in itertools.product(FLOAT8.items(), recipes.items()):
+        for resume in (False, True) if stop else (False,):
+            sizes = {"hidden_size": 64, "intermediate_size": 128}
+            more = {"max_steps": 4, "bf16": True, "eval_strategy": "steps", "eval_steps": 2, **LOGGED}
+            path, rows = f"{folder}/{layout} {recipe}", lm_rows(22, ragged=False)
+            one = trainer(path, rows, model=llama(**sizes), eval_dataset=rows[:4], fp8=fp8, **more, **given)
+            assert one.args.fp8 == recipe
+            if stop and not resume:
+                one.add_callback(StopAt(stop))
+                with pytest.raises(Preempted):
+                    one.train()
+            else:
+                one.train(resume_from_checkpoint=resume)
+        state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
+        measured = [row["eval_loss"] for row in one.state.log_history if "eval_loss" in row]
+        weights = {name: value.clone() for name, value in state.items() if not value.is_meta}
+        out[f"{layout}, {recipe}"] = losses(one), measured, weights
+    return out
+
+
+@pytest.mark.needs("torchao")
+def test_float8_is_resumed_to_the_bit_in_replicas_and_shards(tmp_path: Path) -> None:
+    through = run_distributed(in_float8, 2, str(tmp_path / "through"), None, timeout_s=150)[0]
+    again = run_distributed(in_float8, 2, str(tmp_path / "again"), 2, timeout_s=150)[0]
+    for name, (whole, measured, weights) in through.items():
+        assert (whole, measured) == again[name][:2], name
+        assert all(torch.equal(value, again[name][2][key]) for key, value in weights.items()), name
+    assert len({str(whole) for whole, *_ in through.values()}) == len(through), "each recipe has its own rounding"
 
 
 class Disturb(Halt):

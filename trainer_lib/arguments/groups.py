@@ -149,7 +149,7 @@ class BatchArguments:
 
 
 if TYPE_CHECKING:
-    _Float8 = str | bool | None
+    _Float8 = Any  # a name, a truth value, or accelerate's AORecipeKwargs
 else:
     _Float8 = Annotated[str | None, Accepts(str | bool | None)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,6 +72,10 @@ FILE_FIELDS = ("fsdp_config", "deepspeed", "accelerator_config")
 #: Mappings that go to a function of another library as they are.
 _FREE_MAPPINGS = ("gradient_checkpointing_kwargs", "lr_scheduler_kwargs")
 _TRUTH_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+#: torchao's names of the recipes of `fp8`; the settings of torchao that do not distinguish them.
+_FLOAT8_RECIPES = ("tensorwise", "rowwise")
+_SET_FOR_FLOAT8 = ("emulate", "pad_inner_dim", "enable_fsdp_float8_all_gather")
+_NO_RECIPE, _RECIPES = "torchao has no such recipe that is served here.", "Give tensorwise or rowwise."
 _CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 _STACK = 7  # of a warning: the line that makes the arguments
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
@@ -78,6 +83,7 @@ _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 def validate(args: ArgumentGroups) -> None:
     """Convert, fill and check all fields of `args` in place. Raises the first ConfigError that it finds."""
+    args.fp8 = _float8_recipe(args.fp8)
     coerce_fields(args)
     normalise(args)
     fill(args)
@@ -310,13 +316,28 @@ def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
     )
 
 
+def _float8_recipe(given: Any) -> Any:
+    """Return the name of the recipe that accelerate's AORecipeKwargs, or torchao's configuration, stands for.
+
+    Its emulation, padding and gathering do not count: the Trainer sets them, and FSDP gathers bfloat16. A text, a truth
+    value and None are returned as they are. Raises ConfigError.
+    """
+    if given is None or isinstance(given, str | bool):
+        return given
+    if getattr(given, "module_filter_func", None) is not None:
+        why, remedy = "Layers are chosen by accelerate's default.", "Remove module_filter_func."
+        raise ConfigError(why, field="fp8", value=type(given).__name__, remedy=remedy)
+    config = getattr(given, "config", given)
+    if hasattr(type(config), "from_recipe_name"):
+        for name in _FLOAT8_RECIPES:
+            recipe = type(config).from_recipe_name(name)
+            if replace(config, **{field: getattr(recipe, field) for field in _SET_FOR_FLOAT8}) == recipe:
+                return name
+    raise ConfigError(_NO_RECIPE, field="fp8", value=str(config)[:200], remedy=_RECIPES)
+
+
 def _about_float8(args: ArgumentGroups) -> Iterator[_Finding]:
-    yield (
-        args.fp8 not in (None, "tensorwise", "rowwise"),
-        "fp8",
-        "torchao has no such recipe that is served here.",
-        "Give tensorwise or rowwise.",
-    )
+    yield args.fp8 not in (None, *_FLOAT8_RECIPES), "fp8", _NO_RECIPE, _RECIPES
     yield args.fp8 and not args.bf16, "fp8", "What is not multiplied in float8 needs bfloat16.", "Give bf16=True too."
     yield (
         args.fp8 and args.deepspeed,

@@ -175,13 +175,26 @@ class Recipe:
     name: str
     emulate: bool = False
     pad_inner_dim: bool = False
+    enable_fsdp_float8_all_gather: bool = False
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> Recipe:
+        return cls(name)
+
+
+def recipe(name: str, chosen: Any = None) -> Any:
+    """As accelerate's AORecipeKwargs."""
+    config = Recipe(name, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
+    return types.SimpleNamespace(config=config, module_filter_func=chosen)
 
 
 class Scaled(nn.Linear):
     """As a converted layer of torchao: of a class derived from torch's."""
 
 
-@pytest.mark.parametrize(("fp8", "name"), [(True, "tensorwise"), ("rowwise", "rowwise")])
+@pytest.mark.parametrize(
+    ("fp8", "name"), [(True, "tensorwise"), ("rowwise", "rowwise"), (recipe("rowwise"), "rowwise")]
+)
 def test_inner_linear_layers_multiply_in_float8(
     fp8: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,11 +207,14 @@ def test_inner_linear_layers_multiply_in_float8(
                 layer.__class__ = Scaled
 
     torchao: Any = types.ModuleType("torchao.float8")
-    torchao.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=Recipe)
+    torchao.Float8LinearConfig = Recipe
     torchao.convert_to_float8_training = convert
     monkeypatch.setitem(sys.modules, torchao.__name__, torchao)
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in token_rows(4)]
-    one = trained(tmp_path, rows, model=llama(), max_steps=1, fp8=fp8, bf16=True)
+    one = trainer(tmp_path, rows, model=llama(), max_steps=1, fp8=fp8, bf16=True)
+    assert one.args.fp8 == name
+    assert any(isinstance(layer, Scaled) for layer in one.model.modules()), "before a strategy shards them"
+    one.train()
     assert asked == [Recipe(name, emulate=not torch.cuda.is_available(), pad_inner_dim=True)]
     chosen = {path: layer for path, layer in one.model.named_modules() if isinstance(layer, Scaled)}
     assert len(chosen) > 4
@@ -212,6 +228,9 @@ def test_inner_linear_layers_multiply_in_float8(
     ("given", "message"),
     [
         ({"fp8": "rowise", "bf16": True}, "fp8 = rowise: .*tensorwise or rowwise"),
+        ({"fp8": recipe("blockwise"), "bf16": True}, "fp8 = .*blockwise.*tensorwise or rowwise"),
+        ({"fp8": recipe("rowwise", bool), "bf16": True}, "fp8 = .*Remove module_filter_func"),
+        ({"fp8": object(), "bf16": True}, "fp8 = .*tensorwise or rowwise"),
         ({"fp8": True}, "fp8 = tensorwise: .*Give bf16=True too"),
         ({"fp8": True, "bf16": True}, "fp8 = tensorwise: The model has no linear layer for it"),
     ],

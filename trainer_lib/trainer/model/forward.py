@@ -322,9 +322,11 @@ class Forward:
             return compute()
 
     def _passes_autograd(self) -> bool:
-        # Compiled graphs are shared with training; sharded models gather their weights by autograd's hooks.
-        shares = self._trainer.args.torch_compile or self._internals.engine.strategy.forward_communicates
-        return not self._needs_autograd and not shares and self._internals.world.device.type in ("cpu", "cuda")
+        # Compiled graphs are shared with training; sharded models gather their weights by autograd's hooks; torchao's
+        # tensors in float8 know only the operations that autograd makes of others.
+        args = self._trainer.args
+        needed = args.torch_compile or args.fp8 or self._internals.engine.strategy.forward_communicates
+        return not self._needs_autograd and not needed and self._internals.world.device.type in ("cpu", "cuda")
 
     def _loss_and_outputs(
         self, model: nn.Module, inputs: Any, computes_loss: bool

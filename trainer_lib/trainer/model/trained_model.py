@@ -153,6 +153,8 @@ class TrainedModel:
         trainer.label_names = list(facts.forward.labels)
         trainer.can_return_loss = facts.forward.returns_loss
         models.check_settings(trainer.model, args)
+        if args.fp8:  # here, since a strategy that shards holds on to the layers that it finds
+            use_float8(trainer.model, args)
         strategy.check_model(trainer.model)
         problem = getattr(getattr(trainer.model, "config", None), "problem_type", None)
         if trainer.label_smoother is not None and problem == "multi_label_classification":
@@ -175,8 +177,6 @@ class TrainedModel:
             config = args.liger_kernel_config
             kernels = models.liger_kernels(model, config)
             kernels._apply_liger_kernel_to_instance(model=models.innermost(model), **(config or {}))
-        if args.fp8:
-            use_float8(model, args)
         if args.gradient_checkpointing:
             choice = Recomputation.of(args.gradient_checkpointing_kwargs)
             self._keep_all()
