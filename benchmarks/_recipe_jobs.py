@@ -15,7 +15,7 @@ from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.storage import Store
-from trainflow.flows.new_project.starting import TEMPLATES, write_project
+from trainflow.flows.new_project.starting import templates, write_project
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -85,7 +85,7 @@ def prepare_job(name: str, folder: Path, *, steps: int | None, rows: int | None)
     write_project(project, name)
     spec = parse_yaml((project / "pipeline.yaml").read_text())
     recipe = load(recipe_file(name), project)
-    out = PrepareOutput(Store.open(folder / "out"), [str(project / TEMPLATES[name]["data"])])
+    out = PrepareOutput(Store.open(folder / "out"), [str(project / templates()[name]["data"])])
     splits = {
         split: [dict(row) for row in each] for split, each in recipe.prepare(spec["prepare"]["options"], out).items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import functools
 import html.entities
 import io
 import json
@@ -14,13 +15,15 @@ import sysconfig
 import token
 import tokenize
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError, StorageError
 
+R = TypeVar("R")
 _MOST_WORDS = 40
 _FEWEST_WORDS = 5
 _LONGEST_WORD = 24
@@ -163,8 +166,7 @@ def modules() -> str:
     for module in ("argparse", "ast", "tarfile", "turtle"):
         source = Path(sysconfig.get_path("stdlib"), f"{module}.py").read_text("utf-8")
         lines = sorted({line.strip() for line in source.splitlines() if len(line.split()) >= 3})
-        # Evenly over the sorted lines, so that any version of Python gives as many.
-        rows += [(lines[index * len(lines) // 300], module) for index in range(300)]
+        rows += [(line, module) for line in _evenly(lines, 300)]
     return _csv(["line", "module"], rows)
 
 
@@ -176,10 +178,7 @@ def docstrings() -> str:
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
         written = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
         found |= dict.fromkeys(text for text in written if text and len(text) >= 40)
-    texts = list(found)
-    # Evenly over all of them, so that any version of Python gives as many.
-    chosen = [texts[index * len(texts) // 400] for index in range(400)]
-    return "".join(json.dumps({"text": text}) + "\n" for text in chosen)
+    return "".join(json.dumps({"text": text}) + "\n" for text in _evenly(list(found), 400))
 
 
 def digits() -> dict[str, bytes]:
@@ -209,8 +208,7 @@ def code_lines() -> str:
         # Since Python 3.12 an f-string is several tokens.
         plain = (row for row in rows if not any(word.startswith(("f'", 'f"')) or "{{" in word for word in row["words"]))
         found |= dict.fromkeys(json.dumps(row) for row in plain)
-    lines = list(found)
-    return "".join(f"{lines[index * len(lines) // 1200]}\n" for index in range(1200))
+    return "\n".join([*_evenly(list(found), 1200), ""])
 
 
 def code_questions() -> str:
@@ -222,8 +220,7 @@ def code_questions() -> str:
         fitting = [each for each in questions if bool(each["answers"]["text"]) != (number % 6 == 0)]
         if fitting:
             found[json.dumps(fitting[number % len(fitting)])] = None
-    rows = list(found)
-    return "".join(f"{rows[index * len(rows) // 800]}\n" for index in range(800))
+    return "\n".join([*_evenly(list(found), 800), ""])
 
 
 def code_chats() -> str:
@@ -241,8 +238,7 @@ def code_chats() -> str:
             turns.append({"role": "user", "content": text})
             turns.append({"role": "assistant", "content": (asked["answers"]["text"] or ["nothing"])[0]})
         found[json.dumps({"messages": turns})] = None
-    rows = list(found)
-    return "".join(f"{rows[index * len(rows) // 400]}\n" for index in range(400))
+    return "\n".join([*_evenly(list(found), 400), ""])
 
 
 def word_orders() -> str:
@@ -261,8 +257,7 @@ def word_orders() -> str:
                 chosen, rejected = (" " + " ".join([*each, last]) for each in (rest, other))
                 row = {"prompt": " ".join(words[: len(words) // 3]), "chosen": chosen, "rejected": rejected}
                 found[json.dumps(row)] = None
-    rows = list(found)
-    return "".join(f"{rows[index * len(rows) // 1200]}\n" for index in range(1200))
+    return "\n".join([*_evenly(list(found), 1200), ""])
 
 
 def ranked_lines() -> str:
@@ -310,7 +305,7 @@ def character_names() -> str:
         if names and all(names) and name and not name.startswith(("CJK", "HANGUL")):
             rows.append((name.lower(), ", ".join(names).lower()))
     short = [row for row in rows if len(row[1]) <= 100]
-    return _csv(["name", "parts"], (short[index * len(short) // 700] for index in range(700)))
+    return _csv(["name", "parts"], _evenly(short, 700))
 
 
 def _sources(modules: Sequence[str]) -> Iterator[str]:
@@ -320,194 +315,33 @@ def _sources(modules: Sequence[str]) -> Iterator[str]:
         yield (file if file.is_file() else file.with_suffix("") / "__init__.py").read_text("utf-8")
 
 
+def _evenly(rows: Sequence[R], count: int) -> list[R]:
+    """So many of the rows, evenly over all of them: any version of Python gives as many."""
+    return [rows[index * len(rows) // count] for index in range(count)]
+
+
 def _csv(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
 
 
+_SAMPLES: dict[str, Callable[[], str | dict[str, bytes]]] = {
+    make.__name__: make
+    for make in (
+        *(wine, diabetes, modules, docstrings, digits, elnino, code_lines, code_questions, code_chats, word_orders),
+        *(ranked_lines, marked_lines, entity_names, character_names),
+    )
+}
+"""What makes the text of a project's data, or its files, by the names in templates.yaml."""
 _GITIGNORE = ".trainflow/\npredictions/\n__pycache__/\n.pytest_cache/\n"
-_AT_RANDOM = """\
-  # At random from a configuration of transformers; or {pretrained: NAME}, in prepare.options as well.
-  model: {config: """
-_RANDOM_BERT, _RANDOM_LLAMA = (
-    f"{_AT_RANDOM}{{model_type: {kind}, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2}}}}"
-    for kind in ("bert", "llama")
-)
-_RANDOM_T5 = f"{_AT_RANDOM}{{model_type: t5, d_model: 128, d_kv: 32, d_ff: 256, num_layers: 2, num_heads: 4}}}}"
-_JUDGED = {
-    "data": "lines.csv",
-    "trivial": "always the longer answer, or always the shorter one",
-    "about": "Prefers lines of the modules argparse and ast to lines of turtle and tarfile.",
-    "column": "prompt",
-    "source": "lines of four modules of Python's standard library (PSF licence).",
-}
-_COMPARED = {
-    **_JUDGED,
-    "options": "    # At random from a configuration of transformers; or pretrained: NAME, in train.model too.\n"
-    "    config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2}\n"
-    "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
-    "model": "  model: {beta: 0.1}  # how much a distance from the model before its training counts",
-    "rate": "5.0e-3",
-}
-TEMPLATES: dict[str, dict[str, Any]] = {
-    "causal-language-modeling": {
-        "data": "docstrings.jsonl",
-        "make": docstrings,
-        "options": "    length: 128\n    overlong: split  # a longer text becomes pieces; or drop, refuse\n"
-        "    vocabulary: 1024",
-        "model": _RANDOM_LLAMA,
-        "rate": "3.0e-3",
-        "margin": "nats_below_unigram",
-        "trivial": "the frequencies of the tokens",
-        "about": "Writes docstrings like those of Python's standard library.",
-        "column": "text",
-        "source": "docstrings of Python's standard library (PSF licence).",
-    },
-    "embeddings": {
-        "data": "entities.csv",
-        "make": entity_names,
-        "options": "    query: entity\n    positive: character\n    vocabulary: 400\n    max_length: 48",
-        "model": _RANDOM_BERT,
-        "rate": "2.0e-3",
-        "margin": "mrr_over_overlap",
-        "trivial": "counting the tokens in common",
-        "about": "Finds the character that a name of HTML means.",
-        "column": "positive",
-        "source": "HTML's and Unicode's names of characters, out of Python's copies (WHATWG and Unicode licences).",
-    },
-    "feedback-optimization": {**_COMPARED, "make": marked_lines, "margin": "auc_over_length"},
-    "image-classification": {
-        "data": "digits",
-        "make": digits,
-        "options": "    size: 16      # pixels of a side\n    colours: grey",
-        "by": "stratified",
-        "model": "  model: {channels: [16, 32], augment: {shift: 0.1, rotate: 10.0}}",
-        "rate": "3.0e-3",
-        "margin": "accuracy_over_majority",
-        "trivial": "always the most frequent class",
-        "about": "Reads a handwritten digit.",
-        "column": "",
-        "source": "600 scans of digits, which scikit-learn ships (UCI repository, CC BY 4.0).",
-    },
-    "preference-optimization": {
-        **_COMPARED,
-        "data": "sentences.jsonl",
-        "make": word_orders,
-        "margin": "accuracy_over_length",
-        "about": "Tells a sentence from its words in another order.",
-        "source": "sentences of docstrings of Python's standard library (PSF licence); the rejected answers are their "
-        "words in an order that was drawn.",
-    },
-    "question-answering": {
-        "data": "questions.jsonl",
-        "make": code_questions,
-        "options": "    max_length: 128  # tokens of a window; a longer context has several\n    stride: 32",
-        "model": _RANDOM_BERT,
-        "rate": "1.0e-3",
-        "margin": "f1_over_usual",
-        "trivial": "the answer that each question had most often in training",
-        "about": "Finds what a function of Python takes, returns or raises.",
-        "column": "answers",
-        "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
-    },
-    "reward-modeling": {
-        **_JUDGED,
-        "column": "chosen",
-        "make": ranked_lines,
-        "options": "    vocabulary: 1000\n    max_length: 96  # tokens of a prompt with an answer",
-        "model": _RANDOM_LLAMA,
-        "rate": "2.0e-3",
-        "margin": "accuracy_over_length",
-    },
-    "sequence-to-sequence": {
-        "data": "characters.csv",
-        "make": character_names,
-        "options": "    text: name\n    target: parts\n    vocabulary: 600\n    max_length: 48    # tokens to read\n"
-        "    target_length: 48 # tokens to write",
-        "model": _RANDOM_T5,
-        "rate": "3.0e-3",
-        "every": 150,  # each evaluation generates
-        "margin": "chrf_over_lead",
-        "trivial": "the first words of what is read",
-        "about": "Names the parts that a character consists of.",
-        "column": "target",
-        "source": "names of characters, out of Python's copy of the Unicode character database (Unicode licence).",
-    },
-    "supervised-fine-tuning": {
-        "data": "chats.jsonl",
-        "make": code_chats,
-        "options": "    vocabulary: 800\n    length: 192\n    overlong: cut  # a longer conversation; or drop, refuse",
-        "model": _RANDOM_LLAMA,
-        "rate": "3.0e-3",
-        "margin": "nats_below_unigram",
-        "trivial": "the frequencies of the tokens of answers",
-        "about": "Says what a function of Python takes, returns or raises.",
-        "column": "shape",
-        "source": "functions of Python's standard library, with questions by its parser (PSF licence).",
-    },
-    "tabular-classification": {
-        "data": "wine.csv",
-        "make": wine,
-        "options": "    label: cultivar",
-        "by": "stratified",
-        "model": "  model: {hidden: [64], dropout: 0.1}",
-        "rate": "5.0e-3",
-        "margin": "accuracy_over_majority",
-        "trivial": "always the most frequent class",
-        "about": "Tells the cultivar of a wine from what a laboratory measured.",
-        "source": "measurements of 178 wines, which scikit-learn ships (UCI repository, CC BY 4.0).",
-    },
-    "tabular-regression": {
-        "data": "diabetes.csv",
-        "make": diabetes,
-        "options": "    label: progression",
-        "model": "  model: {hidden: [64], dropout: 0.1}",
-        "rate": "5.0e-3",
-        "margin": "rmse_below_mean",
-        "trivial": "always the mean",
-        "about": "Estimates the progression of diabetes within a year.",
-        "source": "measurements of 442 patients, which scikit-learn ships (Efron et al., 2004).",
-    },
-    "text-classification": {
-        "data": "lines.csv",
-        "make": modules,
-        "options": "    text: line\n    label: module",
-        "by": "stratified",
-        "model": _RANDOM_BERT,
-        "rate": "1.0e-3",
-        "margin": "accuracy_over_majority",
-        "trivial": "always the most frequent class",
-        "about": "Tells which module of the standard library a line of Python is from.",
-        "source": "lines of four modules of Python's standard library (PSF licence).",
-    },
-    "time-series-forecasting": {
-        "data": "elnino.csv",
-        "make": elnino,
-        "options": "    time: month\n    target: temperature\n    context: 36   # months that a forecast knows\n"
-        "    horizon: 6    # months to forecast\n    season: 12",
-        "by": "time",
-        "model": "  model: {hidden: []}  # linear; or sizes of layers, such as [64]",
-        "rate": "1.0e-2",
-        "margin": "mase_below_seasonal",
-        "trivial": "repeating the last season",
-        "about": "Forecasts the temperature of the sea for six months.",
-        "column": "target",
-        "source": "the sea's temperature off Peru by month (NOAA, ERSST.V3B, Nino 1+2, public domain).",
-    },
-    "token-classification": {
-        "data": "lines.jsonl",
-        "make": code_lines,
-        "options": "    words: words\n    label: tags",
-        "model": _RANDOM_BERT,
-        "rate": "2.0e-3",
-        "margin": "accuracy_over_usual",
-        "trivial": "the tag that each word had most often in training",
-        "about": "Tells the part that each word of a line of Python plays.",
-        "source": "lines of Python's standard library, with tags by its parser (PSF licence).",
-    },
-}
-"""Recipe -> the name of its data's file or folder, what makes its text or files, and what its texts say."""
+
+
+@functools.cache
+def templates() -> dict[str, dict[str, Any]]:
+    """What the projects of the recipes have, by the recipes' names (templates.yaml)."""
+    found: dict[str, dict[str, Any]] = parse_yaml(Path(__file__).with_name("templates.yaml").read_text("utf-8"))
+    return {name: {"by": "random", "column": "label", **facts} for name, facts in found.items() if name != "_"}
 
 
 def check_target(folder: Path, recipe: str) -> None:
@@ -518,10 +352,8 @@ def check_target(folder: Path, recipe: str) -> None:
     """
     from trainflow.flows.spec.spec import PipelineSpec
 
-    if recipe not in TEMPLATES:
-        raise ConfigError(
-            "No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, TEMPLATES)
-        )
+    if recipe not in (known := templates()):
+        raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, known))
     name = folder.absolute().name
     pattern = next(each.pattern for each in PipelineSpec.model_fields["name"].metadata if hasattr(each, "pattern"))
     if not re.match(pattern, name):
@@ -541,7 +373,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     check_target(folder, recipe)
     name = folder.absolute().name
     module = "".join(char if char.isalnum() else "_" for char in name.lower())
-    facts = {"name": name, "recipe": recipe, "module": module, "by": "random", "column": "label", **TEMPLATES[recipe]}
+    facts = {"name": name, "recipe": recipe, "module": module, **templates()[recipe]}
     texts = {
         "pipeline.yaml": _render("pipeline.yaml.j2", facts),
         f"test_{module}.py": _render("test_project.py.j2", facts),
@@ -549,7 +381,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
         "schema.json": _schema(),
         ".gitignore": _GITIGNORE,
     }
-    data, made = facts["data"], facts["make"]()
+    data, made = facts["data"], _SAMPLES[facts["make"]]()
     contents = {file: text.encode() for file, text in texts.items()}
     contents |= {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": each for at, each in made.items()}
     _write(folder, contents)

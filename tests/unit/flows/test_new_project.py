@@ -30,7 +30,7 @@ def validator() -> Any:
     return library.Draft202012Validator(spec_schema())
 
 
-@pytest.mark.parametrize("recipe", sorted(starting.TEMPLATES))
+@pytest.mark.parametrize("recipe", sorted(ABOUT))
 def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recipe: str, validator: Any) -> None:
     folder = tmp_path / "my-project"
     files = starting.write_project(folder, recipe)
@@ -50,7 +50,7 @@ def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recip
 
 
 def test_every_named_recipe_can_begin_a_project_and_the_examples_have_its_data() -> None:
-    assert set(starting.TEMPLATES) == set(ABOUT)
+    assert set(starting.templates()) == set(ABOUT)
     data = {"tabular/wine": wine(), "tabular/diabetes": diabetes(), "forecasting/elnino": elnino()}
     assert {name: (ROOT / "examples" / f"{name}.csv").read_text() for name in data} == data
 
