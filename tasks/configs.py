@@ -81,7 +81,7 @@ def fill_arguments(section: Any) -> Any:
     if intervals[0] not in (None, *_INTERVALS):
         what = "it needs evaluations while training: set train.args.eval_strategy to steps or epoch, or remove it."
         raise PydanticCustomError("no_evaluations", "{what}", {"what": what})
-    interval = next((each for each in intervals if each in _INTERVALS), "epoch")
+    interval = next((interval for interval in intervals if interval in _INTERVALS), "epoch")
     wanted: dict[str, Any] = {
         "eval_strategy": interval,
         "save_strategy": interval,
@@ -114,13 +114,13 @@ class LaunchSettings(LaunchConfig):
     def to_config(self) -> LaunchConfig:
         """These settings as the launcher takes them, which goes on to change them without validating a spec."""
         # A plain dataclass: `replace` on this class would validate every change again.
-        return LaunchConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
+        return LaunchConfig(**{setting.name: getattr(self, setting.name) for setting in fields(self)})
 
 
 def _read_launch(value: Any) -> Any:
     if isinstance(value, str):  # a launcher's name alone
         return {"kind": value}
-    return refuse_unknown(value, [each.name for each in fields(LaunchConfig)])
+    return refuse_unknown(value, [setting.name for setting in fields(LaunchConfig)])
 
 
 Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]

@@ -31,11 +31,11 @@ def describe_code(
         place = now.get(label) or _place((before or {}).get(label))
         sentence, rank = _sentence(label, place, difference)
         code.append((rank, replace(difference, sentence=sentence)))
-    code.sort(key=lambda each: each[0])
+    code.sort(key=lambda change: change[0])
     described = [difference for _, difference in code]
     # An order that differs because something came or went says nothing new.
-    if any(not _is_order(each) for each in described):
-        described = [each for each in described if not _is_order(each)]
+    if any(not _is_order(change) for change in described):
+        described = [change for change in described if not _is_order(change)]
     return [*_without_edited_statements(described), *others]
 
 
@@ -61,7 +61,7 @@ def _sentence(label: str, place: Place | None, difference: Difference) -> tuple[
 
 def _place(record: Any) -> Place | None:
     if isinstance(record, list) and len(record) in (2, 3) and isinstance(record[0], int):
-        return Place(record[0], *(str(each) for each in record[1:]))
+        return Place(record[0], *(str(part) for part in record[1:]))
     return None
 
 
@@ -71,17 +71,17 @@ def _is_order(difference: Difference) -> bool:
 
 def _without_edited_statements(found: list[Difference]) -> list[Difference]:
     """An edited statement without a name comes as one that went and one that came: it counts as changed."""
-    gone = [_file(each) for each in found if _is_statement(each) and each.new is None]
-    came = [_file(each) for each in found if _is_statement(each) and each.old is None]
+    gone = [_file(change) for change in found if _is_statement(change) and change.new is None]
+    came = [_file(change) for change in found if _is_statement(change) and change.old is None]
     kept: list[Difference] = []
-    for each in found:
-        if _is_statement(each) and each.new is None and _file(each) in came:
-            came.remove(_file(each))
+    for change in found:
+        if _is_statement(change) and change.new is None and _file(change) in came:
+            came.remove(_file(change))
             continue
-        if _is_statement(each) and each.old is None and _file(each) in gone:
-            gone.remove(_file(each))
-            each = replace(each, sentence=(each.sentence or "").replace(" added (", " changed (", 1))
-        kept.append(each)
+        if _is_statement(change) and change.old is None and _file(change) in gone:
+            gone.remove(_file(change))
+            change = replace(change, sentence=(change.sentence or "").replace(" added (", " changed (", 1))
+        kept.append(change)
     return kept
 
 

@@ -147,8 +147,8 @@ class _Types:
             if isinstance(ending, str) and ending.startswith(".") and self.paths_in(file, inner[0], depth - 1) is True:
                 return ending
         found: Paths = False
-        for each in inner:
-            found = _merge(found, self.paths_in(file, each, depth - 1))
+        for part in inner:
+            found = _merge(found, self.paths_in(file, part, depth - 1))
         return found
 
     def _paths_in_call(self, file: str, node: ast.Call, depth: int) -> Paths:
@@ -179,15 +179,15 @@ class _Types:
         for base in node.bases:
             found = _merge(found, self.paths_in(file, base, depth - 1))
         fields = {
-            each.target.id: each.annotation
-            for each in node.body
-            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            statement.target.id: statement.annotation
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         }
         return _merge(found, self._fields(file, fields, depth))
 
     def _fields(self, file: str, annotations: Mapping[Any, ast.expr], depth: int) -> Paths:
         paths = {str(name): self.paths_in(file, node, depth - 1) for name, node in annotations.items()}
-        return {name: each for name, each in paths.items() if each}
+        return {name: held for name, held in paths.items() if held}
 
     def _is_typed_dict_class(self, file: str, node: ast.ClassDef, depth: int) -> bool:
         return depth > 0 and any(self._is_typed_dict(file, base, depth - 1) for base in node.bases)
@@ -199,8 +199,10 @@ class _Types:
         meaning = self._program.resolve(file, chain)
         if any(name.endswith(".TypedDict") for name in meaning.outside):
             return True
-        classes = [(each.file, each.node) for each in meaning.pieces_here]
-        return any(self._is_typed_dict_class(at, each, depth) for at, each in classes if isinstance(each, ast.ClassDef))
+        classes = [(piece.file, piece.node) for piece in meaning.pieces_here]
+        return any(
+            self._is_typed_dict_class(at, piece, depth) for at, piece in classes if isinstance(piece, ast.ClassDef)
+        )
 
 
 def _merge(one: Paths, other: Paths) -> Paths:
@@ -260,9 +262,9 @@ def _names_read(piece: Piece, position: int) -> set[str] | None:
     if position >= len(parameters):
         return None
     parents = {child: parent for parent in ast.walk(node) for child in ast.iter_child_nodes(parent)}
-    uses = [each for each in ast.walk(node) if isinstance(each, ast.Name) and each.id == parameters[position].arg]
+    uses = [name for name in ast.walk(node) if isinstance(name, ast.Name) and name.id == parameters[position].arg]
     read = [_name_read(use, parents[use], parents) for use in uses]
-    return None if None in read else {each for each in read if each is not None}
+    return None if None in read else {name for name in read if name is not None}
 
 
 def _name_read(use: ast.Name, parent: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> str | None:

@@ -91,7 +91,7 @@ def refuse_project_modules(calls: Iterable[MetricCall], folders: Iterable[Path])
 
 @functools.cache
 def _distributions() -> dict[str, list[str]]:
-    return {name: list(each) for name, each in metadata.packages_distributions().items()}
+    return {name: list(distributions) for name, distributions in metadata.packages_distributions().items()}
 
 
 FOLDER_CHARS = 16
@@ -279,7 +279,7 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
         fields["mixture"] = context.mixture
     if context.metrics:  # others are measured by evaluate alone, and change no weight
         packages = metric_packages(context.metrics)
-        fields |= {"metrics": [to_record(each) for each in context.metrics], "metric_packages": packages}
+        fields |= {"metrics": [to_record(metric) for metric in context.metrics], "metric_packages": packages}
     return stage_key("train", fields, schema=2, places=code.places)
 
 

@@ -92,8 +92,8 @@ def describe_lineage(
             for one in manifests
         ),
         checkpoints=tuple(
-            CheckpointLink(name=each, step=_step_of(each), content_digest=digest)
-            for each, digest in facts.checkpoint_digests.items()
+            CheckpointLink(name=checkpoint, step=_step_of(checkpoint), content_digest=digest)
+            for checkpoint, digest in facts.checkpoint_digests.items()
         ),
         exported=facts.exported,
         tracked_run=tracked,
@@ -153,9 +153,9 @@ def changed_arguments(model: StageManifest) -> dict[str, Any]:
 
 
 def _sources(recorded: object) -> Iterable[SourceLink]:
-    for each in recorded if isinstance(recorded, list) else ():
-        if isinstance(each, Mapping):
-            yield SourceLink(source=mask(str(each.get("source"))), digest=str(each.get("digest")))
+    for source in recorded if isinstance(recorded, list) else ():
+        if isinstance(source, Mapping):
+            yield SourceLink(source=mask(str(source.get("source"))), digest=str(source.get("digest")))
 
 
 def _step_of(name: str) -> int:

@@ -81,7 +81,7 @@ def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: Stag
         return ()
     wanted, calls = named.removeprefix("eval_"), read_metrics(evaluate.metrics)
     # A metric of a package may give several numbers, by the names that follow its own.
-    found = [each for each in calls if wanted == each.result or (each.module and wanted.startswith(f"{each.result}_"))]
+    found = [call for call in calls if wanted == call.result or (call.module and wanted.startswith(f"{call.result}_"))]
     measured = found[0].name if found else wanted
     # Of a loss that the Trainer knows by its name, the least one is chosen.
     is_known = not found and wanted.endswith("loss")
@@ -93,7 +93,7 @@ def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: Stag
         )
     code = code_of(train, context)
     if not found and wanted != "loss" and not any(code.defines(name) for name in _MEASURES):
-        near = nearest(wanted, [each.result for each in calls])
+        near = nearest(wanted, [call.result for call in calls])
         remedy = "Name it in evaluate.metrics, or return it from compute_metrics."
         raise ConfigError(
             "The recipe has no compute_metrics, so an evaluation while training gives the loss alone.",

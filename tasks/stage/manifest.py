@@ -329,7 +329,7 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
         if record is not None and _same_subject(record["fields"], key.fields):
             # Results that follow each other differ in nothing that a user has changed.
             ignored = {*unknown, REFRESH}
-            known = [each for each in differences(record["fields"], key.fields) if each.field not in ignored]
+            known = [change for change in differences(record["fields"], key.fields) if change.field not in ignored]
             changed = describe_code(known, record.get("places"), key.places)
             # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
@@ -337,7 +337,7 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
         return Miss("never run before")
     _, _, name, changed = min(found, key=lambda candidate: candidate[:3])
     # Another schema gives the key other fields, so their differences say nothing about the user's settings.
-    if schema := tuple(each for each in changed if each.field == "schema"):
+    if schema := tuple(change for change in changed if change.field == "schema"):
         return Miss("a newer trainflow keys or writes this stage in another form", name, schema)
     return Miss(summary(changed), name, tuple(changed)) if changed else None
 

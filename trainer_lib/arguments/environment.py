@@ -223,7 +223,7 @@ def interface_towards(host: str) -> str | None:
             own = str(probe.getsockname()[0])
     except OSError:
         return None
-    found = {each.address: name for name, each_of in psutil.net_if_addrs().items() for each in each_of}
+    found = {address.address: name for name, each_of in psutil.net_if_addrs().items() for address in each_of}
     return found.get("127.0.0.1" if own.startswith("127.") else own)
 
 

@@ -298,13 +298,13 @@ def _parser(name: str, hint: Any, declared: Declaration) -> Callable[[Any], Any]
 def _checked(name: str, hint: Any, declared: Declaration, value: Any) -> Any:
     out = coerce(value, hint, field=name, secret=declared.secret)
     check_bounds(name, out, declared)
-    for each in out if isinstance(out, list | tuple | set) else [out]:
-        if declared.choices and each is not None and each not in declared.choices:
+    for item in out if isinstance(out, list | tuple | set) else [out]:
+        if declared.choices and item is not None and item not in declared.choices:
             raise ConfigError(
                 "This is not one of the choices.",
                 field=name,
-                value=each,
-                remedy=suggestion(str(each), [str(choice) for choice in declared.choices]),
+                value=item,
+                remedy=suggestion(str(item), [str(choice) for choice in declared.choices]),
             )
     return out
 
@@ -372,7 +372,7 @@ def _from_files(words: list[str], beside_script: bool, filename: str | None, fla
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument(name, dest="files", type=str, action="append", default=[])
         found, words = finder.parse_known_args(words)
-        files += [Path(each) for each in found.files]
+        files += [Path(name) for name in found.files]
     read: list[str] = []
     for file in files:
         try:

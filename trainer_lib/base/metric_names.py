@@ -93,7 +93,7 @@ class MetricCall:
             value = {"name": value}
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
             raise _refusal("A metric is a name, or a mapping with a name.", value, "Write {name: …, as: …}.")
-        arguments = {str(key): each for key, each in value.items() if key not in ("name", "as", "input")}
+        arguments = {str(key): argument for key, argument in value.items() if key not in ("name", "as", "input")}
         name, given = value["name"], value.get("input")
         dotted = _DOTTED.fullmatch(name)
         if dotted is None and name not in NAMES:

@@ -47,7 +47,7 @@ class ModelOutput(dict[str, Any]):
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The values that are not None, in the order of a dataclass's fields, else in that of insertion."""
-        names = [each.name for each in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list(self)
+        names = [member.name for member in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else list(self)
         return tuple(dict.__getitem__(self, name) for name in names if name in self)
 
 

@@ -81,15 +81,15 @@ def _decoded(hint: Any, value: Any, name: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # in use: X | None, and unions of JSON's own types
         if value is None and type(None) in inner:
             return None
-        others = [each for each in inner if each is not type(None)]
+        others = [kind for kind in inner if kind is not type(None)]
         # A union of JSON's own types: JSON has already told them apart.
         if len(others) > 1:
             return value
         return _decoded(others[0], value, name)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_decoded(inner[0], each, f"{name}[{index}]") for index, each in enumerate(value))
+        return tuple(_decoded(inner[0], item, f"{name}[{index}]") for index, item in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {str(key): _decoded(inner[1], each, _join(name, str(key))) for key, each in value.items()}
+        return {str(key): _decoded(inner[1], item, _join(name, str(key))) for key, item in value.items()}
     if is_dataclass(hint):
         return from_record(typing.cast("type[Any]", hint), value, name=name)
     # A whole number may stand for a float: a timeout of 60.

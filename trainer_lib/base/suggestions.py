@@ -10,7 +10,7 @@ def nearest(name: str, options: Iterable[str]) -> str | None:
     """Return the option most like `name`; None when no option is close enough to be worth suggesting."""
     names = list(options)
     # A name of one letter is not close to its capital for difflib.
-    found = [each for each in names if each.casefold() == name.casefold() and each != name]
+    found = [known for known in names if known.casefold() == name.casefold() and known != name]
     found = found or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return found[0] if found else None
 

@@ -348,8 +348,8 @@ class PreloadedCheckpoint(Checkpoint):
             self._rng = rank, super().read_rng(rank)
             done.add(own)
         # Rank 0's extra tensors belong to callbacks, which every rank restores.
-        self._extra = {each: super(PreloadedCheckpoint, self).read_extra(each) for each in {0, rank}}
-        done |= {layout.extra_file(each) for each in self._extra}
+        self._extra = {holder: super(PreloadedCheckpoint, self).read_extra(holder) for holder in {0, rank}}
+        done |= {layout.extra_file(holder) for holder in self._extra}
         # One rank is enough for files that no rank needs.
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
             self._compare_digest(name)

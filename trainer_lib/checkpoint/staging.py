@@ -59,8 +59,8 @@ class HostCopy:
         Raises:
             OutOfMemoryError: the host has no room for the copy.
         """
-        plain = [each for each in tensors.values() if each.layout is torch.strided and not each.is_meta]
-        distinct = {_memory_key(each): each.detach() for each in plain}
+        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta]
+        distinct = {_memory_key(tensor): tensor.detach() for tensor in plain}
         block = self._require_block(bytes_to_copy(distinct.values()))
         copies: dict[Hashable, Tensor] = {}
         begin = 0

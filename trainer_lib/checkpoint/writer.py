@@ -214,7 +214,7 @@ class _Save:
             self.snapshot = _leave_out(self.snapshot, added)
             written = run_on_all_ranks(self.comm, lambda: _write_rank(self.store, self.snapshot, self.comm.rank))
             files = self._gather_files(written)
-            files += [entry for path, entry in added.items() if path not in {each.path for each in files}]
+            files += [entry for path, entry in added.items() if path not in {known.path for known in files}]
             commit = self._on_first_rank(lambda: _commit(self.store, files, self._meta(), self.claim))
         except TrainflowError:
             if self.comm.rank == 0:

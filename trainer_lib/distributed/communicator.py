@@ -336,7 +336,7 @@ class ProcessGroup(Communicator):
         own = in_flight.remember(tensor.detach().clone(memory_format=torch.contiguous_format))
         gathered = [in_flight.remember(torch.empty_like(own)) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self._group_of(tensor))
-        return [each.detach() for each in gathered]
+        return [tensor.detach() for tensor in gathered]
 
     def _group_of(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
         return self._group if tensor.device.type == "cpu" else self._device_group

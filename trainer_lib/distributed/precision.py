@@ -109,7 +109,7 @@ def back_up_weights(model: nn.Module) -> Callable[[], None]:
     Used before a model is cast as a whole. A ``state_dict`` would not do: it misses the buffers that are not persistent
     (a decoder's rotary frequencies), and these lose digits in the cast like all others.
     """
-    parameters = [(each, each.data.to("cpu")) for each in model.parameters() if each.is_floating_point()]
+    parameters = [(param, param.data.to("cpu")) for param in model.parameters() if param.is_floating_point()]
     buffers = [
         (module, name, buffer.device, buffer.to("cpu"))
         for module in model.modules()

@@ -218,7 +218,7 @@ class CalledMetric:
             return {result: self._number(value)}
         if len(value) == 1:
             return {result: self._number(next(iter(value.values())))}
-        return {f"{result}_{name}": self._number(each) for name, each in value.items()}
+        return {f"{result}_{name}": self._number(number) for name, number in value.items()}
 
     def _number(self, value: Any) -> float:
         found = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
@@ -251,7 +251,7 @@ def _import(call: MetricCall) -> Any:
         raise _not_imported(module, error) from error
     target = getattr(found, name, None)
     if target is None:
-        near = nearest(name, [each for each in dir(found) if not each.startswith("_")])
+        near = nearest(name, [known for known in dir(found) if not known.startswith("_")])
         remedy = f"Name a function or a class of {module}." if near is None else f'Did you mean "{near}"?'
         raise ConfigError(f"The module {module} has no such name.", field=FIELD, value=name, remedy=remedy)
     return target
@@ -265,7 +265,9 @@ def _not_imported(module: str, error: Exception) -> ConfigError:
 def _no_such_module(name: str) -> ConfigError:
     parent, _, last = name.rpartition(".")
     if parent:
-        beside = [each.name for each in pkgutil.iter_modules(getattr(importlib.import_module(parent), "__path__", ()))]
+        beside = [
+            module.name for module in pkgutil.iter_modules(getattr(importlib.import_module(parent), "__path__", ()))
+        ]
     else:
         beside = list(metadata.packages_distributions())
     near = nearest(last, beside)
@@ -328,7 +330,9 @@ class NamedMetrics:
 
 
 def _read_outputs(names: Sequence[str], predictions: Any, labels: Any) -> Outputs:
-    outputs, truth = (np.asarray(each[0] if isinstance(each, tuple) else each) for each in (predictions, labels))
+    outputs, truth = (
+        np.asarray(values[0] if isinstance(values, tuple) else values) for values in (predictions, labels)
+    )
     is_classes = outputs.ndim == 2 and truth.ndim == 1 and truth.dtype.kind in "iu" and outputs.shape[1] > 1
     is_numbers = outputs.size == truth.size == len(truth) and truth.dtype.kind == "f"
     known = CLASS_METRICS if is_classes else NUMBER_METRICS if is_numbers else {}
@@ -382,8 +386,8 @@ def measure_slices(
             measured = {**measure_part(part), "rows": len(rows)}
             if bounds is not None and len(rows) >= _FEW:
                 measured |= bounds(part)
-            numbers = {name: each for name, each in measured.items() if isinstance(each, int | float | np.number)}
-            found |= {f"{name}/{column}/{value}": float(each) for name, each in numbers.items()}
+            numbers = {name: number for name, number in measured.items() if isinstance(number, int | float | np.number)}
+            found |= {f"{name}/{column}/{value}": float(number) for name, number in numbers.items()}
     return found
 
 
@@ -448,7 +452,7 @@ def _of_ranks(function: Callable[..., Any], probabilities: np.ndarray, labels: n
         function: takes whether each row is of the class ``[rows]``, and its probability ``[rows]``.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
-    of_class = ((labels == each, probabilities[:, each]) for each in classes)
+    of_class = ((labels == number, probabilities[:, number]) for number in classes)
     values = [float(function(is_one, scores)) for is_one, scores in of_class if 0 < is_one.sum() < len(labels)]
     return float(np.mean(values)) if values else None
 

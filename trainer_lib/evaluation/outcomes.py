@@ -188,7 +188,7 @@ def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[list[Any]]:
     is_known = np.isfinite(confidence)
     confidence, right = confidence[is_known], right[is_known]
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    members = (bins == each for each in range(BINS))
+    members = (bins == number for number in range(BINS))
     return [
         [_short(confidence[chosen].mean()), _short(right[chosen].mean()), int(chosen.sum())]
         for chosen in members

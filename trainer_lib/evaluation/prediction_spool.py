@@ -94,7 +94,7 @@ class _Column:
             if len(widths) == 1:
                 return np.concatenate(self._held)
             return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=dtype), self._held)
-        if len(widths) == 1 and all(dtype == each for each, _ in self._segments):
+        if len(widths) == 1 and all(dtype == kind for kind, _ in self._segments):
             # Equal shapes: the file's bytes are the array already.
             self._flush(self._file)
             return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))

@@ -115,8 +115,8 @@ class MuonAdamW(Optimizer):
         groups = []
         for given in _as_groups(params):
             both = {"lr": lr, "weight_decay": weight_decay, **given}
-            matrices = [each for each in given["params"] if each.ndim == 2 and id(each) not in plain]
-            rest = [each for each in given["params"] if each.ndim != 2 or id(each) in plain]
+            matrices = [param for param in given["params"] if param.ndim == 2 and id(param) not in plain]
+            rest = [param for param in given["params"] if param.ndim != 2 or id(param) in plain]
             if matrices:
                 groups.append({**both, **muon, "params": matrices, "algorithm": "muon"})
             if rest:
@@ -252,7 +252,7 @@ def create_optimizer_cls_and_kwargs(
     try:
         name = OptimizerNames(args.optim)
     except ValueError:
-        options = [each.value for each in OptimizerNames]
+        options = [member.value for member in OptimizerNames]
         remedy = suggestion(str(args.optim), options)
         raise ConfigError("No optimizer has this name.", field="optim", value=str(args.optim), remedy=remedy) from None
     request = OptimizerRequest(name, args, model, parse_optim_args(args.optim_args))
@@ -376,7 +376,7 @@ def _check_settings(name: OptimizerNames, cls: Any, settings: Mapping[str, Any])
     # A constructor that takes **kwargs has to refuse unknown settings itself.
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    options = [each for each in parameters if each not in ("self", "params", "lr", "for_adamw")]
+    options = [parameter for parameter in parameters if parameter not in ("self", "params", "lr", "for_adamw")]
     for setting in settings:
         if setting not in options:
             raise ConfigError(

@@ -102,7 +102,7 @@ def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any
 def _bitsandbytes(request: OptimizerRequest) -> Served:
     name = request.name.value
     # The first part that is in the name: only one of them is.
-    family = next(each for each in ("ademamix", "adam", "lion", "rmsprop") if each in name)
+    family = next(known for known in ("ademamix", "adam", "lion", "rmsprop") if known in name)
     class_name = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}[family]
     cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")
     kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}  # bits of the state
@@ -275,9 +275,9 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
             value=str(targets),
             remedy='Give names of modules, a pattern, or "all-linear".',
         )
-    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    rest = {"params": [each for name, each in parameters if name not in weights]}
-    projected = {"params": [each for name, each in parameters if name in weights], **own}
+    parameters = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    rest = {"params": [param for name, param in parameters if name not in weights]}
+    projected = {"params": [param for name, param in parameters if name in weights], **own}
     return [group for group in (rest, projected) if group["params"]]
 
 

@@ -126,20 +126,20 @@ def _may_be_of(error: OSError, source: Any) -> bool:
     if isinstance(name, bytes | os.PathLike):
         name = os.fsdecode(name)
     if not isinstance(name, str):  # fsspec's errors have the path alone, others a sentence
-        name = next((each for each in error.args[:1] if isinstance(each, str) and _ONLY_PATH.fullmatch(each)), None)
+        name = next((text for text in error.args[:1] if isinstance(text, str) and _ONLY_PATH.fullmatch(text)), None)
     if name is None:
         return True
     scalars = list(_list_scalars(source))
-    if texts := [_path_of(each) for each in scalars if isinstance(each, str)]:
+    if texts := [_path_of(text) for text in scalars if isinstance(text, str)]:
         return any(_is_within(text, name) or _is_within(_path_of(name), text) for text in texts)
     numbers = {int(digits) for digits in re.findall(r"\d+", Path(name).name)}
-    return any(each in numbers for each in scalars)
+    return any(scalar in numbers for scalar in scalars)
 
 
 def _list_scalars(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _list_scalars(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_scalars(item)
     else:
         yield value
 

@@ -102,17 +102,17 @@ def _signature_of(args: ast.arguments) -> inspect.Signature:
     kinds = inspect.Parameter
     parameters = [
         kinds(
-            each.arg,
+            arg.arg,
             kinds.POSITIONAL_ONLY if number < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
             default=kinds.empty if number < required else None,
         )
-        for number, each in enumerate(positional)
+        for number, arg in enumerate(positional)
     ]
     parameters += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
     defaults = [kinds.empty if default is None else None for default in args.kw_defaults]
     parameters += [
-        kinds(each.arg, kinds.KEYWORD_ONLY, default=default)
-        for each, default in zip(args.kwonlyargs, defaults, strict=True)
+        kinds(arg.arg, kinds.KEYWORD_ONLY, default=default)
+        for arg, default in zip(args.kwonlyargs, defaults, strict=True)
     ]
     parameters += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
     return inspect.Signature(parameters)
@@ -213,7 +213,7 @@ def as_pairs(value: object) -> dict[str, Any]:
     known = {"predictions", "labels", "rows", "confidence"}
     if not isinstance(value, Mapping) or not {"predictions", "labels"} <= set(value) <= known:
         raise wrong_result("outcome_pairs", "predictions and labels by name", value, remedy=remedy)
-    lengths = {str(name): len(each) for name, each in value.items()}
+    lengths = {str(name): len(column) for name, column in value.items()}
     if len(set(lengths.values())) > 1:
         what = "outcome_pairs() returned arrays of different lengths."
         raise ConfigError(what, field="outcome_pairs", value=lengths, remedy=remedy)
@@ -239,7 +239,10 @@ def as_measurements(value: object) -> tuple[dict[str, float], dict[str, bytes]]:
             raise wrong_result("after_evaluate", f"bytes or text for the file '{name}'", content, remedy=remedy)
     return (
         {str(name): _number("after_evaluate", name, number, remedy) for name, number in inner["metrics"].items()},
-        {str(name): each.encode() if isinstance(each, str) else bytes(each) for name, each in inner["files"].items()},
+        {
+            str(name): content.encode() if isinstance(content, str) else bytes(content)
+            for name, content in inner["files"].items()
+        },
     )
 
 

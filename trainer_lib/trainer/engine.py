@@ -55,9 +55,9 @@ class OutsideParameters:
         loss: Any = self._trainer.compute_loss_func
         if not isinstance(loss, nn.Module):
             return []
-        known = {id(each) for each in model.parameters()}
+        known = {id(param) for param in model.parameters()}
         groups = parameter_groups(loss, weight_decay, get_decay_parameter_names(loss))
-        own = [{**group, "params": [each for each in group["params"] if id(each) not in known]} for group in groups]
+        own = [{**group, "params": [param for param in group["params"] if id(param) not in known]} for group in groups]
         return [group for group in own if group["params"]]
 
     def find(self, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
@@ -66,28 +66,28 @@ class OutsideParameters:
         if strategy.name == "deepspeed":
             return  # its optimizer holds parts of all parameters
         model = self._trainer.model_wrapped
-        known = {id(each) for each in (*strategy.named_parameters(model).values(), *model.parameters())}
+        known = {id(param) for param in (*strategy.named_parameters(model).values(), *model.parameters())}
         held = {
-            id(each): (each, f"optimizer.{number}.{place}")
+            id(param): (param, f"optimizer.{number}.{place}")
             for number, group in enumerate(optimizer.param_groups)
-            for place, each in enumerate(group["params"])
-            if id(each) not in known
+            for place, param in enumerate(group["params"])
+            if id(param) not in known
         }
         if not held:
             return
-        known |= {id(each) for each in model.buffers()}
+        known |= {id(buffer) for buffer in model.buffers()}
         for prefix, module in self._modules():
-            own = {name: each for name, each in module.named_parameters(prefix) if id(each) in held}
-            self.named.update({name: each for name, each in own.items() if held.pop(id(each), None) is not None})
+            own = {name: param for name, param in module.named_parameters(prefix) if id(param) in held}
+            self.named.update({name: param for name, param in own.items() if held.pop(id(param), None) is not None})
             if own:
-                buffers = {n: each for n, each in module.named_buffers(prefix) if id(each) not in known}
+                buffers = {n: buffer for n, buffer in module.named_buffers(prefix) if id(buffer) not in known}
                 self._buffers.update(buffers)
                 self._owners.update(dict.fromkeys(buffers, (prefix, module)))
-        self.named.update({name: each for each, name in held.values()})
+        self.named.update({name: param for param, name in held.values()})
         if strategy.comm.world_size > 1:
             first = strategy.comm.rank == 0
-            for each in self.named.values():
-                each.data.copy_(strategy.sum(each.data if first else torch.zeros_like(each.data)))
+            for param in self.named.values():
+                param.data.copy_(strategy.sum(param.data if first else torch.zeros_like(param.data)))
         self._note_first()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -95,9 +95,9 @@ class OutsideParameters:
         for name, value in trainer.__dict__.items():
             is_list = isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value)
             several = value.items() if isinstance(value, Mapping) else enumerate(value) if is_list else ()
-            for key, each in [(None, value), *several]:
-                if isinstance(each, nn.Module) and each is not trainer.model and each is not trainer.model_wrapped:
-                    yield (name if key is None else f"{name}.{key}"), each
+            for key, module in [(None, value), *several]:
+                if isinstance(module, nn.Module) and module not in (trainer.model, trainer.model_wrapped):
+                    yield (name if key is None else f"{name}.{key}"), module
 
     # -- several trainings that begin alike ---------------------------------------------------------------------------
 
@@ -116,24 +116,24 @@ class OutsideParameters:
     def _note_first(self) -> None:
         if self._first is None:
             return
-        for name, each in {**self.named, **self._buffers}.items():
-            prefix, owner = self._owners.get(name, ("", each))
+        for name, tensor in {**self.named, **self._buffers}.items():
+            prefix, owner = self._owners.get(name, ("", tensor))
             # A module that an override makes for every training replaces the one before it.
             if name not in self._first or self._first[name][1] is not owner:
-                self._first[name] = prefix, owner, each.detach().to("cpu", copy=True)
+                self._first[name] = prefix, owner, tensor.detach().to("cpu", copy=True)
 
     def put_back(self) -> None:
         """Restore the values ``[...]`` that the first training began with; nothing outside of `first_values_kept`."""
         for name, (prefix, owner, value) in (self._first or {}).items():
             # A forward may have replaced a buffer, also by one of another shape.
-            each = dict(owner.named_buffers(prefix)).get(name) if isinstance(owner, nn.Module) else owner
-            if each is None:
+            tensor = dict(owner.named_buffers(prefix)).get(name) if isinstance(owner, nn.Module) else owner
+            if tensor is None:
                 continue
-            if each.shape == value.shape and each.dtype == value.dtype:
-                each.data.copy_(value)  # in place: a view stays a view
+            if tensor.shape == value.shape and tensor.dtype == value.dtype:
+                tensor.data.copy_(value)  # in place: a view stays a view
             else:
-                each.data = value.to(each.device, copy=True)
-            each.grad = None
+                tensor.data = value.to(tensor.device, copy=True)
+            tensor.grad = None
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -141,16 +141,16 @@ class OutsideParameters:
         """Average their gradients over ranks, as the strategy does with the model's. Collective."""
         if strategy.comm.world_size == 1:
             return
-        for each in self.named.values():
-            gradient = torch.zeros_like(each) if each.grad is None else each.grad
-            each.grad = strategy.sum(gradient).div_(strategy.comm.world_size)
+        for param in self.named.values():
+            gradient = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = strategy.sum(gradient).div_(strategy.comm.world_size)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Their part of a checkpoint: values ``[...]`` of parameters, and buffers of their modules."""
-        every = {**{name: each.detach() for name, each in self.named.items()}, **self._buffers}
-        return {f"{_PREFIX}{name}": each for name, each in every.items()}
+        every = {**{name: tensor.detach() for name, tensor in self.named.items()}, **self._buffers}
+        return {f"{_PREFIX}{name}": tensor for name, tensor in every.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], url: str) -> None:
         """Restore what `tensors` returned, ``[...]`` by name. Raises ConfigError."""
@@ -180,7 +180,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 def follows_metric(schedule: Any) -> bool:
     """Whether a schedule steps with the metric of an evaluation: our own, or one that the user made."""
-    return any(each.__name__ in _METRIC_SCHEDULES for each in type(schedule).__mro__)
+    return any(kind.__name__ in _METRIC_SCHEDULES for kind in type(schedule).__mro__)
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -324,8 +324,8 @@ class Engine:
         self._trainer.optimizer = optimizer
         self.outside.find(optimizer, self.strategy)
         self._trainer.model.zero_grad()  # an error may have cut the newest step of an earlier training short
-        for each in self.outside.named.values():
-            each.grad = None
+        for param in self.outside.named.values():
+            param.grad = None
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
@@ -390,15 +390,15 @@ class Engine:
 
     def clipped_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are clipped: the optimizer's, and trained ones of the model beside it."""
-        held = [each for group in self.ready_optimizer().param_groups for each in group["params"]]
+        held = [param for group in self.ready_optimizer().param_groups for param in group["params"]]
         if self.outside.named:  # as in transformers, only the model's gradients are clipped
-            outside = {id(each) for each in self.outside.named.values()}
-            held = [each for each in held if id(each) not in outside]
+            outside = {id(param) for param in self.outside.named.values()}
+            held = [param for param in held if id(param) not in outside]
         if len(held) != self._held:  # at the first step, and when a callback has added a group
-            self._held, known = len(held), {id(each) for each in held}
+            self._held, known = len(held), {id(param) for param in held}
             # DeepSpeed's optimizer holds parts of the parameters, and takes care of all gradients.
             own = () if self.strategy.name == "deepspeed" else self._trainer.model_wrapped.parameters()
-            self._others = [each for each in own if each.requires_grad and id(each) not in known]
+            self._others = [param for param in own if param.requires_grad and id(param) not in known]
         return held + self._others if self._others else held
 
     def set_optimizer_mode(self, mode: str) -> None:

@@ -69,7 +69,7 @@ class SpikeWatch:
         """Look at the finite loss of a step. Raises SpikeFound."""
         if len(self._recent) == self._recent.maxlen:
             mean = statistics.fmean(self._recent)
-            variance = statistics.fmean((each - mean) ** 2 for each in self._recent)
+            variance = statistics.fmean((loss - mean) ** 2 for loss in self._recent)
             deviation = max(math.sqrt(variance), _LEAST_DEVIATION * abs(mean))
             if loss - mean > self._sigma * deviation:
                 raise SpikeFound(step, f"its loss was {loss:.4g}, and the {len(self._recent)} before had {mean:.4g}")
@@ -82,7 +82,7 @@ class SpikeWatch:
     def load_state(self, losses: Iterable[Any]) -> None:
         """Restore what `state` returned."""
         self._recent.clear()
-        self._recent.extend(float(each) for each in losses)
+        self._recent.extend(float(loss) for loss in losses)
 
 
 # Without any log the lists would grow for the whole run.

@@ -119,7 +119,7 @@ class Events:
     def stateful(self) -> list[Any]:
         """The callbacks, and the control, whose state checkpoints hold."""
         every = [*self._trainer.callback_handler.callbacks, self._trainer.control]
-        return [each for each in every if has_exportable_state(each)]
+        return [part for part in every if has_exportable_state(part)]
 
     def close_trackers(self, status: str) -> None:
         """Finish every tracker's run with `status`: FINISHED, FAILED or KILLED."""

@@ -145,17 +145,17 @@ _LOOP = "_inner_training_loop"
 
 def refuse_uncalled(cls: type) -> None:
     """Raise ConfigError for a class that overrides a method which is never called, or replaces the training loop."""
-    for each in own_classes(cls):
-        for name in UNCALLED.keys() & vars(each).keys():
+    for owner in own_classes(cls):
+        for name in UNCALLED.keys() & vars(owner).keys():
             raise ConfigError(
                 "The class overrides a method that this Trainer does not call.",
-                field=f"{each.__name__}.{name}",
+                field=f"{owner.__name__}.{name}",
                 remedy=UNCALLED[name],
             )
-        if _LOOP in vars(each) and not _may_read(vars(each)[_LOOP], _LOOP):
+        if _LOOP in vars(owner) and not _may_read(vars(owner)[_LOOP], _LOOP):
             raise ConfigError(
                 "The class replaces the training loop, so nothing of this Trainer's would train.",
-                field=f"{each.__name__}.{_LOOP}",
+                field=f"{owner.__name__}.{_LOOP}",
                 remedy=f"Call super().{_LOOP}(...) in it, or override training_step, get_batch_samples or "
                 "get_train_dataloader.",
             )
@@ -171,9 +171,9 @@ def _may_read(function: Any, attribute: str) -> bool:
 def own_classes(cls: type) -> Iterable[type]:
     """The classes of a Trainer that are not the library's, the most derived first."""
     # Mixins in between are the user's as well.
-    return (each for each in cls.__mro__ if each is not object and not each.__module__.startswith("trainer_lib."))
+    return (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("trainer_lib."))
 
 
 def is_set(one: object, name: str) -> bool:
     """Whether a subclass gave an attribute of the Trainer a value."""
-    return name in vars(one) or any(name in vars(each) for each in own_classes(type(one)))
+    return name in vars(one) or any(name in vars(owner) for owner in own_classes(type(one)))

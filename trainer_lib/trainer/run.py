@@ -258,7 +258,7 @@ class TrainingRun:
         self.note_pass(int(data.get("pass_samples", 0)))
         self.history.load_state(data.get("history", {}))
         records = data.get("spikes", [])
-        self.spikes = [Spike(int(each["after"]), int(each["step"]), str(each["reason"])) for each in records]
+        self.spikes = [Spike(int(record["after"]), int(record["step"]), str(record["reason"])) for record in records]
         if not from_position:
             self.step_in_epoch = 0
             return

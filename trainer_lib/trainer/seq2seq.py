@@ -246,7 +246,7 @@ class Generation:
             hidden |= {"decoder_input_ids", "decoder_attention_mask"}  # else it would continue the padded answer
         given = {name: value for name, value in inputs.items() if name not in hidden}
         main = getattr(self._trainer.model, "main_input_name", "input_ids")
-        if any(each.kind is each.VAR_KEYWORD for each in named.values()):
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
             return given
         # A generate(x) of a plain module: its one parameter is the main input, whatever its name.
         if len(named) == 1 and main in given and main not in named:

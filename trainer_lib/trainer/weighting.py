@@ -225,7 +225,8 @@ class StepWeights:
         items = self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
         if not self._by_targets:  # such a loss may have a value without targets
             self.items = [
-                1 if each == 0 and samples != 0 else each for each, samples in zip(items, self.samples, strict=True)
+                1 if number == 0 and samples != 0 else number
+                for number, samples in zip(items, self.samples, strict=True)
             ]
         return sum(items)
 
@@ -266,4 +267,4 @@ class StepWeights:
 
     def substitute(self, batch: Any, batches: list[Any]) -> Any:
         """A micro-batch of the step that has targets, to compute at weight 0; `batch` itself when there is none."""
-        return next((each for each, items in zip(batches, self.items, strict=True) if items), batch)
+        return next((earlier for earlier, items in zip(batches, self.items, strict=True) if items), batch)

@@ -80,7 +80,7 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
 
     found = comm.broadcast_json(comm.gather_json(run_on_all_ranks(comm, steps)))
     # A machine takes part by its first rank; the others answered None.
-    common = set.intersection(*(set(each) for each in found if each is not None))
+    common = set.intersection(*(set(own) for own in found if own is not None))
     return root.child(checkpoint_name(max(common))).url if common else None
 
 

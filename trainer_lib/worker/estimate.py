@@ -106,9 +106,9 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
     if settings is not None:
         units = find_units(model, settings)
     else:  # what people choose as units: the layers that a model repeats
-        units = [each for parent in model.modules() if isinstance(parent, nn.ModuleList) for each in parent]
-    within = {id(each) for unit in units for each in unit.parameters()}
-    rest = sum(_bytes(each) for each in model.parameters() if id(each) not in within)
+        units = [layer for parent in model.modules() if isinstance(parent, nn.ModuleList) for layer in parent]
+    within = {id(param) for unit in units for param in unit.parameters()}
+    rest = sum(_bytes(param) for param in model.parameters() if id(param) not in within)
     return rest + max((sum(map(_bytes, unit.parameters())) for unit in units), default=0)
 
 
@@ -121,12 +121,12 @@ def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
         from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts
 
         experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, layout.expert))
-        return sum(_bytes(each) for own in experts for each in own.values())
+        return sum(_bytes(param) for own in experts for param in own.values())
     from trainer_lib.strategies.tensor.layers import plan_layers
 
     styles = plan_layers(model, layout.plan, layout.tensor)
     layers = [model.get_submodule(name) for name, style in styles.items() if not style.startswith("replicated")]
-    return sum({id(each): _bytes(each) for layer in layers for each in layer.parameters()}.values())
+    return sum({id(param): _bytes(param) for layer in layers for param in layer.parameters()}.values())
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -190,17 +190,15 @@ class _Sizes:
         """Whole numbers of the main input for each sample; None where that holds no tokens."""
         name = self._trainer._trainflow.facts.main_input
         found = [batch.get(name) for batch in self._batches if hasattr(batch, "get")]
-        tokens = [
-            each for each in found if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point()
-        ]
-        samples = sum(len(each) for each in tokens)
-        return sum(each.numel() for each in tokens) / samples if samples else None
+        tokens = [ids for ids in found if isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()]
+        samples = sum(len(ids) for ids in tokens)
+        return sum(ids.numel() for ids in tokens) / samples if samples else None
 
     def measure(self, micro_batches: int, gathered: int) -> ModelSize:
         """Run two steps of at most two micro-batches each, as the second of both has everything in memory."""
         parameters = list(self._model.parameters())
-        trained = [each for each in parameters if each.requires_grad]
-        buffers = sum(_bytes(each) for each in self._model.buffers())
+        trained = [param for param in parameters if param.requires_grad]
+        buffers = sum(_bytes(buffer) for buffer in self._model.buffers())
         weights, gradients = sum(map(_bytes, parameters)), sum(map(_bytes, trained))
         optimizer_bytes, peak = None, None
         with self._noted("The memory of a step"):
@@ -210,10 +208,10 @@ class _Sizes:
         if self._eval_set is not None:
             with self._noted("The memory of evaluation"):
                 evaluation = max(0, self._evaluate() - weights - buffers)
-        persistent = {id(each): _bytes(each) for each in self._model.state_dict(keep_vars=True).values()}
+        persistent = {id(tensor): _bytes(tensor) for tensor in self._model.state_dict(keep_vars=True).values()}
         return ModelSize(
             parameters=sum(map(numbers_in, parameters)),
-            trainable=sum(each.numel() for each in trained),
+            trainable=sum(param.numel() for param in trained),
             parameter_bytes=weights + buffers,
             gradient_bytes=gradients,
             optimizer_bytes=optimizer_bytes,
@@ -240,7 +238,9 @@ class _Sizes:
                     optimizer.zero_grad()
 
             peak = self._tracked(steps, batches, optimizer)
-        state = [each for values in optimizer.state.values() for each in values.values() if isinstance(each, Tensor)]
+        state = [
+            tensor for values in optimizer.state.values() for tensor in values.values() if isinstance(tensor, Tensor)
+        ]
         return sum(map(_bytes, state)), peak
 
     def _evaluate(self) -> int:
@@ -261,16 +261,18 @@ class _Sizes:
         from torch.distributed._tools.mem_tracker import MemTracker
 
         tracker = MemTracker()
-        given = [each for batch in batches for each in _tensors(batch)]
+        given = [tensor for batch in batches for tensor in _tensors(batch)]
         tracker.track_external(self._model, *([] if optimizer is None else [optimizer]), *given)
         with tracker:
             work(tracker)
-        return sum(int(each["Total"]) for each in tracker.get_tracker_snapshot("peak").values())
+        return sum(int(device_bytes["Total"]) for device_bytes in tracker.get_tracker_snapshot("peak").values())
 
     def _faked(self, batch: Any) -> Any:
         device = self._trainer._trainflow.world.device
         with _mode():
-            return tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), batch)
+            return tree_map_only(
+                Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), batch
+            )
 
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:

@@ -451,7 +451,7 @@ def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembere
     found = measure_slices(
         remembered.compute, remembered.given, columns, bounds if request.confidence is not None else None
     )
-    count = sum(each.startswith("rows/") for each in found)
+    count = sum(path.startswith("rows/") for path in found)
     if request.confidence is not None and count > MAX_INTERVALS:
         message = f"The {count} slices of {name} have no intervals: up to {MAX_INTERVALS} have."
         work.events.emit("warning", message=message)
@@ -477,7 +477,7 @@ def _describe(
     show = split.__getitem__ if work.request.show_inputs else None
     outcomes = summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
     if outcomes is not None and show is not None and "rows" not in pairs and len(pairs["labels"]) == len(split):
-        columns = {each: partial(split.column_values, each) for each in split.column_names if each != "labels"}
+        columns = {name: partial(split.column_values, name) for name in split.column_names if name != "labels"}
         names = data.info.get("classes")
         outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
     return outcomes

@@ -106,7 +106,7 @@ def _names(source: Source, model: nn.Module | None) -> Names:
     slots = list_slots(source.optimizer["state"], groups)
     if model is None:
         return derive_names(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
-    trained = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: tuple(param.shape) for name, param in model.named_parameters() if param.requires_grad}
     # The optimizer's state has no names: whichever rule fits its groups and shapes made it, transformers' or ours.
     candidates = [
         [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
@@ -124,7 +124,7 @@ def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
     for name, child in module.named_children():
         if not isinstance(child, nn.LayerNorm):
             inner = _peers_decay_names(child, "")
-            yield from (f"{prefix}{name}.{each}" for each in inner if _may_decay(f"{name}.{each}"))
+            yield from (f"{prefix}{name}.{below}" for below in inner if _may_decay(f"{name}.{below}"))
     yield from (f"{prefix}{name}" for name in module._parameters if _may_decay(name))
 
 
@@ -145,7 +145,7 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     if not tensors.keys() <= objects.keys():
         tensors = converted(model, tensors) or tensors
     present = {id(objects[name]): tensor for name, tensor in tensors.items() if name in objects}
-    complete = {name: tensors.get(name, present.get(id(each))) for name, each in objects.items()}
+    complete = {name: tensors.get(name, present.get(id(value))) for name, value in objects.items()}
     missing = [name for name, tensor in complete.items() if tensor is None]
     unknown = [name for name in tensors if name not in objects]
     reshaped = [name for name, tensor in complete.items() if tensor is not None and tensor.shape != objects[name].shape]

@@ -69,7 +69,9 @@ def _answers(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> list[Ten
     device, answers = next(model.parameters()).device, []
     with torch.no_grad():
         for batch in batches:
-            on_device = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in batch.items()}
+            on_device = {
+                name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()
+            }
             output = model(**on_device)
             logits = output.get("logits") if isinstance(output, Mapping) else None
             if isinstance(logits, Tensor):
@@ -109,7 +111,9 @@ def require_mergeable(model: nn.Module) -> None:
     if not is_peft(model):
         raise _refuse(f"build_model() returned a {type(model).__name__}, which has no adapters of peft.")
     if getattr(given, "merge_and_unload", None) is None:
-        kinds = sorted({str(getattr(each.peft_type, "value", each.peft_type)) for each in given.peft_config.values()})
+        kinds = sorted(
+            {str(getattr(config.peft_type, "value", config.peft_type)) for config in given.peft_config.values()}
+        )
         raise _refuse(f"Adapters of the kind {', '.join(kinds)} are not part of the weights, so they cannot be merged.")
     base = given.get_base_model()
     if getattr(base, "is_quantized", False) and not (is_placed(base) and set(given.peft_config) == {"default"}):
@@ -124,7 +128,7 @@ def _find_shared_weight(model: Any) -> str | None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    uses = Counter(each.data_ptr() for _, each in model.named_parameters(remove_duplicate=False))
+    uses = Counter(param.data_ptr() for _, param in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
         layer = module.original_module if isinstance(module, ModulesToSaveWrapper) else layer

@@ -20,7 +20,7 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 
 _MOST_DIMENSIONS = 8
-_DTYPES = tuple(sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+_DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 _ROW = 3 + _MOST_DIMENSIONS  # of the table of shapes: whether there are rows, dtype, number of dimensions, dimensions
 _OBJECTS = "Gather tensors, texts, numbers, and lists or mappings of them."
 

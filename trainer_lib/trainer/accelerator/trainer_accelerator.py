@@ -146,11 +146,11 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """
         engine = self._internals.engine
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for each in (shared_state.unwrap(one) for one in given):
-            if each is None or each is self._trainer.optimizer:
+        for inner in (shared_state.unwrap(one) for one in given):
+            if inner is None or inner is self._trainer.optimizer:
                 engine.unscale_gradients()
             elif engine.precision.scaler is not None:
-                engine.precision.scaler.unscale_(each)
+                engine.precision.scaler.unscale_(inner)
 
     @override
     def clip_grad_norm_(
@@ -356,12 +356,12 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             (DataLoader, self.prepare_data_loader),
         ]
         for kind, prepare_one in kinds:
-            for index, each in enumerate(args):
-                if isinstance(each, kind):
-                    prepared[index] = prepare_one(each, device_placement=places[index])
-        for index, each in enumerate(args):
-            if isinstance(each, LRScheduler):
-                prepared[index] = self.prepare_scheduler(each)
+            for index, part in enumerate(args):
+                if isinstance(part, kind):
+                    prepared[index] = prepare_one(part, device_placement=places[index])
+        for index, part in enumerate(args):
+            if isinstance(part, LRScheduler):
+                prepared[index] = self.prepare_scheduler(part)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     # -- models -------------------------------------------------------------------------------------------------------
@@ -391,10 +391,10 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
                 )
             self._place(model, device_placement)
             self._compute_in_precision(model)
-            if not evaluation_mode and any(each.requires_grad for each in model.parameters()):
+            if not evaluation_mode and any(param.requires_grad for param in model.parameters()):
                 model = strategy.setup_model(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
-        if not any(each is model for each in self._models):
+        if not any(known is model for known in self._models):
             self._models.append(model)
         return model
 

@@ -186,7 +186,7 @@ class StepMethods(TrainerBase):
         """Number of elements of all parameters that are trained."""
         numel = self._trainflow.engine.strategy.numel
         # A sharded parameter holds a part of its elements here, so the strategy counts.
-        return sum(numel(each) for each in self.model.parameters() if each.requires_grad)
+        return sum(numel(param) for param in self.model.parameters() if param.requires_grad)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
@@ -216,7 +216,7 @@ class StepMethods(TrainerBase):
         wanted = dict(self.model.named_parameters()).get(param) if isinstance(param, str) else param
         for group in groups:
             # By identity: `in` on a list of tensors compares their values.
-            if any(each is wanted for each in group["params"]):
+            if any(param is wanted for param in group["params"]):
                 return group
         raise ConfigError(
             "The optimizer does not hold the parameter.",

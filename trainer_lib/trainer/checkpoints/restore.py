@@ -178,7 +178,7 @@ class Restore:
             if not world.comm.any(damage is not None):
                 return str(url)
             damaged.append(name)
-            if problems := [each.removeprefix(f"{root.child(name).url}/") for each in reports or () if each]:
+            if problems := [report.removeprefix(f"{root.child(name).url}/") for report in reports or () if report]:
                 _log.warning("%s", set_aside_damaged(root, name, list(dict.fromkeys(problems))))
 
     def _preload(self, url: str, *, weights: bool = False) -> TrainflowError | None:
@@ -444,7 +444,7 @@ class Restore:
             if name == TrainerControl.__name__:
                 control = TrainerControl.from_state(listed[0])
                 continue
-            present = [each for each in handler.callbacks if type(each).__name__ == name]
+            present = [callback for callback in handler.callbacks if type(callback).__name__ == name]
             for index, state in enumerate(listed):
                 if index >= len(present) or not has_exportable_state(present[index]):
                     _log.warning("The checkpoint has the state of a %s, which is not among the callbacks.", name)

@@ -176,9 +176,9 @@ class Snapshots:
         trainer, strategy = self._trainer, self._internals.engine.strategy
         weights = models.trained_state(trainer.model, strategy.local_state(trainer.model_wrapped))
         states = {} if trainer.optimizer is None or trainer.args.save_only_model else trainer.optimizer.state
-        kept = [each for state in states.values() for each in state.values() if isinstance(each, torch.Tensor)]
+        kept = [tensor for state in states.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
         rank = self._internals.world.comm.rank
-        return bytes_to_copy(local_part(each, rank=rank).values for each in (*weights.values(), *kept))
+        return bytes_to_copy(local_part(tensor, rank=rank).values for tensor in (*weights.values(), *kept))
 
     def model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files that make the weights usable elsewhere: the model's configuration and the processing class.

@@ -86,20 +86,20 @@ class LossRule:
 
 def _overrides(one: object, name: str) -> list[Any]:
     """The versions of a method in subclasses, and the function that replaces it on this Trainer."""
-    versions = [vars(each)[name] for each in own_classes(type(one)) if name in vars(each)]
+    versions = [vars(cls)[name] for cls in own_classes(type(one)) if name in vars(cls)]
     return [*versions, *([vars(one)[name]] if name in vars(one) else [])]
 
 
 def _names_read(functions: list[Any], cls: type) -> Iterator[str]:
     """The names of attributes and globals that functions read, and methods of `cls` of such a name."""
-    waiting, seen = [code for each in functions for code in _code_of(each)], set[CodeType]()
+    waiting, seen = [code for function in functions for code in _code_of(function)], set[CodeType]()
     while waiting:
         code = waiting.pop()
         if code in seen:
             continue
         seen.add(code)
         yield from code.co_names
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        waiting += [const for const in code.co_consts if isinstance(const, CodeType)]
         methods = (vars(owner).get(name) for owner in own_classes(cls) for name in code.co_names)
         waiting += [inner for method in methods for inner in _code_of(method)]
 

@@ -225,7 +225,7 @@ def _frozen_names(model: nn.Module) -> Iterator[str]:
     adapters = tuple(_adapter_prefixes(model))
     # A tied tensor has several names, and the state lists every one.
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+    trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
     for name in model.state_dict(keep_vars=True):  # for the names: `keep_vars` makes no detached views
         if name not in trained and name not in buffers and not name.startswith(adapters):
             yield name
@@ -431,7 +431,7 @@ def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
     options = inspect.signature(known[kind]).parameters
     for name in config or {}:
         if name not in options:
-            offered = ", ".join(each for each in options if each != "model")
+            offered = ", ".join(option for option in options if option != "model")
             raise ConfigError(
                 f"The kernel does not exist for {kind!r} models.",
                 field=f"liger_kernel_config.{name}",

@@ -95,8 +95,8 @@ def keep_seeds(model: nn.Module) -> Iterator[None]:
 def _seeds(model: nn.Module) -> dict[str, torch.Tensor]:
     if "keras" not in sys.modules:
         return {}
-    named = {name: each for name, each in model.named_parameters() if name.endswith(_NAME)}
-    seeds: dict[str, torch.Tensor] = {name: each for name, each in named.items() if not each.is_floating_point()}
+    named = {name: tensor for name, tensor in model.named_parameters() if name.endswith(_NAME)}
+    seeds: dict[str, torch.Tensor] = {name: tensor for name, tensor in named.items() if not tensor.is_floating_point()}
     if (shared := _global_seed()) is not None:
         seeds[_GLOBAL] = shared
     return seeds

@@ -47,7 +47,7 @@ def _look(name: str, frames: deque[str]) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         parts: dict[str, list[torch.Tensor]] = {
             # Its own weights: the modules inside it have been looked at before it.
-            "weights": [each.detach() for each in module.parameters(recurse=False)],
+            "weights": [param.detach() for param in module.parameters(recurse=False)],
             "input": _floats([*args, *kwargs.values()]),
             "output": _floats(output),
         }
@@ -73,7 +73,7 @@ def _floats(tree: Any) -> list[torch.Tensor]:
 def _magnitudes(tensor: torch.Tensor) -> tuple[float, float, bool]:
     if not tensor.numel():
         return 0.0, 0.0, True
-    low, high = (float(each) for each in tensor.float().abs().aminmax())
+    low, high = (float(bound) for bound in tensor.float().abs().aminmax())
     return low, high, bool(torch.isfinite(tensor).all())
 
 

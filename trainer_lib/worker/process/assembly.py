@@ -139,7 +139,7 @@ def build_trainer(
         trainer.data_collator = StoredRowsCollator()
     # The Trainer adds one of them by itself; one that the recipe asks for stays.
     for printer in (PrinterCallback, ProgressCallback):
-        if printer not in [each if isinstance(each, type) else type(each) for each in own]:
+        if printer not in [callback if isinstance(callback, type) else type(callback) for callback in own]:
             trainer.remove_callback(printer)
     return trainer
 
