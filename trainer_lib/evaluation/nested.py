@@ -16,10 +16,8 @@ from trainer_lib.data.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
 
 Array = npt.NDArray[Any]
-_LEAF = "leaf"
 # Unions such as `list | tuple` are made at every call, which takes longer than the test.
 _LEAVES = (torch.Tensor, np.ndarray)
-_NODES = (*MAPPINGS, *SEQUENCES)
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -81,22 +79,6 @@ def take_rows(given: EvalPrediction, rows: Array) -> EvalPrediction:
     return EvalPrediction(*map_tree(lambda leaf: np.asarray(leaf)[rows], (given.predictions, given.label_ids)))
 
 
-def flatten_tree(tree: Any, into: list[Array]) -> Any:
-    """Append the leaves to `into` as arrays, in order; return the tree's form.
-
-    Two forms are equal when the trees have equal structures; a None in a mapping counts as absent.
-    """
-    if tree is None:
-        return None
-    if isinstance(tree, _LEAVES) or not isinstance(tree, _NODES):
-        into.append(_to_array(tree))
-        return _LEAF
-    if isinstance(tree, MAPPINGS):
-        return {str(name): flatten_tree(part, into) for name, part in tree.items() if part is not None}
-    parts = [flatten_tree(part, into) for part in tree]
-    return parts if isinstance(tree, list) else tuple(parts)
-
-
 def describe_form(tree: Any, arrays: list[Any]) -> Any:
     """The tree as JSON values with its arrays numbered, which are appended to `arrays`; `rebuild` is the inverse.
 
@@ -147,10 +129,10 @@ def pack_tree(tree: Any) -> bytes:
     return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays)])
 
 
-def unpack_tree(data: bytes) -> Any:
-    """The tree that `pack_tree` packed; its arrays are read-only views of `data`."""
+def unpack_tree(data: bytes | bytearray) -> Any:
+    """The tree that `pack_tree` packed; its arrays are views of `data`, read-only ones of bytes."""
     header_bytes = int.from_bytes(data[:8], "little")
-    header = parse_json(data[8 : 8 + header_bytes])
+    header = parse_json(bytes(data[8 : 8 + header_bytes]))
     offset, arrays = 8 + header_bytes, []
     for dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))

@@ -1,8 +1,8 @@
 """Predictions collected on disk, not in memory.
 
 Batches are appended to an unlinked temporary file, so nothing is left behind, however the process ends. Arrays are
-returned as copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array. Results up
-to 16 MiB per leaf stay in memory.
+returned as copies or copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array.
+Results up to 16 MiB per leaf stay in memory.
 
 Outputs that are not only arrays (`eval_use_gather_object`: lists of boxes per image, texts, numbers), whose form may
 differ from batch to batch, are returned in memory, since no array can map them.
@@ -11,12 +11,11 @@ differ from batch to batch, are returned in memory, since no array can map them.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,63 +25,41 @@ from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.nested import Array
 
 MAX_MEMORY_BYTES = 16 << 20
-FILE_PREFIX = "trainflow-spool-"
+
+
+def _open_file(folder: Path | None) -> Any:
+    """A file without a name: in memory while it is small, then on the disk."""
+    return tempfile.SpooledTemporaryFile(
+        MAX_MEMORY_BYTES, dir=None if folder is None else str(folder), prefix="trainflow-spool-"
+    )
 
 
 class _Column:
-    """One leaf: the arrays of all batches, one after the other along the first dimension."""
+    """One leaf: the bytes of all batches, one after the other along the first dimension."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._held: list[Array] = []
-        self._held_bytes = 0
-        self._file: IO[bytes] | None = None
+        self._folder, self._file, self._bytes = folder, _open_file(folder), 0
         self._segments: list[tuple[np.dtype[Any], tuple[int, ...]]] = []
 
     def append(self, array: Array) -> None:
-        # A scalar per batch becomes one row.
-        array = array if array.ndim else array.reshape(1)
+        array = np.atleast_1d(array)  # a scalar per batch becomes one row
+        with full_disk_named(self._folder, array.nbytes):
+            self._file.write(array.tobytes())
         self._segments.append((array.dtype, array.shape))
-        if self._file is None:
-            # A copy: the batch's memory is reused by the next one.
-            self._held.append(array.copy())
-            self._held_bytes += array.nbytes
-            if self._held_bytes > MAX_MEMORY_BYTES:
-                self._move_to_disk()
-        else:
-            self._write(self._file, np.ascontiguousarray(array))
-
-    def _move_to_disk(self) -> None:
-        with full_disk_named(self._folder, self._held_bytes):
-            self._file = tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX)  # noqa: SIM115 - closed by close()
-        for array in self._held:
-            self._write(self._file, array)
-        self._held, self._held_bytes = [], 0
-
-    def _write(self, file: IO[bytes], array: Array) -> None:
-        folder = self._folder or Path(tempfile.gettempdir())
-        # Asking for the free space costs a system call: small arrays are written without asking.
-        if array.nbytes > MAX_MEMORY_BYTES // 4 and shutil.disk_usage(folder).free < array.nbytes * 2:
-            raise _full(folder, array.nbytes)
-        with full_disk_named(folder, array.nbytes):
-            file.write(array.reshape(-1).view(np.uint8).data if array.size else b"")
+        self._bytes += array.nbytes
 
     def segments(self) -> Iterator[Array]:
         """The batches' arrays in their original shapes."""
-        if self._file is None:
-            yield from self._held
-            return
-        self._flush(self._file)
         offset = 0
         for dtype, shape in self._segments:
-            yield self._map(self._file, dtype, offset, shape)
-            offset += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            segment = self._map(dtype, offset, shape)
+            offset += segment.nbytes
+            yield segment
 
     def array(self) -> Array:
         """All rows as one array ``[rows, …]``; narrower rows are padded on the right with -100."""
         widths = {shape[1:] for _, shape in self._segments}
         dtype = np.result_type(*{dtype for dtype, _ in self._segments})
-        rows = sum(shape[0] for _, shape in self._segments)
         if len({len(width) for width in widths}) > 1:
             raise DataError(
                 "Batches of predictions differ in their number of dimensions.",
@@ -90,49 +67,39 @@ class _Column:
                 value=sorted(widths),
                 remedy="Return tensors of one rank, or use preprocess_logits_for_metrics.",
             )
-        if self._file is None:
-            if len(widths) == 1:
-                return np.concatenate(self._held)
-            return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=dtype), self._held)
         if len(widths) == 1 and all(dtype == kind for kind, _ in self._segments):
             # Equal shapes: the file's bytes are the array already.
-            self._flush(self._file)
-            return self._map(self._file, dtype, 0, (rows, *next(iter(widths))))
-        shape = compute_padded_shape(rows, widths)
-        with tempfile.TemporaryFile(dir=self._folder, prefix=FILE_PREFIX) as file:
-            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            with full_disk_named(self._folder, size):
-                _reserve(file, size)
-            target: Array = np.memmap(file, dtype=dtype, mode="r+", shape=shape)
-            fill_padded(target, self.segments())
-            target.flush()  # type: ignore[attr-defined]
-            # A second, copy-on-write map: the caller's changes must not reach the file.
-            return self._map(file, dtype, 0, shape)
+            return self._map(dtype, 0, (sum(shape[0] for _, shape in self._segments), *next(iter(widths))))
+        padded = _Column(self._folder)
+        try:
+            for segment in self.segments():
+                padded.append(_pad(segment, widths, dtype))
+            return padded.array()
+        finally:
+            padded.close()
 
-    @staticmethod
-    def _map(file: IO[bytes], dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
-        if 0 in shape:  # an empty range cannot be mapped
-            return np.empty(shape, dtype=dtype)
-        return np.asarray(np.memmap(file, dtype=dtype, mode="c", offset=offset, shape=shape))
-
-    def _flush(self, file: IO[bytes]) -> None:
-        needed = sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in self._segments)
-        with full_disk_named(self._folder, needed):
-            file.flush()
+    def _map(self, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
+        """An array of the caller's: a part of the file that was read, or a copy-on-write map of it."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        with full_disk_named(self._folder, self._bytes):
+            self._file.seek(offset)  # writes what is buffered
+        if self._bytes > MAX_MEMORY_BYTES and size:
+            found = np.asarray(np.memmap(self._file, dtype=dtype, mode="c", offset=offset, shape=shape))
+        else:
+            found = np.frombuffer(bytearray(self._file.read(size)), dtype).reshape(shape)
+        self._file.seek(0, 2)
+        return found
 
     def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
-                self._file.close()
+        with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
+            self._file.close()
 
 
-def _reserve(file: IO[bytes], size: int) -> None:
-    """Give the file its full size, which a memory map needs, and room on the disk for all of it."""
-    # On a full disk, writing to a page of the map that has no room yet kills the process (SIGBUS).
-    if hasattr(os, "posix_fallocate") and size:
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:  # macOS
-        file.truncate(size)
+def _pad(array: Array, widths: set[tuple[int, ...]], dtype: np.dtype[Any]) -> Array:
+    """An array ``[rows, …]`` as wide as the widest, filled up with -100."""
+    padded = np.full((len(array), *map(max, zip(*widths, strict=True))), IGNORED, dtype)
+    padded[tuple(map(slice, array.shape))] = array
+    return padded
 
 
 @contextlib.contextmanager
@@ -143,34 +110,13 @@ def full_disk_named(folder: Path | None, needed: int) -> Iterator[None]:
     except OSError as error:
         if not is_full_disk(error):
             raise
-        raise _full(folder or Path(tempfile.gettempdir()), needed) from error
-
-
-def _full(folder: Path, needed: int) -> StorageFullError:
-    return StorageFullError(
-        f"The predictions need {needed:,} more bytes, and {shutil.disk_usage(folder).free:,} are free.",
-        field="output_dir",
-        value=str(folder),
-        remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
-    )
-
-
-def compute_padded_shape(rows: int, widths: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The smallest shape ``(rows, …)`` that holds rows of all these shapes."""
-    return (rows, *(max(sizes) for sizes in zip(*widths, strict=True)))
-
-
-def fill_padded(target: Array, arrays: Iterable[Array]) -> Array:
-    """Copy arrays ``[rows_i, …]`` below each other into `target` ``[rows, …]``; fill the rest with -100; return it."""
-    row = 0
-    for array in arrays:
-        block = target[row : row + len(array)]
-        if block.shape[1:] != array.shape[1:]:
-            # Before the copy, and only where something stays uncovered.
-            block[...] = IGNORED
-        block[tuple(slice(0, size) for size in array.shape)] = array
-        row += len(array)
-    return target
+        place = folder or Path(tempfile.gettempdir())
+        raise StorageFullError(
+            f"The predictions need {needed:,} more bytes, and {shutil.disk_usage(place).free:,} are free.",
+            field="output_dir",
+            value=str(place),
+            remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
+        ) from error
 
 
 class PredictionSpool:
@@ -182,7 +128,6 @@ class PredictionSpool:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._structure: Any = None
         self._form: Any = None
         self._columns: list[_Column] = []
         self.num_batches = 0
@@ -194,9 +139,9 @@ class PredictionSpool:
             DataError: the tree's structure differs from that of earlier batches.
         """
         arrays: list[Array] = []
-        form = nested.flatten_tree(tree, arrays)
+        form = nested.describe_form(nested.to_numpy(tree), arrays)
         if self._form is None:
-            self._form, self._structure = form, nested.describe_form(tree, [])
+            self._form = form
             self._columns = [_Column(self._folder) for _ in arrays]
         elif form != self._form:
             raise DataError(
@@ -213,12 +158,12 @@ class PredictionSpool:
         """All batches as one tree of arrays ``[rows, …]``; None without any batch."""
         if not self.num_batches:
             return None
-        return nested.rebuild(self._structure, [column.array() for column in self._columns])
+        return nested.rebuild(self._form, [column.array() for column in self._columns])
 
     def by_batch(self) -> list[Any]:
         """All batches as a list of trees of arrays ``[batch, …]``."""
-        columns: Sequence[list[Array]] = [list(column.segments()) for column in self._columns]
-        return [nested.rebuild(self._structure, [column[i] for column in columns]) for i in range(self.num_batches)]
+        columns = [list(column.segments()) for column in self._columns]
+        return [nested.rebuild(self._form, [column[i] for column in columns]) for i in range(self.num_batches)]
 
     def close(self) -> None:
         """Close the files. Arrays that were returned stay valid."""
@@ -230,11 +175,8 @@ class ObjectSpool:
     """Collects trees of arrays, texts and numbers batch by batch, with the interface of `PredictionSpool`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed by close()
-            max_size=MAX_MEMORY_BYTES, dir=str(folder) if folder else None, prefix=FILE_PREFIX
-        )
+        self._folder, self._file = folder, _open_file(folder)
         self._sizes: list[int] = []
-        self._folder = folder
 
     @property
     def num_batches(self) -> int:
@@ -252,8 +194,8 @@ class ObjectSpool:
         """All batches as a list of trees."""
         with full_disk_named(self._folder, sum(self._sizes)):
             self._file.seek(0)  # writes what is buffered
-        # Copies: unpacked arrays are read-only.
-        return [_copied(nested.unpack_tree(self._file.read(size))) for size in self._sizes]
+        # Not bytes: arrays of these are read-only.
+        return [nested.unpack_tree(bytearray(self._file.read(size))) for size in self._sizes]
 
     def tree(self) -> Any:
         """All batches as one tree: lists joined, arrays concatenated (padded with -100); None without any batch."""
@@ -264,10 +206,6 @@ class ObjectSpool:
         """Close the file."""
         with contextlib.suppress(OSError):  # on a full disk it fails to write what none will read
             self._file.close()
-
-
-def _copied(tree: Any) -> Any:
-    return nested.map_tree(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def _join(batches: list[Any]) -> Any:
@@ -289,7 +227,4 @@ def _concatenate(arrays: list[Any]) -> Any:
     widths = {array.shape[1:] for array in arrays}
     if len({len(width) for width in widths}) > 1:  # no common shape: a list of arrays, one per batch
         return arrays
-    if len(widths) == 1:
-        return np.concatenate(arrays)
-    rows = sum(len(array) for array in arrays)
-    return fill_padded(np.empty(compute_padded_shape(rows, widths), dtype=np.result_type(*arrays)), arrays)
+    return np.concatenate([_pad(array, widths, np.result_type(*arrays)) for array in arrays])

@@ -359,7 +359,7 @@ def test_packing_is_undone_by_unpacking(shapes: list[tuple[int, int]], nest: boo
     arrays = [np.arange(a * b, dtype=np.int32).reshape(a, b) for a, b in shapes]
     tree = {"a": tuple(arrays), "b": [None, np.float64(3.5)]} if nest else arrays
     found = nested.unpack_tree(nested.pack_tree(nested.to_numpy(tree)))
-    assert nested.flatten_tree(found, []) == nested.flatten_tree(tree, [])
+    assert nested.describe_form(found, []) == nested.describe_form(nested.to_numpy(tree), [])
     for mine, theirs in zip(nested.list_leaves(tree), nested.list_leaves(found), strict=True):
         assert np.array_equal(mine, theirs)
         assert np.asarray(mine).dtype == theirs.dtype
