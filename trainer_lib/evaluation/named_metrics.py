@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -243,39 +241,16 @@ def _import(call: MetricCall) -> Any:
     module, _, name = call.name.partition(":")
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise _no_such_module(error.name) from error
-        raise _not_imported(module, error) from error
     except Exception as error:
-        raise _not_imported(module, error) from error
+        what = f"The module cannot be imported ({type(error).__name__}: {first_line(error)})."
+        remedy = "Install the package where the stages run, or correct the name."
+        raise ConfigError(what, field=FIELD, value=module, remedy=remedy) from error
     target = getattr(found, name, None)
     if target is None:
         near = nearest(name, [known for known in dir(found) if not known.startswith("_")])
         remedy = f"Name a function or a class of {module}." if near is None else f'Did you mean "{near}"?'
         raise ConfigError(f"The module {module} has no such name.", field=FIELD, value=name, remedy=remedy)
     return target
-
-
-def _not_imported(module: str, error: Exception) -> ConfigError:
-    what = f"The module cannot be imported ({type(error).__name__}: {first_line(error)})."
-    return ConfigError(what, field=FIELD, value=module, remedy="Install what it needs, or name another metric.")
-
-
-def _no_such_module(name: str) -> ConfigError:
-    parent, _, last = name.rpartition(".")
-    if parent:
-        beside = [
-            module.name for module in pkgutil.iter_modules(getattr(importlib.import_module(parent), "__path__", ()))
-        ]
-    else:
-        beside = list(metadata.packages_distributions())
-    near = nearest(last, beside)
-    full = f"{parent}.{near}" if parent else near
-    remedy = (
-        "Install the package where the stages run, or correct the name." if near is None else f'Did you mean "{full}"?'
-    )
-    return ConfigError("There is no such module.", field=FIELD, value=name, remedy=remedy)
 
 
 SLICES = "evaluate.slices"

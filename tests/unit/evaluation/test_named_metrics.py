@@ -158,8 +158,7 @@ def test_each_call_begins_anew_and_parts_that_cannot_be_measured_are_left_out(mo
 @pytest.mark.parametrize(
     ("entry", "value", "remedy"),
     [
-        ("sklearn.metric:f1_score", "sklearn.metric", 'Did you mean "sklearn.metrics"?'),
-        ("sklaern.metrics:f1_score", "sklaern", 'Did you mean "sklearn"?'),
+        ("sklearn.metric:f1_score", "sklearn.metric", "correct the name"),
         ("nowhere_at_all:f1_score", "nowhere_at_all", "Install the package"),
         ("sklearn.metrics:f1_scroe", "f1_scroe", 'Did you mean "f1_score"?'),
         ("somewhere:number", "somewhere:number", "Name a function"),
