@@ -182,7 +182,7 @@ def _few_bits(network: Any) -> Any:
         network.save_pretrained(base)
         settings = quantized("4bit", place=base, adapted=True)
         loaded = load_causal_model(base, dtype="float32", vocabulary=1, field="model", settings=settings)
-    return add_adapters(loaded, {}, adapter={"rank": 8, "dropout": 0.1}, place=base)
+    return add_adapters(loaded, {"rank": 8, "dropout": 0.1}, place=base)
 
 
 def _bytes(value: Any) -> int:

@@ -38,7 +38,7 @@ def check_adapters(spec: PipelineSpec) -> None:
     """
     if not (spec.publish.enabled and spec.publish.merge_adapters):
         return
-    if recipe_name(spec.recipe) in ABOUT and not (spec.train.model.get("adapter") or spec.train.model.get("lora")):
+    if recipe_name(spec.recipe) in ABOUT and not spec.train.model.get("adapter"):
         raise ConfigError(
             "The spec trains no adapters, so there are none to merge.",
             field="publish.merge_adapters",

@@ -151,7 +151,11 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
 
     folder, base = write_base(tmp_path), tmp_path / "base"
     model, data = f"{{folder: {base}", "length: 64, overlong: split, split: {validation: 0, test: 0.3}"
-    small: tuple[str, ...] = (*SMALL, f"prepare.options={model}, {data}}}", f"train.model={model}, lora: {{r: 4}}}}")
+    small: tuple[str, ...] = (
+        *SMALL,
+        f"prepare.options={model}, {data}}}",
+        f"train.model={model}, adapter: {{rank: 4}}}}",
+    )
     small += ("evaluate.options={prompts: ['Return '], sample_tokens: 5}", "tracking.enabled=false")
     result = run(folder, *small)
     result.raise_for_error()

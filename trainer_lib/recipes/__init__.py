@@ -20,8 +20,9 @@ The file is loaded by its path under a private module name. Its project's root i
 project's folders do not hide installed packages.
 
 The other modules of this package are recipes that a spec takes by name (`trainer_lib.protocol.recipe_names`), each a
-file to copy; its packages have what several of them share. None of them does anything at import but define names: keys
-follow into them.
+file to copy; its packages have what several of them share. To replace a function of one, begin a file with
+``from trainer_lib.recipes.NAME import *`` and define yours below. None of them does anything at import but define
+names: keys follow into them.
 """
 
 from __future__ import annotations

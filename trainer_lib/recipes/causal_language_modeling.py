@@ -13,10 +13,6 @@
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the training texts, and the weights begin at
 random: `train.model: {config: {model_type: llama, hidden_size: 256, …}}`. Training texts are packed into full rows;
 the others have a row each.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.causal_language_modeling import *
 """
 
 from __future__ import annotations
@@ -153,7 +149,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         remedy = "Remove it, or set prepare.options.pack=[]."
         raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     place = one_of(chosen, field="train.model")
-    settings = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"] or chosen["lora"]))
+    settings = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]))
     if place is None:
         facts = {name: info[name] for name in ("length", "vocabulary", "ends")}
         model = new_causal_model(chosen["config"], **facts)
@@ -161,7 +157,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         known = {"dtype": chosen["dtype"], "vocabulary": info["vocabulary"], "settings": settings}
         model = load_causal_model(place, field="train.model", **known)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
-    model = add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place)
+    model = add_adapters(model, chosen["adapter"], place=place)
     if info["packed"] or chosen["flatten"]:
         rows = {name: info[name] for name in ("vocabulary", "length", "isolate")}
         require_isolation(model, flattened=not info["packed"], **rows)

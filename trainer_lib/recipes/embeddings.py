@@ -15,10 +15,6 @@ the batch of one device, the harder. One model embeds queries and texts; the cos
 
 Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.embeddings import *
 """
 
 from __future__ import annotations

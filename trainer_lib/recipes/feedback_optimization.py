@@ -12,10 +12,6 @@
 Kahneman-Tversky Optimization (Ethayarajh et al., 2024) needs no pairs: what an answer gains in log-probability over the
 reference is compared to the divergence of the model from the reference. This is estimated on prompts with answers of
 other rows, over all micro-batches and processes of a step, so it does not depend on how a batch is cut.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.feedback_optimization import *
 """
 
 from __future__ import annotations

@@ -12,10 +12,6 @@
 
 The model is a small convolutional network, or one of transformers: `pretrained: NAME` or `folder: PATH` in both
 sections, or `train.model: {config: {model_type: vit, …}}` for weights at random.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.image_classification import *
 """
 
 from __future__ import annotations
@@ -29,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
 from trainer_lib.recipes.shared.model_places import (
     from_place,
@@ -39,14 +34,14 @@ from trainer_lib.recipes.shared.model_places import (
     one_of,
     require_head,
 )
-from trainer_lib.recipes.shared.recipe_options import LABEL, PathOptions, choose, require_choice
+from trainer_lib.recipes.shared.recipe_options import LABEL, ROWS, PathOptions, choose, require_choice
 from trainer_lib.recipes.shared.targets import (
-    describe_predictions,
+    compute_metrics,
     head_names,
     head_settings,
     label_rows,
     label_tensor,
-    measure,
+    prediction_columns,
     split_loss,
     use_loss,
 )
@@ -71,6 +66,8 @@ from trainer_lib.recipes.tables.table_files import Table, note_form
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+
+__all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "prepare"]
 
 TIMM = "timm_wrapper"
 """The type that transformers gives to the models of timm."""
@@ -290,14 +287,9 @@ class ImageRows(TabularRows):
     """The images by split: their paths and labels, as a table."""
 
     defaults: Mapping[str, Any] = {
-        **LABEL,  # these are as of a table
+        **LABEL,
+        **ROWS,
         "label": FOLDER_LABEL,  # column of a table that has the classes
-        "rename": {},
-        "read": {},
-        "ignore": [],
-        "id": None,
-        "files": {},
-        "split": {},
         "image": None,  # column of a table that has the paths; None: the sources are folders of images
         "pretrained": None,  # name of the model on the Hub whose size, mean and spread are used
         "folder": None,  # or its folder
@@ -425,13 +417,3 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     if "labels" in rows[0]:
         batch["labels"] = label_tensor(rows)
     return batch
-
-
-def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
-    """Measure outputs, next to the most frequent class or the mean of the same rows."""
-    return measure(evaluation, None if data is None else data.info)
-
-
-def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn outputs into the names of classes and their probabilities, or into a number."""
-    return describe_predictions(predictions, data.info)

@@ -16,10 +16,6 @@ prepare computes once and keeps with the rows.
 
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the training texts, and the weights begin at
 random by `prepare.options.config` and `seed`.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.preference_optimization import *
 """
 
 from __future__ import annotations

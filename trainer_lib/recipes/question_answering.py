@@ -13,10 +13,6 @@
 Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`. A context that is longer than `max_length` is read in
 windows that share `stride` tokens. Where training has questions without an answer, the model may find none.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.question_answering import *
 """
 
 from __future__ import annotations

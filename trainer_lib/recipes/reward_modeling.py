@@ -11,10 +11,6 @@
 
 The score is that of Bradley and Terry: its difference is the log odds that an answer is preferred to another one
 (Bai et al., 2022). It is the output of a model for the classification of sequences, and is published as such.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.reward_modeling import *
 """
 
 from __future__ import annotations

@@ -13,10 +13,6 @@
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the training texts, and the weights begin at
 random: `train.model: {config: {model_type: t5, d_model: 128, …}}`. Evaluate and predict generate texts, by the most
 likely token each, or with `train.model.beams`.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.sequence_to_sequence import *
 """
 
 from __future__ import annotations

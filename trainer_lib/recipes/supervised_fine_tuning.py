@@ -14,10 +14,6 @@ The loss is on what the assistant writes, the token for its end included. Conver
 none sees another one. `trainflow plan` and the report show what is trained of five conversations.
 
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the conversations of training.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.supervised_fine_tuning import *
 """
 
 from __future__ import annotations

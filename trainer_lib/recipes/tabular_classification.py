@@ -1,17 +1,13 @@
 """The recipe tabular-classification: rows of a table to one of several classes, to any number of them, or to a number.
 
-    name: iris
-    recipe: tabular-classification
-    prepare:
-      sources: [iris.csv]
-      options: {label: species}
-    train:
-      args: {num_train_epochs: 50, learning_rate: 3.0e-3, global_batch_size: 32}
-    evaluate: {splits: [validation, test]}
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.tabular_classification import *
+name: iris
+recipe: tabular-classification
+prepare:
+  sources: [iris.csv]
+  options: {label: species}
+train:
+  args: {num_train_epochs: 50, learning_rate: 3.0e-3, global_batch_size: 32}
+evaluate: {splits: [validation, test]}
 """
 
 from __future__ import annotations
@@ -20,17 +16,15 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.recipes.shared.recipe_options import NUMBER, PathOptions, choose
 from trainer_lib.recipes.shared.targets import (
-    describe_predictions,
+    compute_metrics,
     label_rows,
     label_tensor,
-    measure,
+    prediction_columns,
     split_loss,
     target_of,
     use_loss,
@@ -40,6 +34,8 @@ from trainer_lib.recipes.tables.rows import TabularRows
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+
+__all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "prepare"]
 
 NET: dict[str, Any] = {
     "hidden": [128, 128],  # sizes of the layers
@@ -192,13 +188,3 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
 def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:
     """Make a batch: numbers ``[batch, columns]``, texts ``[batch, columns]``, and labels."""
     return collate_table(rows, None if data is None else data.info)
-
-
-def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
-    """Measure outputs, next to the most frequent class or the mean of the same rows."""
-    return measure(evaluation, None if data is None else data.info)
-
-
-def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn outputs into the names of classes and their probabilities, or into a number."""
-    return describe_predictions(predictions, data.info)

@@ -1,17 +1,13 @@
 """The recipe tabular-regression: rows of a table to a number.
 
-    name: diabetes
-    recipe: tabular-regression
-    prepare:
-      sources: [diabetes.csv]
-      options: {label: progression}
-    train:
-      args: {num_train_epochs: 50, learning_rate: 1.0e-3, global_batch_size: 32}
-    evaluate: {splits: [validation, test]}
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.tabular_regression import *
+name: diabetes
+recipe: tabular-regression
+prepare:
+  sources: [diabetes.csv]
+  options: {label: progression}
+train:
+  args: {num_train_epochs: 50, learning_rate: 1.0e-3, global_batch_size: 32}
+evaluate: {splits: [validation, test]}
 """
 
 from __future__ import annotations

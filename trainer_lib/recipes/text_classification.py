@@ -12,29 +12,23 @@
 
 Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.text_classification import *
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.recipes.shared.model_places import build_classifier
 from trainer_lib.recipes.shared.recipe_options import LABEL, TEXTS, PathOptions
 from trainer_lib.recipes.shared.targets import (
-    describe_predictions,
+    compute_metrics,
     label_rows,
     label_tensor,
-    measure,
+    prediction_columns,
     split_loss,
     use_loss,
 )
@@ -44,6 +38,8 @@ from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
+
+__all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "prepare"]
 
 
 class ClassifiedTexts(TextRows):
@@ -112,13 +108,3 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     if "labels" in rows[0]:
         batch["labels"] = label_tensor(rows)
     return batch
-
-
-def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
-    """Measure outputs, next to the most frequent class or the mean of the same rows."""
-    return measure(evaluation, None if data is None else data.info)
-
-
-def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn outputs into the names of classes and their probabilities, or into a number."""
-    return describe_predictions(predictions, data.info)

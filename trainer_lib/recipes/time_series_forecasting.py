@@ -12,10 +12,6 @@
 A window is `context` steps that are known and `horizon` steps to forecast. It belongs to the split that has all of its
 targets: the test is the newest part of the times, the validation the part before. What a held-out window knows may be
 of an earlier split, as it would be when the forecast is made; windows whose targets two splits share are left out.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.time_series_forecasting import *
 """
 
 from __future__ import annotations

@@ -13,10 +13,6 @@
 Without `pretrained` or `folder` the vocabulary is learned from the training words, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`. A word has the tag of its first token. A row with more
 tokens than `max_length` becomes several sequences, so that each word has a tag.
-
-To replace a function, import the others into a file of your own, and define yours behind them::
-
-    from trainer_lib.recipes.token_classification import *
 """
 
 from __future__ import annotations

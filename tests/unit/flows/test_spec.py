@@ -200,7 +200,6 @@ def test_adapters_are_merged_where_a_recipe_by_name_trains_some(spec_file: Path)
     error = refused(spec_file, *named)
     assert (error.field, error.value) == ("publish.merge_adapters", "true")
     assert "train.model.adapter" in str(error.remedy)
-    load_spec(spec_file, (*named, "train.model.lora={r: 2}"))
     load_spec(spec_file, (*named, "train.model.adapter={rank: 2}"))
     load_spec(spec_file, (*named, "publish.enabled=false"))
     load_spec(spec_file, named[1:])  # of a recipe of the user's the trained model tells

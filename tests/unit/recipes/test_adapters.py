@@ -78,20 +78,9 @@ def test_an_adapter_is_that_of_peft(
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_the_older_key_builds_what_it_did(chats: Prepared, base: Path) -> None:
-    older, newer = (
-        build(chats, folder=base, **form)
-        for form in ({"lora": {"r": 8, "alpha": 16}}, {"adapter": {"rank": 8, "targets": "all-linear"}})
-    )
-    assert older.peft_config["default"].to_dict() == newer.peft_config["default"].to_dict()
-    weights = newer.state_dict()
-    assert all(torch.equal(weight, weights[name]) for name, weight in older.state_dict().items())
-
-
 @pytest.mark.parametrize(
     ("options", "field", "words"),
     [
-        ({"adapter": {"rank": 2}, "lora": {"r": 2}}, "lora", "one of adapter and lora … Remove lora."),
         ({"adapter": {"kind": "qlora"}}, "adapter.kind", 'Did you mean "lora"'),
         ({"adapter": {"r": 8}}, "adapter.r", "no such option"),
         ({"adapter": {"rank": 0}}, "adapter.rank", "from 1 on"),
@@ -105,6 +94,7 @@ def test_the_older_key_builds_what_it_did(chats: Prepared, base: Path) -> None:
         ({"adapter": {"targets": "q_proj"}}, "adapter.targets", "all-linear, or a list"),
         ({"adapter": {"targets": ["q_proj", "qproj"]}}, "adapter.targets", 'no such layer … Did you mean "q_proj"'),
         ({"adapter": {"targets": ["q_proj"], "modules_to_save": ["head"]}}, "adapter.modules_to_save", "no such layer"),
+        ({"adapter": {"targets": ["norm"]}}, "adapter", "peft cannot add the adapters … Name layers"),
         ({"load_in": "4bit"}, "load_in", "trained by adapters alone … Add train.model.adapter"),
         ({"load_in": "2bit", "adapter": {"rank": 2}}, "load_in", "one of the choices"),
     ],

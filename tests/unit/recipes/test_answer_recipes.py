@@ -125,8 +125,8 @@ def test_models_come_from_configurations_and_folders_with_beams_or_adapters(name
         assert (second.generation_config.num_beams, second.generation_config.max_new_tokens) == (2, 24)
         trains(second)
     with pytest.raises(ConfigError, match="Adapters are for a model that has been trained"):
-        recipe.build_model({"lora": {"r": 4}}, data)
-    adapted: Any = recipe.build_model({"folder": tmp_path / "t5", "lora": {"r": 4}}, data)
+        recipe.build_model({"adapter": {"rank": 4}}, data)
+    adapted: Any = recipe.build_model({"folder": tmp_path / "t5", "adapter": {"rank": 4}}, data)
     assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
     trains(adapted)
 

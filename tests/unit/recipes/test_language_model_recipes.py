@@ -211,7 +211,7 @@ def test_tables_become_documents_and_lost_tokens_are_counted(tmp_path: Path) -> 
 
 def test_adapters_are_trained_saved_loaded_and_merged(packed: Prepared, base: Path, tmp_path: Path) -> None:
     recipe, splits, data = packed
-    options = {"folder": base, "lora": {"r": 4}}
+    options = {"folder": base, "adapter": {"rank": 4}}
     model: Any = recipe.build_model(options, data)
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     assert trained
@@ -231,7 +231,7 @@ def test_adapters_are_trained_saved_loaded_and_merged(packed: Prepared, base: Pa
         torch.testing.assert_close(again.eval()(**batch).logits, wanted)
         torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted)
     with pytest.raises(DamagedError, match="do not fit"):
-        load_weights(recipe.build_model({"folder": base, "lora": {"r": 2}}, data), str(tmp_path / "model"))
+        load_weights(recipe.build_model({"folder": base, "adapter": {"rank": 2}}, data), str(tmp_path / "model"))
 
 
 def test_a_model_and_its_tokenizer_come_from_a_folder(base: Path, packed: Prepared, tmp_path: Path) -> None:
@@ -251,9 +251,7 @@ def test_models_that_do_not_fit_are_refused(packed: Prepared, base: Path, tmp_pa
     _, _, alone = prepare(tmp_path, "stdlib:json", pack=[])
     larger = DataInfo({"url": data.url, "info": {**data.info, "vocabulary": 500}, "splits": {}, "files": []})
     for info, options, words in (
-        (data, {"lora": {"r": 8}}, "Adapters are for a model that has been trained"),
-        (data, {"folder": base, "lora": {"rank": 8}}, "train.model.lora.rank"),
-        (data, {"folder": base, "lora": {"target_modules": ["nothing"]}}, "peft cannot add the adapters"),
+        (data, {"adapter": {"rank": 8}}, "Adapters are for a model that has been trained"),
         (data, {"folder": base, "dtype": "float23"}, 'Did you mean "float32"?'),
         (data, {"folder": base, "config": TINY}, "its own configuration"),
         (data, {"folder": tmp_path / "nowhere"}, "cannot load this model"),
@@ -365,7 +363,7 @@ def test_a_model_at_random_learns_an_order_of_words_and_says_so_of_new_rows(pair
 
 def test_adapters_leave_the_reference_as_it_is(of_known: Prepared, known: Path, tmp_path: Path) -> None:
     recipe, splits, data = of_known
-    model: Any = recipe.build_model({"folder": known, "lora": {"r": 4}}, data)
+    model: Any = recipe.build_model({"folder": known, "adapter": {"rank": 4}}, data)
     assert all("lora" in name for name, each in model.named_parameters() if each.requires_grad)
     trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 5, **TWICE)
     trainer.train()
@@ -405,7 +403,7 @@ def test_another_model_than_the_reference_is_refused_before_the_first_step(
         (of_known, {"folder": known, "beta": 0.0}, "train.model.beta"),
         (of_known, {"folder": known, "label_smoothing": 0.5}, "train.model.label_smoothing"),
         (of_known, {"folder": known, "loss": "dpo"}, "train.model.loss"),
-        (pairs, {"lora": {"r": 4}}, "has been trained"),
+        (pairs, {"adapter": {"rank": 4}}, "has been trained"),
     ):
         with pytest.raises(ConfigError) as caught:
             made[0].build_model(options, made[2])

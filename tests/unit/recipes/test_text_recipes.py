@@ -131,8 +131,8 @@ def test_a_model_comes_from_a_folder_and_its_head_must_fit_the_labels(
         with pytest.raises(ConfigError, match="cannot load this model"):
             recipe.build_model({"folder": tmp_path / "nowhere"}, data)
         with pytest.raises(ConfigError, match="Adapters are for a model that has been trained"):
-            recipe.build_model({"lora": {"r": 4}}, data)
-    adapted: Any = words[0].build_model({"folder": tmp_path, "lora": {"r": 4}}, words[2])
+            recipe.build_model({"adapter": {"rank": 4}}, data)
+    adapted: Any = words[0].build_model({"folder": tmp_path, "adapter": {"rank": 4}}, words[2])
     trained = [name for name, each in adapted.named_parameters() if each.requires_grad]
     assert any("classifier" in name for name in trained)
     assert all("lora" in name or "classifier" in name for name in trained)
@@ -389,7 +389,7 @@ def test_models_of_pairs_come_from_folders_with_adapters_and_choices(names: Prep
     second: Any = recipe.build_model({"folder": tmp_path / "model", "pooling": "first", "temperature": 1}, data)
     assert all(torch.equal(one, other) for one, other in zip(first.parameters(), second.parameters(), strict=True))
     assert (second.config.embedding_pooling, second.config.embedding_temperature) == ("first", 1.0)
-    adapted: Any = recipe.build_model({"folder": tmp_path / "model", "lora": {"r": 4}}, data)
+    adapted: Any = recipe.build_model({"folder": tmp_path / "model", "adapter": {"rank": 4}}, data)
     assert all("lora" in name for name, each in adapted.named_parameters() if each.requires_grad)
     for model in (second, adapted):
         trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 1, **PAIRS)

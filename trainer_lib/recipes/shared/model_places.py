@@ -24,7 +24,6 @@ MODEL: dict[str, Any] = {
     "folder": None,  # or its folder
     "config": {},  # or the configuration of one with weights at random
     "adapter": {},  # train adapters of this form (and a new head) in place of all weights
-    "lora": {},  # the same for LoRA alone, by peft's names
     "load_in": None,  # 4bit or 8bit: the loaded weights under adapters take less memory
 }
 """The settings of `build_model` (`train.model`) for a model of transformers, with their defaults."""
@@ -37,14 +36,6 @@ ADAPTER: dict[str, Any] = {
     "modules_to_save": [],  # layers that are trained as a whole
 }
 """The settings of adapters, with their defaults."""
-LORA: dict[str, Any] = {
-    "r": 8,  # rank
-    "alpha": 16,  # the scale is alpha / r
-    "dropout": 0.0,
-    "target_modules": None,  # layers that get an adapter; None: all linear ones but the head
-    "modules_to_save": [],  # layers that are trained as a whole
-}
-"""The settings of `lora`, with their defaults."""
 KINDS = ("lora", "dora", "rslora")
 BITS = ("4bit", "8bit")
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -145,8 +136,7 @@ def build_with_head(
         ConfigError: transformers cannot load it.
     """
     place = one_of(chosen, field=FIELD)
-    adapted = bool(chosen["adapter"] or chosen["lora"])
-    in_few_bits = quantized(chosen["load_in"], place=place, adapted=adapted, task=task)
+    in_few_bits = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]), task=task)
     if place is None:
         given = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **settings}
         usual = small_bert() if small is None else small
@@ -155,7 +145,7 @@ def build_with_head(
     else:
         settings["ignore_mismatched_sizes"] = chosen.get("new_head", False)
         model = lay_out(from_place(f"AutoModel{head}", place, field=FIELD, **settings, **in_few_bits))
-    return add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place, task=task)
+    return add_adapters(model, chosen["adapter"], place=place, task=task)
 
 
 def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, task: str) -> nn.Module:
@@ -290,7 +280,6 @@ def add_adapters(
     options: Mapping[str, Any],
     *,
     place: str | None,
-    adapter: Mapping[str, Any] | None = None,
     task: str = "CAUSAL_LM",
     remedy: str = "Give train.model.pretrained or folder as well.",
 ) -> Any:
@@ -299,24 +288,20 @@ def add_adapters(
     They are those of LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) or rsLoRA (Kalajdzievski, 2023).
 
     Args:
-        options: some of `LORA`; empty: by `adapter`, or the model stays as it is.
+        options: some of `ADAPTER`; empty: the model stays as it is.
         place: name or folder of the model; None: it begins at random, and takes no adapters.
-        adapter: some of `ADAPTER`.
         task: peft's name for the model's use.
 
     Raises:
         ConfigError: a setting is unknown or has no sense, the model has no such layers, or begins at random.
             MissingExtraError: peft is not installed.
     """
-    if not options and not adapter:
+    if not options:
         return model
-    field = f"{FIELD}.adapter" if adapter else f"{FIELD}.lora"
-    if options and adapter:
-        what = "Adapters are described by one of adapter and lora."
-        raise ConfigError(what, field=f"{FIELD}.lora", value=dict(options), remedy="Remove lora.")
     if place is None:
-        raise ConfigError("Adapters are for a model that has been trained.", field=field, remedy=remedy)
-    settings = _read_adapter(model, adapter) if adapter else _read_lora(options)
+        what = "Adapters are for a model that has been trained."
+        raise ConfigError(what, field=f"{FIELD}.adapter", remedy=remedy)
+    settings = _read_adapter(model, options)
     try:
         import peft
     except ImportError as error:
@@ -329,20 +314,8 @@ def add_adapters(
     try:
         return peft.get_peft_model(model, config)
     except ValueError as error:
-        what, wrong = f"peft cannot add the adapters: {first_line(error)}", dict(adapter or options)
-        remedy = f"Name layers of the model, or leave {'targets' if adapter else 'target_modules'} out."
-        raise ConfigError(what, field=field, value=wrong, remedy=remedy) from error
-
-
-def _read_lora(options: Mapping[str, Any]) -> dict[str, Any]:
-    chosen = choose(options, LORA, field=f"{FIELD}.lora")
-    return {
-        "r": chosen["r"],
-        "lora_alpha": chosen["alpha"],
-        "lora_dropout": chosen["dropout"],
-        "target_modules": chosen["target_modules"] or "all-linear",
-        "modules_to_save": chosen["modules_to_save"] or None,
-    }
+        what, remedy = f"peft cannot add the adapters: {first_line(error)}", "Name layers of the model."
+        raise ConfigError(what, field=f"{FIELD}.adapter", value=dict(options), remedy=remedy) from error
 
 
 def _read_adapter(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,36 +20,35 @@ LABEL: dict[str, Any] = {
     "absent_classes": False,  # accept a split without rows of some class
 }
 """The options of what is predicted (`prepare.options`), with their defaults."""
-DEFAULTS: dict[str, Any] = {
-    **LABEL,
-    "features": None,  # columns to predict from; None: all that have no other use
+ROWS: dict[str, Any] = {
     "ignore": [],  # columns that are left out
-    "categorical": [],  # columns whose numbers are names (a postcode), not amounts
-    "dates": {},  # column of dates -> their form, as for strptime; None: the one form that fits all of them
-    "hashed": {},  # column of free texts -> how many numbers their words become
-    "merge": [],  # columns whose texts are the same where they differ in case or blanks only
     "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
     "read": {},  # how the files are written, where they do not show it (`tables.cells.READ`)
     "id": None,  # column by which predictions name the rows; None: rows are counted over all files
     "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
     "split": {},  # how rows are cut (`trainer_lib.recipes.tables.splitting`)
+}
+"""The options of files with rows (`prepare.options`), with their defaults."""
+DEFAULTS: dict[str, Any] = {
+    **LABEL,
+    **ROWS,
+    "features": None,  # columns to predict from; None: all that have no other use
+    "categorical": [],  # columns whose numbers are names (a postcode), not amounts
+    "dates": {},  # column of dates -> their form, as for strptime; None: the one form that fits all of them
+    "hashed": {},  # column of free texts -> how many numbers their words become
+    "merge": [],  # columns whose texts are the same where they differ in case or blanks only
     "missing": "refuse",  # numbers that are missing; or mean, which needs prepare.allow_nan=true
 }
 """The options of the tabular recipes (`prepare.options`), with their defaults."""
 TEXTS: dict[str, Any] = {
-    "rename": {},
-    "read": {},
-    "ignore": [],
-    "id": None,
-    "files": {},
-    "split": {},
+    **ROWS,
     "pretrained": None,  # name of the model on the Hub whose tokenizer is used
     "folder": None,  # or its folder
     "pad_token": None,  # fills up short texts, for a tokenizer that has no token for it
     "vocabulary": 4000,  # tokens of a vocabulary that is learned
     "max_length": 128,  # tokens of a text; longer ones are cut
 }
-"""The options of recipes for texts, with their defaults; the first six are as of a table."""
+"""The options of recipes for texts, with their defaults."""
 
 
 class PathOptions(TypedDict):

@@ -34,6 +34,7 @@ from trainer_lib.recipes.shared.recipe_options import CLASS, NUMBER, ORDER, SEVE
 from trainer_lib.trainer.model.models import innermost
 
 if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo
     from trainer_lib.recipes.tables.rows import TabularRows
 
 FIELD = "train.model"
@@ -250,14 +251,14 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
 
 
 # -- what is measured and written -------------------------------------------------------------------------------------
-def measure(evaluation: EvalPrediction, info: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics of outputs ``[rows, …]``, each beside what a model without any input would reach on these rows.
+def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
+    """Measure outputs ``[rows, …]``, beside what a model without any input would reach on these rows.
 
-    Without `info`, outputs ``[rows, classes]`` are of one class a row, and others are numbers.
+    Without `data`, outputs ``[rows, classes]`` are of one class a row, and others are numbers.
     """
     given = evaluation.predictions, evaluation.label_ids
-    if info is None:
-        info = {"target": CLASS if np.ndim(given[0]) > 1 and np.shape(given[0])[1] > 1 else NUMBER}
+    is_class = np.ndim(given[0]) > 1 and np.shape(given[0])[1] > 1
+    info: Mapping[str, Any] = {"target": CLASS if is_class else NUMBER} if data is None else data.info
     target = target_of(info)
     if target == NUMBER:
         return measure_numbers(*given, evaluation.whole_labels)
@@ -267,9 +268,9 @@ def measure(evaluation: EvalPrediction, info: Mapping[str, Any] | None) -> dict[
     return measured | (measure_ranks(*given, evaluation.whole_labels) if target == ORDER else {})
 
 
-def describe_predictions(predictions: np.ndarray, info: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of predictions: a number, or the names of classes with their probabilities."""
-    target = target_of(info)
+def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Any]:
+    """Turn outputs into a number, or into the names of classes and their probabilities."""
+    info, target = data.info, target_of(data.info)
     if target == NUMBER:
         return {"prediction": predictions.reshape(-1).astype(np.float32)}
     if target == SEVERAL:

@@ -381,13 +381,13 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     require_between("beta", chosen["beta"], most=float("inf"), is_open=True)
     place = one_of(chosen, field="train.model")
     _require_reference(chosen, place, data)
-    adapted = bool(chosen["adapter"] or chosen["lora"])
+    adapted = bool(chosen["adapter"])
     quantized(data.info.get("load_in"), place=place, adapted=adapted, field="prepare.options")
     build = partial(build_first, data.info, place, field="train.model")
     model = build()
     model.config.use_cache = False  # training has no use for it
     remedy = "Give pretrained or folder in prepare.options and in train.model."
-    model = add_adapters(model, chosen["lora"], adapter=chosen["adapter"], place=place, remedy=remedy)
+    model = add_adapters(model, chosen["adapter"], place=place, remedy=remedy)
     if data.info.get("is_chat"):
         stop_at(model, end_tokens(kept_tokenizer(data)))
     model.preference = {name: chosen[name] for name in ("beta", *names)}
