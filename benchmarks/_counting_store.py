@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
 from trainer_lib.storage import Store
-from trainer_lib.storage.files import FileInfo
+from trainer_lib.storage.urls import FileInfo
 
 PAGE = 1000
 _LOCK = threading.Lock()

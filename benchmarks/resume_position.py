@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import default_data_collator
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import LoaderOptions, TrainLoader
-from trainer_lib.data.order import BatchPlan, LengthGroupedOrder, Order, RandomOrder, SequentialOrder
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import LoaderOptions, TrainLoader
+from trainer_lib.data.loading.order import BatchPlan, LengthGroupedOrder, Order, RandomOrder, SequentialOrder
 
 BATCH = 10
 NEAR = 10

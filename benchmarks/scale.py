@@ -27,8 +27,8 @@ from benchmarks._result import arguments, publish
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, rotate_checkpoints
 from trainer_lib.checkpoint.layout import KIND, OPTIMIZER, checkpoint_name, shard_file
 from trainer_lib.checkpoint.sharded import ShardedTensors, build_index
-from trainer_lib.data.parts import NumberedParts
-from trainer_lib.data.source_parts import SourceParts, SplitOfParts
+from trainer_lib.data.rows.parts import NumberedParts
+from trainer_lib.data.rows.source_parts import SourceParts, SplitOfParts
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.machines.rendezvous import Pulses, Rendezvous, gather, open_store

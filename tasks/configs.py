@@ -196,7 +196,7 @@ class PrepareConfig(StageSettings):
 
     @property
     def mixture_info(self) -> Options | None:
-        """The mixture as `trainer_lib.data.mixture.Mixture.of` reads it; None: there is none."""
+        """The mixture as `trainer_lib.data.rows.mixture.Mixture.of` reads it; None: there is none."""
         return None if self.mixture is None else self.mixture.to_info()
 
     @model_validator(mode="before")

@@ -7,7 +7,7 @@ from functools import partial
 
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.metric_names import read_metrics
-from trainer_lib.data.parts import RECORDS, SUMS, sum_parts
+from trainer_lib.data.rows.parts import RECORDS, SUMS, sum_parts
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import EvaluateRequest
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings

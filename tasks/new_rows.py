@@ -19,11 +19,11 @@ from typing import Any
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted, suggestion
-from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.given_rows import known_columns, parse_text
-from trainer_lib.data.parts import FOLDER, RECORDS, NumberedParts, numbered_parts
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import FIELD, RowFile, find_row_files
+from trainer_lib.data.rows.columns import ROW_ID
+from trainer_lib.data.rows.given_rows import known_columns, parse_text
+from trainer_lib.data.rows.parts import FOLDER, RECORDS, NumberedParts, numbered_parts
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.settings.gpu_selection import list_visible, num_cores

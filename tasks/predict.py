@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.parts import split_parts
+from trainer_lib.data.rows.parts import split_parts
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.protocol.requests import PredictRequest, PreparedSplit

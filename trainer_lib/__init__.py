@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
     from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
     from trainer_lib.checkpoint.catalogue import get_last_checkpoint
-    from trainer_lib.data.collators import (
+    from trainer_lib.data.loading.collators import (
         DataCollator,
         DataCollatorForMultipleChoice,
         DataCollatorForSeq2Seq,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         DefaultDataCollator,
         default_data_collator,
     )
-    from trainer_lib.data.masking import (
+    from trainer_lib.data.loading.masking import (
         DataCollatorForLanguageModeling,
         DataCollatorForPermutationLanguageModeling,
         DataCollatorWithFlattening,
@@ -87,11 +87,11 @@ _MODULES = {
     "trainer_lib.callbacks.early_stopping": "EarlyStoppingCallback",
     "trainer_lib.callbacks.progress_bar": "PrinterCallback ProgressCallback",
     "trainer_lib.checkpoint.catalogue": "get_last_checkpoint",
-    "trainer_lib.data.collators": (
+    "trainer_lib.data.loading.collators": (
         "DataCollator DataCollatorForMultipleChoice DataCollatorForSeq2Seq DataCollatorForTokenClassification "
         "DataCollatorWithPadding DefaultDataCollator default_data_collator"
     ),
-    "trainer_lib.data.masking": (
+    "trainer_lib.data.loading.masking": (
         "DataCollatorForLanguageModeling DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening"
     ),
     "trainer_lib.installation": "install uninstall",

@@ -137,7 +137,7 @@ class Run:
         Raises:
             ConfigError: it has no committed predictions. StorageError: they cannot be read.
         """
-        from trainer_lib.data.predictions import read_predictions
+        from trainer_lib.data.rows.predictions import read_predictions
 
         found = self._result("predict")
         paths = sorted(entry.path for entry in found.files if entry.path.endswith(".parquet"))

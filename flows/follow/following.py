@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.mixture import FIELD, merge_weights
+from trainer_lib.data.rows.mixture import FIELD, merge_weights
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.protocol.requests import MIXTURE_CHANGE
 from trainer_lib.storage import Store

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.reading import Reading
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.rows.reading import Reading
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.tables.cells import (
     NOTHING,

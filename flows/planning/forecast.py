@@ -17,7 +17,7 @@ from trainer_lib.arguments import total_batch_size
 from trainer_lib.arguments.configs.accelerator_config import describe_step, rows_at_a_time
 from trainer_lib.arguments.configs.parallelism_config import data_size, read_layout
 from trainer_lib.base.records import to_record
-from trainer_lib.data.mixture import INFO, Mixture
+from trainer_lib.data.rows.mixture import INFO, Mixture
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.footprint import Estimate, Footprint, Probe, footprints
 from trainer_lib.storage import Store

@@ -160,7 +160,7 @@ def _describe_columns(prepared: StageManifest) -> Rows:
 
 
 def _describe_column(found: Mapping[str, Any]) -> str:
-    """The statistics of a column (`trainer_lib.data.source_parts`) in words."""
+    """The statistics of a column (`trainer_lib.data.rows.source_parts`) in words."""
     rows = int(found["rows"])
     texts = [counted(rows, "row")]
     if "longest" in found:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.json_text import read_json
 from trainer_lib.base.suggestions import nearest
-from trainer_lib.data.row_sources import is_hidden, is_pattern, list_matches
+from trainer_lib.data.rows.row_sources import is_hidden, is_pattern, list_matches
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import FileInfo, Store, split_root, split_url
 from trainer_lib.storage.local import make_folders

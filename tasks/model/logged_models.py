@@ -12,7 +12,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import is_less_better
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.data.column import LABELS
+from trainer_lib.data.rows.column import LABELS
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import FILE, Places
 from trainer_lib.model_folder.locate import PIN, model_digest
@@ -71,7 +71,7 @@ def log_outputs(run: TrackedRun, exported: LoggedModel, predicted: StageManifest
     Raises:
         StorageError, DataError: the predictions cannot be read.
     """
-    from trainer_lib.data.predictions import read_prediction_types  # pyarrow
+    from trainer_lib.data.rows.predictions import read_prediction_types  # pyarrow
 
     parts = [entry.path for entry in predicted.files if entry.path.endswith(".parquet")]
     if parts:

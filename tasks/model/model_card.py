@@ -10,7 +10,7 @@ from typing import Any
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.path_options import absolute_path
-from trainer_lib.data.column import LABELS
+from trainer_lib.data.rows.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.base import ADAPTER, Source
 from trainer_lib.hub.card import Card, Conversations, HardRows, Picture, parse_card_head

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainer_lib.data.mixture import merge_weights
+from trainer_lib.data.rows.mixture import merge_weights
 from trainer_lib.errors import ConfigError
 from trainflow.tasks.settings.keyed_settings import Settings
 
@@ -77,7 +77,7 @@ class MixtureSettings(Settings):
         return self
 
     def to_info(self) -> dict[str, Any]:
-        """These settings as `trainer_lib.data.mixture.Mixture.of` reads them."""
+        """These settings as `trainer_lib.data.rows.mixture.Mixture.of` reads them."""
         entries = [entry.model_dump(include={"weight", "epochs", "tokens"}) for entry in self.sources]
         return {
             "sources": [{"name": name, **entry} for name, entry in zip(self.names, entries, strict=True)],

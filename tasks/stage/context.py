@@ -38,7 +38,7 @@ class StageContext:
         flavor: the flavor of MLflow that the trained model is to have, so the library that its class must be of; None:
             any.
         metrics: those of evaluate that evaluations while training measure, because they choose its weights.
-        mixture: how the sources are mixed, as `trainer_lib.data.mixture.Mixture.of` reads it; None: they are not.
+        mixture: how the sources are mixed, as `trainer_lib.data.rows.mixture.Mixture.of` reads it; None: they are not.
         limit: rows of each split in a check of the pipeline; None: all rows.
         refresh: by the name of a stage, how old its result may become before the stage runs again.
         force: names of the stages whose committed result is discarded first ("train").

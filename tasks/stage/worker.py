@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from trainer_lib.data.mixture import INFO
+from trainer_lib.data.rows.mixture import INFO
 from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request

@@ -169,7 +169,7 @@ EXCEPTIONS = {
     "budget": {f"examples/{name}/train.py: {_SCRIPT}" for name in ("causal_lm_lora", "text_classification")},
     "parsing": {
         "trainer_lib/base/json_text.py: calls json.loads",
-        "trainer_lib/data/row_files.py: calls orjson.loads",  # it has a bound of its own, and rows are many
+        "trainer_lib/data/rows/row_files.py: calls orjson.loads",  # it has a bound of its own, and rows are many
     },
 }
 

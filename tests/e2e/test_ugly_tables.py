@@ -18,8 +18,8 @@ from PIL import Image
 from tests.support.model_folders import remove_fetched_code
 from tests.support.runs import run
 from trainer_lib import load_model
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import find_row_files
 from trainflow.flows.cli.main import main
 from trainflow.flows.records.results import PipelineResult
 

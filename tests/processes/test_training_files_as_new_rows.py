@@ -21,8 +21,8 @@ from tests.support.repository import ROOT
 from trainer_lib import load_model
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
-from trainer_lib.data.row_sources import find_row_files
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.row_sources import find_row_files
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.model_folder import export_model

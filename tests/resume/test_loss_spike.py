@@ -21,7 +21,7 @@ from tests.support.training import Note, arguments, assert_equal, final_state
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
-from trainer_lib.data.collators import default_data_collator
+from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Preempted, from_record
 from trainer_lib.storage import Store

@@ -17,8 +17,8 @@ from tests.support import tiny
 from tests.support.hub_server import HubServer
 from tests.support.named_recipes import prepare_sources
 from tests.support.s3 import S3Server
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError, StorageError, StoreUnreachableError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.support.named_recipes import prepare_sources
 from tests.support.toy import RECIPE
-from trainer_lib.data.columns import Schema
+from trainer_lib.data.rows.columns import Schema
 from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder.description import FILE, ModelDescription
 from trainer_lib.storage import FileEntry

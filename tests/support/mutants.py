@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
         ("trainer_lib/trainer/checkpoints/restore.py", "trainer_lib/trainer/checkpoints/snapshots.py"),
         "trainer checkpoint",
     ),
-    "order": (("trainer_lib/data/*.py",), "data trainer"),
+    "order": (("trainer_lib/data/*/*.py",), "data trainer"),
     "weighting": (("trainer_lib/trainer/weighting.py", "trainer_lib/trainer/history.py"), "trainer"),
     "keys": (("tasks/keys/keys.py", "tasks/keys/sources.py", "tasks/stage/manifest.py"), "tasks flows"),
     "leases": (("trainer_lib/locks/*.py",), "locks"),

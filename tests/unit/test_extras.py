@@ -13,8 +13,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.repository import pyproject
-from trainer_lib.data.reading import Reading, read_sheet
-from trainer_lib.data.row_sources import RowFile
+from trainer_lib.data.rows.reading import Reading, read_sheet
+from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import CodeError, MissingExtraError
 from trainer_lib.evaluation.benchmarks import FIELD, require_lm_eval
 from trainer_lib.keras_models.keras_backend import import_keras

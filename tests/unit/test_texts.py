@@ -24,7 +24,7 @@ from trainer_lib.base.json_text import (
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.base.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
-from trainer_lib.data.row_sources import RowFile
+from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import (

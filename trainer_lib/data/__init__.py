@@ -1,1 +1,1 @@
-"""Order, loading, collation and storage of samples. Import the submodule you need."""
+"""Samples: `rows` are read and stored, `loading` brings them to the model. Import the submodule you need."""

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from trainer_lib.base.outputs import EvalLoopOutput, EvalPrediction
-from trainer_lib.data.foreign import count_samples_of
-from trainer_lib.data.items import MAPPINGS, count_samples
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, Micro, has_length
+from trainer_lib.data.loading.foreign import count_samples_of
+from trainer_lib.data.loading.items import MAPPINGS, count_samples
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, Micro, has_length
 from trainer_lib.distributed.communicator import Communicator, leads
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested

@@ -12,7 +12,7 @@ import torch
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.data.items import MAPPINGS, SEQUENCES
+from trainer_lib.data.loading.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError
 
 Array = npt.NDArray[Any]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.data.collators import IGNORED
+from trainer_lib.data.loading.collators import IGNORED
 from trainer_lib.errors import DataError, StorageFullError, is_full_disk
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.nested import Array

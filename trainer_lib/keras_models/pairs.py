@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from trainer_lib.data.collators import default_data_collator
-from trainer_lib.data.fetch import is_pure_collator
-from trainer_lib.data.loader import has_length
+from trainer_lib.data.loading.collators import default_data_collator
+from trainer_lib.data.loading.fetch import is_pure_collator
+from trainer_lib.data.loading.loader import has_length
 from trainer_lib.errors import DataError
 
 

@@ -16,8 +16,8 @@ from trainer_lib.arguments import TFTrainingArguments, TrainingArguments
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.outputs import EvalLoopOutput
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, TrainLoader, has_length
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, has_length
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.evaluation import nested
 from trainer_lib.keras_models import keras_backend

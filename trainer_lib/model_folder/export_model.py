@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from trainer_lib.data.column import LABELS, Column
-from trainer_lib.data.given_rows import GivenRows
-from trainer_lib.data.row_files import read_rows
+from trainer_lib.data.rows.column import LABELS, Column
+from trainer_lib.data.rows.given_rows import GivenRows
+from trainer_lib.data.rows.row_files import read_rows
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
 from trainer_lib.evaluation import nested
 from trainer_lib.model_folder.loaded import LoadedModel, load_model

@@ -23,9 +23,8 @@ from trainer_lib import recipes
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
-from trainer_lib.data.by_length import in_order
-from trainer_lib.data.generators import keep_generators
-from trainer_lib.data.given_rows import GivenRows
+from trainer_lib.data.loading.generators import keep_generators
+from trainer_lib.data.rows.given_rows import GivenRows, in_order
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.evaluation_loop import stream_predictions

@@ -10,8 +10,8 @@ import numpy as np
 
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
 from trainer_lib.evaluation.named_metrics import NamedMetrics

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer_lib.base.json_text import read_json
-from trainer_lib.data.given_rows import known_columns
+from trainer_lib.data.rows.given_rows import known_columns
 from trainer_lib.errors import DamagedError, DataError
 from trainer_lib.model_folder.locate import PIN, find_model, require_weights
 

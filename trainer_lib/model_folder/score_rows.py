@@ -19,11 +19,10 @@ from typing_extensions import override
 
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.base.suggestions import counted, nearest
-from trainer_lib.data.by_length import longest_first, require_column
-from trainer_lib.data.given_rows import GivenRows, known_columns, parse_text
-from trainer_lib.data.predictions import RowPredictionWriter
-from trainer_lib.data.row_files import BadRow, Row, RowReader, read_rows
-from trainer_lib.data.row_sources import FIELD
+from trainer_lib.data.rows.given_rows import GivenRows, known_columns, longest_first, parse_text, require_column
+from trainer_lib.data.rows.predictions import RowPredictionWriter
+from trainer_lib.data.rows.row_files import BadRow, Row, RowReader, read_rows
+from trainer_lib.data.rows.row_sources import FIELD
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts

@@ -21,7 +21,7 @@ from typing_extensions import override
 from trainer_lib.base.metric_names import Benchmark, MetricCall
 from trainer_lib.base.path_options import PathOptions
 from trainer_lib.base.records import from_record, to_record
-from trainer_lib.data.row_sources import RowFile
+from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.command_results import (
     CompareResult as CompareResult,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.data.mixture import SOURCE
+from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
 from trainer_lib.recipes.shared.model_places import (

@@ -33,7 +33,7 @@ from typing_extensions import override
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.mixture import SOURCE
+from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model

@@ -10,8 +10,7 @@ Credentials, endpoints and regions come from the environment (``AWS_ENDPOINT_URL
 may be logged. Every failure is a `StorageError` or `StorageFullError` that names the URL.
 """
 
-from trainer_lib.storage.files import FileEntry, FileInfo
 from trainer_lib.storage.store import DigestingWriter, Store
-from trainer_lib.storage.urls import relative_problem, split_root, split_url
+from trainer_lib.storage.urls import FileEntry, FileInfo, relative_problem, split_root, split_url
 
 __all__ = ["DigestingWriter", "FileEntry", "FileInfo", "Store", "relative_problem", "split_root", "split_url"]

@@ -18,7 +18,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import StorageError
-from trainer_lib.storage.files import FileInfo, FolderGoneError
+from trainer_lib.storage.translation import FolderGoneError
+from trainer_lib.storage.urls import FileInfo
 
 T = TypeVar("T")
 _PINNED = "TRAINFLOW_PINNED_FOLDERS"  # JSON: [path, device, inode] of each, for this process and those that it starts

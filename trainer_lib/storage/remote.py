@@ -13,10 +13,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.storage.files import FileInfo
 from trainer_lib.storage.outages import vendor_code
 from trainer_lib.storage.ranges import AheadReader, Buffer, Range, windowed
-from trainer_lib.storage.urls import HUB, checked_address
+from trainer_lib.storage.urls import HUB, FileInfo, checked_address
 
 if TYPE_CHECKING:  # its import takes a tenth of a second, which a local disk does not need
     import fsspec

@@ -21,11 +21,10 @@ from trainer_lib.errors import (
     StoreUnreachableError,
     TrainflowError,
 )
-from trainer_lib.storage.files import FileEntry, FileInfo
 from trainer_lib.storage.local import LocalBackend, pinned
 from trainer_lib.storage.ranges import read_up_to, scatter
 from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
-from trainer_lib.storage.urls import HUB, checked, split_url
+from trainer_lib.storage.urls import HUB, FileEntry, FileInfo, checked, split_url
 
 if TYPE_CHECKING:
     from trainer_lib.storage.remote import RemoteBackend

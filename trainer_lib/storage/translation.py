@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError, StoreUnreachableError
-from trainer_lib.storage.files import FolderGoneError
 from trainer_lib.storage.outages import describe_outage, vendor_code, vendor_message
 from trainer_lib.storage.urls import HUB
 
@@ -36,6 +35,10 @@ _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetr
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
 _DENIED_CODES = {"401", "403"}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class FolderGoneError(OSError):
+    """A pinned folder was renamed or removed; not the ESTALE of a network folder, which may come back."""
 
 
 def is_of_a_store(error: Exception) -> bool:

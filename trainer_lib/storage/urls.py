@@ -1,9 +1,10 @@
-"""Check the URL of a store, and a path inside a store."""
+"""Check the URL of a store and a path inside a store, and name the files there."""
 
 from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from trainer_lib.base.path_options import expand_home
@@ -151,3 +152,24 @@ def checked(rel: str, *, root_too: bool = False) -> str:
     if problem:
         raise ConfigError(f"A path inside a store {problem}.", value=rel, remedy="Use a plain relative path.")
     return rel
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as it was written: its path relative to the store, size in bytes, SHA-256 in hexadecimal digits."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file as a store lists it: its path relative to the store, size in bytes.
+
+    `tag` identifies the content without reading it (an ETag or a checksum of the store); None where the store has none.
+    """
+
+    path: str
+    size: int
+    tag: str | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer_lib.base.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
-from trainer_lib.data.generators import keep_generators
+from trainer_lib.data.loading.generators import keep_generators
 from trainer_lib.distributed import xla
 from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
 from trainer_lib.errors import ConfigError, OutOfMemoryError, TrainflowError, first_line, is_out_of_memory

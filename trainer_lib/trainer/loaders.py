@@ -11,14 +11,13 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
-from trainer_lib.data.column import LABELS
-from trainer_lib.data.fetch import is_pure_collator
-from trainer_lib.data.foreign import ForeignLoader
-from trainer_lib.data.generators import keep_generators
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
-from trainer_lib.data.mixture_order import MixtureOrder
-from trainer_lib.data.order import (
+from trainer_lib.data.loading.fetch import is_pure_collator
+from trainer_lib.data.loading.foreign import ForeignLoader
+from trainer_lib.data.loading.generators import keep_generators
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
+from trainer_lib.data.loading.mixture_order import MixtureOrder
+from trainer_lib.data.loading.order import (
     BatchPlan,
     LengthGroupedOrder,
     Order,
@@ -27,6 +26,7 @@ from trainer_lib.data.order import (
     SamplerOrder,
     SequentialOrder,
 )
+from trainer_lib.data.rows.column import LABELS
 from trainer_lib.distributed.communicator import sum_over_data
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared

@@ -27,10 +27,10 @@ from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.base.outputs import TrainOutput, speed_metrics
 from trainer_lib.checkpoint.reader import Checkpoint
-from trainer_lib.data.foreign import ForeignLoader
-from trainer_lib.data.items import describe_row
-from trainer_lib.data.loader import TrainSource
-from trainer_lib.data.mixture_order import MixtureOrder
+from trainer_lib.data.loading.foreign import ForeignLoader
+from trainer_lib.data.loading.items import describe_row
+from trainer_lib.data.loading.loader import TrainSource
+from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.distributed.agreement import lost_peer_error
 from trainer_lib.errors import ConfigError, DataError, InfrastructureError, Preempted
 from trainer_lib.search.base import TrialPruned

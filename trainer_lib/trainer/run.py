@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
 
-from trainer_lib.data.loader import TrainSource
+from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.distributed.communicator import Communicator, Pending
 from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState

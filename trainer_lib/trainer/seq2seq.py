@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from trainer_lib.arguments import Seq2SeqTrainingArguments
 from trainer_lib.base.outputs import PredictionOutput
-from trainer_lib.data.items import batch_size_of
+from trainer_lib.data.loading.items import batch_size_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.model.models import refuse_names

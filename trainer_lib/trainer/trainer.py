@@ -19,7 +19,7 @@ from trainer_lib.arguments.foreign.foreign_arguments import adopt_arguments
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.base.outputs import BestRun, TrainOutput
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.collators import DataCollatorWithPadding, default_data_collator
+from trainer_lib.data.loading.collators import DataCollatorWithPadding, default_data_collator
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.precision import apply_tf32
 from trainer_lib.errors import ConfigError

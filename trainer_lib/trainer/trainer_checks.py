@@ -14,7 +14,7 @@ from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.groups import Seq2SeqArguments
 from trainer_lib.arguments.training import TFArguments
-from trainer_lib.data.loader import has_length
+from trainer_lib.data.loading.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.trainer.loaders import sorts_by_length

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from trainer_lib.data.loader import TrainSource
+from trainer_lib.data.loading.loader import TrainSource
 
 
 class LossScale(Enum):

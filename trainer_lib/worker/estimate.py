@@ -22,7 +22,7 @@ from trainer_lib.arguments.configs.accelerator_config import accumulation_steps,
 from trainer_lib.arguments.configs.parallelism_config import data_size, read_layout, settings_of
 from trainer_lib.base.memory import read_resident_bytes
 from trainer_lib.base.records import to_record
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed.communicator import choose_device
 from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.protocol.footprint import Estimate, ModelSize

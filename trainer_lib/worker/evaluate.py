@@ -25,8 +25,8 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.parts import SUMS, NumberedParts, row_range, sum_parts
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.parts import SUMS, NumberedParts, row_range, sum_parts
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
 from trainer_lib.evaluation import nested

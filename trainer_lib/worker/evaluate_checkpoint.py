@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.rng import restore_rng
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest
 from trainer_lib.recipes import DataInfo

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.data.predictions import read_columns
+from trainer_lib.data.rows.predictions import read_columns
 from trainer_lib.protocol.requests import FileDifference, FilePair, MeasureRequest, MeasureResult
 from trainer_lib.storage import Store
 from trainer_lib.worker.process.session import Work

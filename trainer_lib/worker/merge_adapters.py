@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.tensors import write_safetensors
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.protocol.requests import MergeRequest, MergeResult
 from trainer_lib.recipes import DataInfo

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from trainer_lib.base.records import to_record
-from trainer_lib.data.by_length import Reordered, in_order, longest_first, require_column
-from trainer_lib.data.predictions import PredictionWriter
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.given_rows import Reordered, in_order, longest_first, require_column
+from trainer_lib.data.rows.predictions import PredictionWriter
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.evaluation_loop import stream_predictions

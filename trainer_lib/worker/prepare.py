@@ -21,10 +21,10 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.mixture import FIELD, count_sources
-from trainer_lib.data.row_sources import describe_hidden
-from trainer_lib.data.shards import SplitWriter
-from trainer_lib.data.source_parts import (
+from trainer_lib.data.rows.mixture import FIELD, count_sources
+from trainer_lib.data.rows.row_sources import describe_hidden
+from trainer_lib.data.rows.shards import SplitWriter
+from trainer_lib.data.rows.source_parts import (
     FirstColumns,
     SourceParts,
     SplitOfParts,

@@ -12,7 +12,7 @@ from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.protocol.footprint import Probe
 from trainer_lib.protocol.requests import ProbeRequest

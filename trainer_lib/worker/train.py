@@ -24,9 +24,9 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.data.mixture import INFO
-from trainer_lib.data.mixture_order import MixtureOrder
-from trainer_lib.data.shards import ArrowSplit
+from trainer_lib.data.loading.mixture_order import MixtureOrder
+from trainer_lib.data.rows.mixture import INFO
+from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice, StorageError
 from trainer_lib.protocol.preemption import NoticeWatch

@@ -19,7 +19,7 @@ from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
 from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
-    from trainer_lib.data.row_sources import RowFile
+    from trainer_lib.data.rows.row_sources import RowFile
     from trainer_lib.model_folder.locate import FoundModel
     from trainer_lib.protocol.requests import MeasureRowsResult
 
@@ -54,7 +54,7 @@ def evaluate(
 
     With --against both models are measured on the same resampled rows, and the differences have intervals.
     """
-    from trainer_lib.data.row_sources import find_row_files
+    from trainer_lib.data.rows.row_sources import find_row_files
     from trainer_lib.model_folder.locate import find_model, require_trust
 
     addresses = [find_address(model), *([] if against is None else [find_address(against)])]

@@ -35,7 +35,7 @@ def export(
     debug: Debug = False,
 ) -> Answer:
     """Write a trained model for another program, and compare its outputs of 32 rows with the model's."""
-    from trainer_lib.data.row_sources import find_row_files
+    from trainer_lib.data.rows.row_sources import find_row_files
     from trainer_lib.model_folder.locate import find_model, require_trust
     from trainer_lib.protocol.requests import ExportRequest
 

@@ -18,7 +18,7 @@ from trainer_lib import (
     DataCollatorWithPadding,
     default_data_collator,
 )
-from trainer_lib.data.fetch import is_pure_collator
+from trainer_lib.data.loading.fetch import is_pure_collator
 from trainer_lib.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")

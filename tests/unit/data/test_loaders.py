@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, TensorDataset
 
 from tests.support.toys import Augmented, StatefulStream, Stream, classification_rows
-from trainer_lib.data.collators import default_data_collator
-from trainer_lib.data.fetch import is_pure
-from trainer_lib.data.foreign import ForeignLoader
-from trainer_lib.data.items import count_samples
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, LoaderOptions, TrainLoader
-from trainer_lib.data.order import BatchPlan, RandomOrder
+from trainer_lib.data.loading.collators import default_data_collator
+from trainer_lib.data.loading.fetch import is_pure
+from trainer_lib.data.loading.foreign import ForeignLoader
+from trainer_lib.data.loading.items import count_samples
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, LoaderOptions, TrainLoader
+from trainer_lib.data.loading.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(23)
@@ -95,7 +95,7 @@ def test_samples_of_which_few_are_random_are_read_as_if_all_were(monkeypatch: py
     unwatched = read(train_loader(dataset, micro=1))
     assert states() == before
     assert len(ROWS) < len(dataset.read) <= len(ROWS) + 1  # the first random one twice
-    monkeypatch.setattr("trainer_lib.data.fetch.watch_generators", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.loading.fetch.watch_generators", lambda: None)
     assert read(train_loader(Sometimes(ROWS), micro=1)) == unwatched
 
 
@@ -224,14 +224,14 @@ def eval_loader(dataset: Any, *, batch: int = 1, world: int = 1, rank: int = 0) 
 
 
 def test_batches_read_ahead_in_evaluation_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.data.fetch._QUICK_S", 10.0)  # seconds: however slow the machine is
+    monkeypatch.setattr("trainer_lib.data.loading.fetch._QUICK_S", 10.0)  # seconds: however slow the machine is
     state, dataset = random.getstate(), Sometimes(MORE)
     batches = iter(eval_loader(dataset))
     next(batches), next(batches)
     assert len(dataset.read) > 3  # quick samples come a few at a time
     ahead = [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))]
     assert random.getstate() == state
-    monkeypatch.setattr("trainer_lib.data.fetch.watch_generators", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.loading.fetch.watch_generators", lambda: None)
     assert [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))] == ahead
 
 
@@ -297,7 +297,7 @@ def test_what_reading_up_to_the_position_takes_is_told_after_the_first_batches(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(0.0, 0.2)
-    monkeypatch.setattr("trainer_lib.data.skipping.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trainer_lib.data.loading.skipping.time.perf_counter", lambda: next(clock))
     loader: Any = iterable(Stream(ROWS)) if kind == "stream" else foreign(DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, logger="trainer_lib"):
         next(loader.micros(0, 5))

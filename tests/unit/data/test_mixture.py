@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.data.loader import LoaderOptions, TrainLoader
-from trainer_lib.data.mixture import INFO, Mixture, Piece, count_sources, merge_weights
-from trainer_lib.data.mixture_order import BLOCK, MixtureOrder
-from trainer_lib.data.order import BatchPlan, RandomOrder
+from trainer_lib.data.loading.loader import LoaderOptions, TrainLoader
+from trainer_lib.data.loading.mixture_order import BLOCK, MixtureOrder
+from trainer_lib.data.loading.order import BatchPlan, RandomOrder
+from trainer_lib.data.rows.mixture import INFO, Mixture, Piece, count_sources, merge_weights
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.model.source_losses import KEY, SourceLosses, WithSources, take_sources
 from trainflow.flows.lineage.reproduction import mixed_alike

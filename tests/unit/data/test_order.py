@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_lib.data.generators import keep_generators, watch_generators
-from trainer_lib.data.order import (
+from trainer_lib.data.loading.generators import keep_generators, watch_generators
+from trainer_lib.data.loading.order import (
     BatchPlan,
     LengthGroupedOrder,
     OrderSampler,

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_lib.data.column import Column
-from trainer_lib.data.given_rows import GivenRows, convert_together
-from trainer_lib.data.predictions import RowPredictionWriter, build_table, to_parquet
-from trainer_lib.data.row_files import BadRow, Row, RowReader
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.rows.column import Column
+from trainer_lib.data.rows.given_rows import GivenRows, convert_together
+from trainer_lib.data.rows.predictions import RowPredictionWriter, build_table, to_parquet
+from trainer_lib.data.rows.row_files import BadRow, Row, RowReader
+from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.storage import Store
 

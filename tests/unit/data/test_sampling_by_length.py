@@ -15,8 +15,8 @@ from tests.support.seq2seq import Copier, Tokens, seq2seq_trainer
 from tests.support.toys import TokenModel
 from tests.support.training import trainer
 from trainer_lib import DataCollatorForLanguageModeling
-from trainer_lib.data.by_length import in_order, longest_first, require_column
-from trainer_lib.data.order import LengthGroupedOrder, RandomOrder
+from trainer_lib.data.loading.order import LengthGroupedOrder, RandomOrder
+from trainer_lib.data.rows.given_rows import in_order, longest_first, require_column
 from trainer_lib.errors import ConfigError, DataError
 
 LENGTHS = np.random.default_rng(0).lognormal(3.0, 0.8, 4000).astype(int).clip(1, 400).tolist()

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_lib.data.column import Column
-from trainer_lib.data.given_rows import GivenRows, parse_text
-from trainer_lib.data.predictions import PredictionWriter
-from trainer_lib.data.shards import ArrowSplit, FileCache, SplitWriter
-from trainer_lib.data.source_parts import MOST, describe_unusual
+from trainer_lib.data.rows.column import Column
+from trainer_lib.data.rows.given_rows import GivenRows, parse_text
+from trainer_lib.data.rows.predictions import PredictionWriter
+from trainer_lib.data.rows.shards import ArrowSplit, FileCache, SplitWriter
+from trainer_lib.data.rows.source_parts import MOST, describe_unusual
 from trainer_lib.errors import ConfigError, DamagedError, DataError, InfrastructureError
 from trainer_lib.storage import Store
 

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_lib.data.predictions import PredictionWriter
-from trainer_lib.data.row_files import RowReader
-from trainer_lib.data.row_sources import describe_hidden, find_row_files
-from trainer_lib.data.shards import ArrowSplit, SplitWriter
+from trainer_lib.data.rows.predictions import PredictionWriter
+from trainer_lib.data.rows.row_files import RowReader
+from trainer_lib.data.rows.row_sources import describe_hidden, find_row_files
+from trainer_lib.data.rows.shards import ArrowSplit, SplitWriter
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from trainer_lib.data.row_files import RowReader, read_rows
-from trainer_lib.data.row_sources import find_row_files
+from trainer_lib.data.rows.row_files import RowReader, read_rows
+from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import MissingExtraError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, load

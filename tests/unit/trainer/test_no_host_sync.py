@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.toys import Augmented, Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, trainer
 from trainer_lib import Trainer
-from trainer_lib.data.mixture import Mixture, Piece
+from trainer_lib.data.rows.mixture import Mixture, Piece
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero")
 STEPS = 6

@@ -18,7 +18,7 @@ from torch import nn
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
 from tests.support.training import Note, trained, trainer
 from trainer_lib import Trainer
-from trainer_lib.data.collators import default_data_collator
+from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.metrics import MetricStates, why_not_merged

@@ -21,8 +21,8 @@ from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import Classifier, Stream, TokenModel, classification_rows, token_rows
 from tests.support.training import note_heads, trainer
 from trainer_lib import ModelOutput, Trainer
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, Micro, TrainLoader
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, Micro, TrainLoader
 from trainer_lib.distributed.communicator import DataParallel, SingleProcess
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds

@@ -15,8 +15,8 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.base.records import to_record
-from trainer_lib.data.shards import ArrowSplit
-from trainer_lib.data.source_parts import FirstColumns, SourceParts, merge
+from trainer_lib.data.rows.shards import ArrowSplit
+from trainer_lib.data.rows.source_parts import FirstColumns, SourceParts, merge
 from trainer_lib.errors import CodeError, ConfigError, DataError
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.requests import PreparedData, PrepareResult

@@ -19,7 +19,7 @@ from tests.support import tiny
 from tests.support.launched import request
 from tests.support.tiny import ARGS, RECIPE, run
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.data.parts import split_parts
+from trainer_lib.data.rows.parts import split_parts
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.launch import LaunchConfig, launch

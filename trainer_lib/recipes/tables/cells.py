@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.data.column import Column
-from trainer_lib.data.given_rows import parse_text, refuse_row
-from trainer_lib.data.reading import FIELD, Reading
-from trainer_lib.data.row_files import read_id
+from trainer_lib.data.rows.column import Column
+from trainer_lib.data.rows.given_rows import parse_text, refuse_row
+from trainer_lib.data.rows.reading import FIELD, Reading
+from trainer_lib.data.rows.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import choose
 from trainer_lib.recipes.tables.splitting import find_forms, parse_times, read_times

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from trainer_lib.data.reading import Reading
+from trainer_lib.data.rows.reading import Reading
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.shared.recipe_options import (
     CLASS,

@@ -19,12 +19,12 @@ from typing import Any, Self
 import numpy as np
 
 from trainer_lib.base.suggestions import counted, nearest, suggestion
-from trainer_lib.data.column import Column
-from trainer_lib.data.given_rows import parse_text, refuse_row
-from trainer_lib.data.reading import FIELD as READ
-from trainer_lib.data.reading import Reading
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import TABLES, RowFile, find_row_files, format_of
+from trainer_lib.data.rows.column import Column
+from trainer_lib.data.rows.given_rows import parse_text, refuse_row
+from trainer_lib.data.rows.reading import FIELD as READ
+from trainer_lib.data.rows.reading import Reading
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import TABLES, RowFile, find_row_files, format_of
 from trainer_lib.errors import DataError, TrainflowError, first_line
 from trainer_lib.recipes.tables.cells import (
     USUAL,

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.row_files import read_rows
-from trainer_lib.data.row_sources import FORMATS, find_row_files
+from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_sources import FORMATS, find_row_files
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import require_choice
 from trainer_lib.recipes.tables.cells import read_reading

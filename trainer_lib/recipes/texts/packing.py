@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer_lib.data.mixture import SOURCE
+from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.recipe_options import require_choice
 

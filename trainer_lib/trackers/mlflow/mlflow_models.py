@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
-from trainer_lib.data.column import Column
+from trainer_lib.data.rows.column import Column
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.data.column import Column
+from trainer_lib.data.rows.column import Column
 
 DIGEST_TAG = "trainflow.model_digest"
 FOLDER = "trainflow"

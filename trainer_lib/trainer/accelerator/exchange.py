@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 
-from trainer_lib.data.items import MAPPINGS
+from trainer_lib.data.loading.items import MAPPINGS
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 

@@ -6,8 +6,8 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainer_lib.data.iterable import IterableLoader
-from trainer_lib.data.loader import EvalLoader, TrainLoader
+from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader
 from trainer_lib.distributed.communicator import leads
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.accelerator import shared_state

@@ -13,7 +13,7 @@ import torch
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import speed_metrics
-from trainer_lib.data.items import MAPPINGS, batch_size_of
+from trainer_lib.data.loading.items import MAPPINGS, batch_size_of
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.storage import Store
 from trainer_lib.trainer.api.base import TrainerBase

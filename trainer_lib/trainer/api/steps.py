@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.data.items import MAPPINGS, SEQUENCES
+from trainer_lib.data.loading.items import MAPPINGS, SEQUENCES
 from trainer_lib.distributed.xla import move_module
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.api.base import TrainerBase

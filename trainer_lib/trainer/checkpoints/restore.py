@@ -19,8 +19,8 @@ from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_ST
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint, PreloadedCheckpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
-from trainer_lib.data.loader import TrainSource
-from trainer_lib.data.order import derive
+from trainer_lib.data.loading.loader import TrainSource
+from trainer_lib.data.loading.order import derive
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from trainer_lib.data.items import MAPPINGS, count_items
+from trainer_lib.data.loading.items import MAPPINGS, count_items
 from trainer_lib.errors import ConfigError, DataError, is_out_of_memory
 from trainer_lib.evaluation import nested
 from trainer_lib.trainer.overrides import is_set, own_classes

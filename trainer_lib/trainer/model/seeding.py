@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer_lib.data.order import derive
+from trainer_lib.data.loading.order import derive
 from trainer_lib.distributed import xla
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trainer_lib.data.fetch import is_pure_collator
-from trainer_lib.data.mixture import SOURCE
+from trainer_lib.data.loading.fetch import is_pure_collator
+from trainer_lib.data.rows.mixture import SOURCE
 
 KEY = "mixture_source"
 """The tensor of a training batch with the number of the source of each label, int64 in the shape of the labels."""

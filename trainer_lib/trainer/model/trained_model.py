@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.data.collators import IGNORED
+from trainer_lib.data.loading.collators import IGNORED
 from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
 from trainer_lib.strategies.recomputation import Recomputation, save_memory

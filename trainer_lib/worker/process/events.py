@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.loader import has_length
+from trainer_lib.data.loading.loader import has_length
 from trainer_lib.worker.process.session import Events
 
 if TYPE_CHECKING:

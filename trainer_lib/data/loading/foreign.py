@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler
 
-from trainer_lib.data.generators import (
+from trainer_lib.data.loading.generators import (
     LoaderGenerators,
     generators_seeded,
     keep_generators,
     parts_of_loader,
     seed_generators,
 )
-from trainer_lib.data.items import count_samples
-from trainer_lib.data.loader import Micro, has_length, refuse_change
-from trainer_lib.data.skipping import Skip
+from trainer_lib.data.loading.items import count_samples
+from trainer_lib.data.loading.loader import Micro, has_length, refuse_change
+from trainer_lib.data.loading.skipping import Skip
 
 _LOADER = "The DataLoader has no state to restore"
 

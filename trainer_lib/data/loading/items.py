@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_lib.data.collators import IGNORED
+from trainer_lib.data.loading.collators import IGNORED
 
 # For isinstance: dict is tested first and fast; Mapping alone searches its registry, in 0.3 µs.
 MAPPINGS = (dict, Mapping)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.data.mixture import FIELD, Mixture, Piece, merge_weights
-from trainer_lib.data.order import Indices, RandomOrder, SequentialOrder, derive
+from trainer_lib.data.loading.order import Indices, RandomOrder, SequentialOrder, derive
+from trainer_lib.data.rows.mixture import FIELD, Mixture, Piece, merge_weights
 from trainer_lib.errors import ConfigError
 
 BLOCK = 256

@@ -23,7 +23,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from trainer_lib.base.suggestions import counted, suggestion
-from trainer_lib.data.row_sources import RowFile, packing_of
+from trainer_lib.data.rows.row_sources import RowFile, packing_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 FIELD = "prepare.options.read"

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer_lib.data.generators import generators_seeded
+from trainer_lib.data.loading.generators import generators_seeded
 from trainer_lib.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer_lib.data.mixture_order import MixtureOrder
+    from trainer_lib.data.loading.mixture_order import MixtureOrder
 
 Indices = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer_lib.data.collators import seeds_of_samples
-from trainer_lib.data.generators import keep_generators, seed_generators
-from trainer_lib.data.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
-from trainer_lib.data.order import derive, sample_seeds
-from trainer_lib.data.skipping import Skip, has_complete_state, with_own_position
+from trainer_lib.data.loading.collators import seeds_of_samples
+from trainer_lib.data.loading.generators import keep_generators, seed_generators
+from trainer_lib.data.loading.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
+from trainer_lib.data.loading.order import derive, sample_seeds
+from trainer_lib.data.loading.skipping import Skip, has_complete_state, with_own_position
 from trainer_lib.errors import ConfigError
 
 _DATASET = "The iterable dataset has no state to restore"

@@ -31,12 +31,12 @@ import pyarrow.parquet as pq
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import counted, nearest
-from trainer_lib.data.column import Column
-from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.given_rows import parse_text, refuse_row
-from trainer_lib.data.reading import FIELD as READ
-from trainer_lib.data.reading import Reading, folder_columns, looks_like_row, read_sheet, unpack
-from trainer_lib.data.row_sources import RowFile, format_of, packing_of
+from trainer_lib.data.rows.column import Column
+from trainer_lib.data.rows.columns import ROW_ID
+from trainer_lib.data.rows.given_rows import parse_text, refuse_row
+from trainer_lib.data.rows.reading import FIELD as READ
+from trainer_lib.data.rows.reading import Reading, folder_columns, looks_like_row, read_sheet, unpack
+from trainer_lib.data.rows.row_sources import RowFile, format_of, packing_of
 from trainer_lib.errors import DataError
 from trainer_lib.storage import Store
 

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.data.column import TEXT, Column
+from trainer_lib.data.rows.column import TEXT, Column
 from trainer_lib.errors import DataError
 
 ROW_ID = "row_id"

@@ -17,14 +17,14 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from trainer_lib.data.fetch import Fetch, Keys
-from trainer_lib.data.mixture_order import MixtureOrder
-from trainer_lib.data.order import BatchPlan, Order
+from trainer_lib.data.loading.fetch import Fetch, Keys
+from trainer_lib.data.loading.mixture_order import MixtureOrder
+from trainer_lib.data.loading.order import BatchPlan, Order
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer_lib.data.foreign import ForeignLoader
-    from trainer_lib.data.iterable import IterableLoader
+    from trainer_lib.data.loading.foreign import ForeignLoader
+    from trainer_lib.data.loading.iterable import IterableLoader
 
 
 class Micro(NamedTuple):

@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trainer_lib.data.column import TEXT, Column
-from trainer_lib.data.columns import ROW_ID, Schema, column_of
-from trainer_lib.data.mixture import INFO, Mixture
-from trainer_lib.data.parts import find_finished_part, record_part
+from trainer_lib.data.rows.column import TEXT, Column
+from trainer_lib.data.rows.columns import ROW_ID, Schema, column_of
+from trainer_lib.data.rows.mixture import INFO, Mixture
+from trainer_lib.data.rows.parts import find_finished_part, record_part
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.storage import FileEntry, Store
 

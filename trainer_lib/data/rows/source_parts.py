@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest
-from trainer_lib.data.columns import ROW_ID, Schema
-from trainer_lib.data.parts import PartRecords
-from trainer_lib.data.shards import check_split_name, to_arrow_file
+from trainer_lib.data.rows.columns import ROW_ID, Schema
+from trainer_lib.data.rows.parts import PartRecords
+from trainer_lib.data.rows.shards import check_split_name, to_arrow_file
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 

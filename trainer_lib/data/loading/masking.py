@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trainer_lib.data.collators import IGNORED, DataCollatorMixin, returned_as, seeds_of_samples
+from trainer_lib.data.loading.collators import IGNORED, DataCollatorMixin, returned_as, seeds_of_samples
 from trainer_lib.errors import ConfigError, DataError
 
 _INT64 = 0x7FFFFFFFFFFFFFFF

@@ -1,8 +1,8 @@
 """Predictions as files of fixed row ranges, each written exactly once, whatever crashes in between.
 
 ``predictions/<split>/part-00007.parquet``, and of new rows ``predictions/part-00007.parquet`` (or ``.jsonl``), always
-holds rows [7n, 8n) and is written as a whole. A repeated run keeps finished parts (`trainer_lib.data.parts`). Processes
-pull parts, so their number may change between the runs.
+holds rows [7n, 8n) and is written as a whole. A repeated run keeps finished parts (`trainer_lib.data.rows.parts`).
+Processes pull parts, so their number may change between the runs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.columns import ROW_ID
-from trainer_lib.data.parts import ERROR, numbered_parts, row_range, split_parts
+from trainer_lib.data.rows.columns import ROW_ID
+from trainer_lib.data.rows.parts import ERROR, numbered_parts, row_range, split_parts
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trainer_lib.data.collators import PURE, default_data_collator, seeds_of_samples
-from trainer_lib.data.generators import keep_generators, seed_generators, watch_generators
-from trainer_lib.data.order import Indices, sample_seeds
+from trainer_lib.data.loading.collators import PURE, default_data_collator, seeds_of_samples
+from trainer_lib.data.loading.generators import keep_generators, seed_generators, watch_generators
+from trainer_lib.data.loading.order import Indices, sample_seeds
 
 T = TypeVar("T")
 _AHEAD = 8  # quick batches that are read as one block

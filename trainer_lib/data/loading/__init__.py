@@ -1,0 +1,1 @@
+"""Order, loading and collation of samples for training and evaluation."""

@@ -1,0 +1,1 @@
+"""Rows in files: their sources, their types, prepared shards and predictions."""
