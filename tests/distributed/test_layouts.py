@@ -260,10 +260,13 @@ def counted(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float
 def test_divided_layers_call_python_little_more_than_shards_do(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "shards": {"fsdp": "full_shard auto_wrap"},
-        "tensor": {"parallelism": {"tensor": 2}},
+        "tensor": {"parallelism": {"tensor": 4}},
+        "shards of tensor": {"parallelism": {"shard": 2, "tensor": 2}},
+        "replicas of tensor": {"parallelism": {"replicate": 2, "tensor": 2}},
     }
-    for calls in run_distributed(counted, 2, str(tmp_path), cases):
-        assert 0 < calls["tensor"] <= 1.2 * calls["shards"]
+    for calls in run_distributed(counted, 4, str(tmp_path), cases):
+        shards = calls.pop("shards")
+        assert all(0 < number <= 1.2 * shards for number in calls.values()), (shards, calls)
 
 
 MIXTURES: dict[int, dict[str, dict[str, Any]]] = {

@@ -52,7 +52,8 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def is_divided(self, model: nn.Module) -> bool:
-        return any(isinstance(each, DTensor) for each in model.parameters())
+        # Shards that are gathered are plain tensors.
+        return super().is_divided(model) or any(isinstance(each, DTensor) for each in model.parameters())
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
