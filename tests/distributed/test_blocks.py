@@ -107,7 +107,7 @@ class Layout:
         counted = torch.tensor(rank)  # a buffer is each rank's
         state = snapshot_optimizer(self.optimizer, self.params)
         place = Grid(dict(zip(NAMES[-len(self.sizes) :], self.sizes, strict=True)), rank).describe()
-        return shard_snapshot(Snapshot(1, {**self.params, "seen": counted}, state), rank, place)
+        return shard_snapshot(Snapshot(1, {**self.params, "seen": counted}, state, place=place), rank)
 
     def restore(self, root: Store, comm: Any) -> None:
         loaded = load_checkpoint(root, "checkpoint-1", comm)

@@ -3,6 +3,7 @@ under the same layout, to the bit."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,25 +216,40 @@ class Disturb(Halt):
     """Changes a value that all ranks should have alike, on the last of them, before the save."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.trainer._trainflow.comm.rank == 3:
+        comm = self.trainer._trainflow.comm
+        if comm.rank == comm.world_size - 1:
             weight: Any = self.trainer.model.norm.weight
             with torch.no_grad():
                 (weight.to_local() if hasattr(weight, "to_local") else weight)[0] += 1
         super().on_step_end(args, state, control, **kwargs)
 
 
-def disturbed(folder: str) -> list[str]:
+def disturbed(folder: str, **given: Any) -> list[str]:
     disturb = Disturb(1, Augmented(ROWS))
-    one = trainer(folder, disturb.data, model=Layers(), callbacks=[disturb], **RUN, **LAYOUTS["tensor-replicas"][1])
+    one = trainer(folder, disturb.data, model=Layers(), callbacks=[disturb], **RUN, **given)
     disturb.trainer = one
     with pytest.raises(NotReproducibleError) as caught:
         one.train()
     return [caught.value.message, *(info.name for info in list_checkpoints(Store.open(folder)))]
 
 
-def test_a_copy_that_differs_ends_the_save(tmp_path: Path) -> None:
-    [first, *others] = run_distributed(disturbed, 4, str(tmp_path))
-    assert others == [first] * 3
+ZERO: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 2}}, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "place"),
+    [
+        ("tensor-replicas", {}, "rank 3 (tensor=1, replicate=1)"),
+        ("replicas", {}, "between rank 0 (replicate=0) and rank 1 (replicate=1)"),
+        ("replicas", {"save_async": True}, "rank 1 (replicate=1)"),
+        pytest.param("replicas", ZERO, "rank 1 (replicate=1)", marks=pytest.mark.needs("deepspeed")),
+    ],
+)
+def test_a_copy_that_differs_ends_the_save(layout: str, given: dict[str, Any], place: str, tmp_path: Path) -> None:
+    world, settings = LAYOUTS[layout]
+    call = functools.partial(disturbed, **settings, **given)
+    [first, *others] = run_distributed(call, world, str(tmp_path))
+    assert others == [first] * (world - 1)
     [message] = first
     assert "'model/norm.weight'" in message
-    assert "rank 3 (tensor=1, replicate=1)" in message
+    assert place in message

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,9 +41,13 @@ from trainer_lib.checkpoint.tensors import (
     write_header,
     write_safetensors,
 )
+from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.sharding import Box, LazyTensors, LocalPart, is_sharded, local_part, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
+
+if TYPE_CHECKING:
+    from trainer_lib.distributed.communicator import Communicator
 
 _AHEAD = 64 * 2**20
 """Bytes that are requested at a time (at least one block): remote stores serve the ranges of a request in parallel."""
@@ -187,18 +192,77 @@ def _compare_copies(tensors: Mapping[str, Any], shards: Sequence[Mapping[str, An
     for rank, name, blocks in copies:
         for _, offset, shape, _, digest in blocks:
             file, *_, expected = written.get((name, str([offset, shape])), [""])
-            if digest == expected:
-                continue
-            first = next((n for n in range(len(shards)) if shard_file(n) == file), 0)
-            here, there = (f"rank {n} ({shards[n]['place'] or 'no mesh'})" for n in (first, rank))
-            raise NotReproducibleError(
-                f"Two processes that should hold the same values do not: {name!r} from {offset} on differs between"
-                f" {here} and {there}.",
-                field="model",
-                rank=rank,
-                remedy="Resume from the checkpoint before; look for a parameter that is changed on one process only, a"
-                " failing device, or an operation that is not deterministic.",
-            )
+            if digest != expected:
+                first = next((n for n in range(len(shards)) if shard_file(n) == file), 0)
+                places = [shards[n]["place"] for n in (first, rank)]
+                raise _differing_copies(f"{name!r} from {offset} on", (first, rank), places)
+
+
+def _differing_copies(what: str, ranks: tuple[int, int], places: Sequence[str]) -> NotReproducibleError:
+    here, there = (f"rank {rank} ({place or 'no mesh'})" for rank, place in zip(ranks, places, strict=True))
+    return NotReproducibleError(
+        f"Two processes that should hold the same values do not: {what} differs between {here} and {there}.",
+        field="model",
+        rank=ranks[1],
+        remedy="Resume from the checkpoint before; look for a parameter that is changed on one process only, a failing"
+        " device, or an operation that is not deterministic.",
+    )
+
+
+# -- whole tensors, which every rank holds and the first one writes ----------------------------------------------------
+
+
+def digest_copies(params: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digest parameters (name → `[...]`) and their state in the same shape (name/key → `[...]`).
+
+    A digest is the sum of a tensor's words of 64 bits: any word that changes changes it, and no copy is made. Tensors
+    that are divided, without values, or of a subclass are left out.
+    """
+    wanted = {f"model/{name}": tensor for name, tensor in params.items()}
+    wanted |= {
+        f"optimizer/{name}": tensor
+        for name, tensor in state.items()
+        if (param := params.get(name.rpartition("/")[0])) is not None and param.shape == tensor.shape
+    }
+    plain = {
+        name: tensor.detach()
+        for name, tensor in wanted.items()
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type in ("cpu", "cuda")
+    }
+    sums = [_sum_words(tensor) for tensor in plain.values()]
+    totals = torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
+    return dict(zip(plain, totals, strict=True))
+
+
+def _sum_words(tensor: Tensor) -> Tensor:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    end = data.numel() // 8 * 8
+    return data[:end].view(torch.int64).sum() + data[end:].sum()
+
+
+def compare_copies(comm: Communicator, digests: Mapping[str, int], place: str) -> None:
+    """Compare what `digest_copies` returned on every rank. Collective.
+
+    Raises (the same on every rank):
+        NotReproducibleError: two ranks that should hold the same do not; names both and the first tensor.
+    """
+    ours = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+    gathered = comm.gather_json(ours)
+    differ = comm.broadcast_json(gathered is not None and len(set(gathered)) > 1)
+    if not differ:
+        return
+    everything = comm.gather_json([dict(digests), place])  # only now, since names are many bytes
+    run_on_all_ranks(comm, lambda: _compare_digests(everything or []))
+
+
+def _compare_digests(ranks: Sequence[tuple[Mapping[str, int], str]]) -> None:
+    for rank, (digests, place) in enumerate(ranks):
+        first, first_place = ranks[0]
+        for name, digest in digests.items():
+            if first.get(name, digest) != digest:
+                raise _differing_copies(repr(name), (0, rank), (first_place, place))
 
 
 def find_gap(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:

@@ -28,7 +28,8 @@ _OTHER_BYTES = 2**20
 class Snapshot:
     """The state that one rank contributes to a checkpoint.
 
-    Rank 0 contributes all shared state; of the other ranks only `rng`, `extra` and `parts` are written.
+    Rank 0 contributes all shared state; of the other ranks only `rng`, `extra` and `parts` are written, and `copies`
+    compared.
 
     Attributes:
         step: optimizer steps done.
@@ -43,6 +44,8 @@ class Snapshot:
         parts: this rank's parts of a sharded model and optimizer; None when the tensors are whole.
         extra: name → tensor that is neither the model's nor the optimizer's; the JSON parts refer to it by name.
         model_file: the file of the model; None when it is written already.
+        copies: what `digest_copies` returned of the tensors that other ranks hold alike, and only rank 0 writes.
+        place: this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0".
         more_rngs: of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
     """
 
@@ -60,6 +63,8 @@ class Snapshot:
     parts: LocalShard | None = None
     extra: Mapping[str, Tensor] = field(default_factory=dict)
     model_file: str | None = MODEL
+    copies: Mapping[str, int] = field(default_factory=dict)
+    place: str = ""
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -68,10 +73,11 @@ def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
     if rank == 0:
         return snapshot
     # Only rank 0's copy of what all ranks have alike is written.
-    return Snapshot(snapshot.step, {}, rng=snapshot.rng, parts=snapshot.parts, extra=snapshot.extra)
+    alone = {name: getattr(snapshot, name) for name in ("rng", "parts", "extra", "copies", "place")}
+    return Snapshot(snapshot.step, {}, **alone)
 
 
-def shard_snapshot(snapshot: Snapshot, rank: int, place: str = "") -> Snapshot:
+def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     """Replace sharded tensors by this rank's parts of them (`parts`); a snapshot of whole tensors is returned as it is.
 
     Raises:
@@ -82,7 +88,8 @@ def shard_snapshot(snapshot: Snapshot, rank: int, place: str = "") -> Snapshot:
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}
     without_tensors = None if optimizer is None else replace(optimizer, tensors={})
-    return replace(snapshot, model={}, optimizer=without_tensors, parts=collect_local_parts(groups, rank, place))
+    parts = collect_local_parts(groups, rank, snapshot.place)
+    return replace(snapshot, model={}, optimizer=without_tensors, parts=parts)
 
 
 def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:

@@ -2,6 +2,7 @@
 
 The protocol. No phase begins on any rank before every rank has ended the phase before it::
 
+    compare    every rank    equal digests of the tensors that all ranks hold alike
     prepare    rank 0        enough space?  claim the folder; delete its COMMIT.json, then whatever earlier saves left
     add        every rank    let the caller's own code add files, if it has any (`add_files`)
     write      every rank    write own files; their digests are computed on the way
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
-from trainer_lib.checkpoint.sharded import build_index, write_shard
+from trainer_lib.checkpoint.sharded import build_index, compare_copies, write_shard
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import render_json, to_json
@@ -187,6 +188,7 @@ def save_checkpoint(
     Raises (the same on every rank):
         StorageFullError: there is not enough space; states the bytes needed and free. Nothing was written.
         StorageError: a write failed, or another living process is writing this folder.
+        NotReproducibleError: two ranks that should hold the same tensors do not.
         LeaseLostError: another process took the folder over while this one was writing.
         ConfigError: the state cannot be written without pickle.
     """
@@ -209,6 +211,8 @@ class _Save:
 
     def run_phases(self, add: WriteFiles | None = None) -> CheckpointInfo:
         try:
+            if self.snapshot.parts is None:  # equal on every rank; copies of parts are compared with their files
+                compare_copies(self.comm, self.snapshot.copies, self.snapshot.place)
             self._on_first_rank(self._prepare)
             added = {} if add is None else add_files(self.store, self.comm, add)
             self.snapshot = _leave_out(self.snapshot, added)

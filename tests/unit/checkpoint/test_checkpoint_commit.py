@@ -159,6 +159,8 @@ class Ranks:
             raise error
 
     def gather_json(self, obj: Any) -> list[Any] | None:
+        if isinstance(obj, str):  # the digest of equal copies
+            return [obj, obj]
         if self._shared is not None:
             self._shared.write_bytes("checkpoint-2/rng/rank-00001.json", b"{}")
         theirs = {"path": "rng/rank-00001.json", "size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}

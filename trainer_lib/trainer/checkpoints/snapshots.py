@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.sharded import digest_copies
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.staging import bytes_to_copy
 from trainer_lib.checkpoint.values import from_json, to_json
@@ -122,8 +123,19 @@ class Snapshots:
                 "earlier_runs": list(self._internals.checkpoints.occupied.names),
             },
             extra=extra,
+            place=world.mesh.describe(),
         )
-        return shard_snapshot(snapshot, world.comm.rank, world.mesh.describe())
+        snapshot = shard_snapshot(snapshot, world.comm.rank)
+        if snapshot.parts is None and world.save_group.world_size > 1:
+            snapshot.copies = self._copies(snapshot, trained)
+        return snapshot
+
+    def _copies(self, snapshot: Snapshot, trained: Mapping[str, Tensor]) -> dict[str, int]:
+        """Digests of what ranks hold alike: parameters, and their state unless the strategy divides it."""
+        engine = self._internals.engine
+        params = {name: param for name, param in engine.named_parameters().items() if name in trained}
+        optimizer = None if engine.strategy.places_model else snapshot.optimizer
+        return digest_copies(params, {} if optimizer is None else optimizer.tensors)
 
     def _past(self, extra: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The model's memory of the last batch (`past_index`), which differs by rank."""
