@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.delivery import Delivery
-from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, KEY_TAG, artifact_location, is_local_database
+from trainer_lib.trackers.mlflow.mlflow_client import KEY_TAG, artifact_location, is_local_database
 from trainer_lib.trackers.mlflow.shipper import Shipper
 from trainer_lib.trackers.names import clean_key, flatten_params
 from trainer_lib.trackers.spool import Session, Waiting, count_waiting, known_run, now_ms, own_spool, user_data_dir
@@ -53,7 +53,6 @@ def source_tags(name: str, project: Path | None) -> dict[str, str]:
     return tags
 
 
-STATUSES = ("FINISHED", "FAILED", "KILLED", DISCARDED)
 DIGEST_CHARS = 36  # MLflow's limit for a dataset's digest; the whole sha256 goes into a tag
 COMPLETE_S = 30.0  # how long a command that runs no stage delivers what earlier ones left
 ANSWER_S = 3.0  # how long it waits for one answer
@@ -80,7 +79,7 @@ class TrackedRun:
         """Log nested settings: flattened, shortened and masked. Those that the run has with another value are listed in
         the artifact `params/<when>.json`."""
         when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        self._write({"params": flatten_params(params), "when": when})
+        self._write(lambda _: {"params": flatten_params(params), "when": when})
 
     def log_metrics(
         self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None, once: bool = True
@@ -93,21 +92,19 @@ class TrackedRun:
         """
         if metrics:
             values = {clean_key(key): float(value) for key, value in metrics.items()}
-            self._write({"t": time_ms or now_ms(), "s": step, "m": values, **({"once": True} if once else {})})
+            marks = {"once": True} if once else {}
+            self._write(lambda _: {"t": time_ms or now_ms(), "s": step, "m": values, **marks})
 
     def log_file(self, content: bytes | str | Path, artifact_path: str) -> None:
         """Log a file, or text, under the whole path `artifact_path` (`report/index.html`) in the run's artifacts."""
-        with self._never_failing():
-            if self._session is not None:
-                kept = self._session.keep_file(content.encode() if isinstance(content, str) else content)
-                self._session.write({"file": kept, "path": artifact_path})
+        data = content.encode() if isinstance(content, str) else content
+        self._write(lambda session: {"file": session.keep_file(data), "path": artifact_path})
 
     def log_model(self, record: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Log a model by reference, with the small files that describe it, or what was measured with a model."""
-        with self._never_failing():
-            if self._session is not None:
-                kept = {path: self._session.keep_file(content) for path, content in files.items()}
-                self._session.write({**record, "files": kept})
+        self._write(
+            lambda session: {**record, "files": {path: session.keep_file(data) for path, data in files.items()}}
+        )
 
     def log_dataset(
         self,
@@ -128,13 +125,13 @@ class TrackedRun:
             "schema": json.dumps({"columns": dict(schema)}) if schema else None,
             "profile": json.dumps(dict(profile)) if profile else None,
         }
-        self._write({"dataset": dataset, "context": context})
+        self._write(lambda _: {"dataset": dataset, "context": context})
         self.set_tags({f"data.{name}": digest})
 
     def set_tags(self, tags: Mapping[str, str | None]) -> None:
         """Set tags of the run (stage keys, content digests, where the model was published); None takes one away."""
         if tags:
-            self._write({"tags": _clean_tags(tags)})
+            self._write(lambda _: {"tags": _clean_tags(tags)})
 
     def wait_for(self, has_arrived: Callable[[], bool]) -> bool:
         """Wait for what comes of something that was logged, while the server takes it; return whether it has come."""
@@ -142,13 +139,10 @@ class TrackedRun:
 
     def end(self, status: str) -> None:
         """Note that the run has ended as "FINISHED", "FAILED", "KILLED" or "DISCARDED"; nothing is logged after it."""
-        if status not in STATUSES:
-            raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
         if self._session is not None and not self._is_ended:
             self._is_ended = True
-            with self._never_failing():
-                began_ms = int(self._session.head.get("start_ms") or 0)
-                self._session.write_last({"end": status, "t": max(now_ms(), began_ms)})
+            ended_ms = max(now_ms(), int(self._session.head.get("start_ms") or 0))
+            self._write(lambda _: {"end": status, "t": ended_ms}, is_last=True)
 
     def finish(self, status: str, *, stages: int = 1) -> None:
         """End the run, and wait a second per stage for the server. Safe to repeat.
@@ -161,15 +155,12 @@ class TrackedRun:
             self._session = None
         self._background.close(stages=stages)
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        with self._never_failing():
-            if self._session is not None:
-                self._session.write(record)
-
-    @contextlib.contextmanager
-    def _never_failing(self) -> Iterator[None]:
+    def _write(self, make: Callable[[Session], Mapping[str, Any]], *, is_last: bool = False) -> None:
+        """Append the record that `make` returns. A disk that refuses it fails nothing."""
+        if self._session is None:
+            return
         try:
-            yield
+            (self._session.write_last if is_last else self._session.write)(make(self._session))
         except OSError as error:
             _log.warning("MLflow misses a part of this run; the spool cannot be written: %s", error)
 

@@ -213,7 +213,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_set_aside(
 
 def log(session: Session, steps: range) -> None:
     for step in steps:
-        session.append({"loss": 1 / step}, step)
+        session.write({"t": spool.now_ms(), "s": step, "m": {"loss": 1 / step}})
     time.sleep(0.01)  # what another machine logs next is later
 
 

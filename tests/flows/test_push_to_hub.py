@@ -240,21 +240,6 @@ def test_a_publication_below_a_storage_that_moved_is_found_and_shown_where_it_is
     assert _push(moved, elsewhere, _inputs(moved)).facts.below is None
 
 
-def test_what_the_author_writes_into_the_card_stays_when_a_better_model_is_published(storage: str) -> None:
-    first = _push(storage, PublishConfig(description="Reads digits."), _inputs(storage))
-    card = Path(storage) / "hub" / "digits" / "README.md"
-    assert (card.parent / "NEWEST").read_text() == f"revisions/{first.facts.revision}\n"
-    card.write_text(card.read_text().replace("*To be filled in by the author", "Not for cheques. *To be"))
-    better = _inputs(storage, accuracy=0.99)
-    second = _push(storage, PublishConfig(description="Reads digits."), better)
-    published = (Path(second.facts.published_url) / "README.md").read_text()
-    for text in (published, card.read_text()):
-        assert "Not for cheques." in text and "| accuracy | 0.99 |" in text and "0.984" not in text
-    assert second.facts.revision in card.read_text()
-    forced = _push(storage, PublishConfig(description="Reads digits."), better, "push-to-hub")
-    assert (forced.facts.created, forced.facts.revision) == (False, second.facts.revision)
-
-
 def test_the_authors_edits_on_the_hub_are_kept_in_the_next_commit(storage: str, hub: HubServer) -> None:
     to = PublishConfig(to="hf://org/digits")
     _push(storage, to, _inputs(storage))

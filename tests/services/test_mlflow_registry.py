@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,6 @@ def test_the_tags_of_a_version_stay_short_and_a_champion_whose_resamples_are_gon
     _, verdict = _register(client, "d2", score(0.02))
     assert not verdict.promoted
     assert "resamples are not known" in verdict.reason
-    # A version of an older trainflow has them in a tag.
-    whole = json.dumps({**asdict(score()), "resampled": list(score().resampled)})
-    client.set_model_version_tag("line", "1", registry.SCORE_TAG, whole)
-    assert _register(client, "d3", score(0.02))[1].promoted
 
 
 MIXED = tuple(value + (0.01 if n % 10 else -0.02) for n, value in enumerate(VALUES))

@@ -9,7 +9,6 @@ import os
 import signal
 import sqlite3
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -265,31 +264,6 @@ def test_a_dead_store_costs_a_warning_and_loses_nothing(
     [run] = runs(uri)
     assert points(uri, run.info.run_id, "loss") == _curve(range(1, 16))
     assert _left(tmp_path / "out") == []
-
-
-def test_a_store_that_comes_back_during_training_gets_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri = fresh_store(tmp_path / "store")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    monkeypatch.setattr(shipper, "POLL_S", 0.01)
-    failures = threading.Event()
-    real = mlflow_client.send_points
-
-    def send(*args: Any) -> None:
-        if not failures.is_set():
-            failures.set()
-            raise ConnectionError("for a moment")
-        real(*args)
-
-    monkeypatch.setattr(mlflow_client, "send_points", send)
-    tracker = _started(tmp_path / "out", {})
-    tracker.log({"loss": 1.0}, 1)
-    assert failures.wait(30)
-    tracker.log({"loss": 2.0}, 2)
-    tracker.close()
-    [run] = runs(uri)
-    assert points(uri, run.info.run_id, "loss") == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_spool_that_cannot_be_written_costs_the_tracking_not_the_training(

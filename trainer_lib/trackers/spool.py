@@ -172,10 +172,6 @@ class Session:
             raise
         return session
 
-    def append(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the points of one step; see `write`."""
-        self.write({"t": now_ms(), "s": step, "m": dict(metrics)})
-
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record in a single unbuffered write, so that kill -9 tears at most the last line.
 

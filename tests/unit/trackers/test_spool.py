@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,21 +40,25 @@ def full_at(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def point(step: int) -> dict[str, Any]:
+    return {"t": 1_700_000_000_000, "s": step, "m": {"loss": 1.0}}
+
+
 def steps(session: Session) -> list[int]:
     return [record["s"] for record, _ in session.read(0, 1 << 30)]
 
 
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path) -> None:
     session = Session.create(tmp_path, HEAD)
-    session.append({"loss": 1.0}, 1)
+    session.write(point(1))
     size = (session.path / "points.jsonl").stat().st_size
     with full_at(size + 10):  # less than a line
         for step in (2, 3):
             with pytest.raises(OSError, match=FULL):
-                session.append({"loss": 1.0}, step)
+                session.write(point(step))
         assert steps(session) == [1]
         assert (session.path / "points.jsonl").stat().st_size == size
-    session.append({"loss": 1.0}, 4)
+    session.write(point(4))
     assert steps(session) == [1, 2, 3, 4]
     session.close()
 
@@ -73,7 +78,7 @@ def test_on_a_full_disk_the_last_record_has_room(
     monkeypatch.setattr("trainer_lib.trackers.spool.os.write", full)
     for step in (2, 3):
         with pytest.raises(OSError, match=FULL):
-            session.append({"loss": 1.0}, step)
+            session.write(point(step))
     with nullcontext() if len(kept) == 3 else pytest.raises(OSError, match=FULL):
         session.write_last({"end": "FINISHED", "t": 1})
     session.close()
@@ -101,7 +106,7 @@ def test_a_line_that_does_not_fit_leaves_no_half_line_in_a_file_of_lines(tmp_pat
 
 def test_a_torn_line_is_skipped_and_a_lost_state_begins_again(tmp_path: Path) -> None:
     session = Session.create(tmp_path, HEAD)
-    session.append({"loss": 1.0}, 1)
+    session.write(point(1))
     with (session.path / "points.jsonl").open("ab") as file:
         file.write(b'{"t": 1, "s"\n{"t": 1, "s": 2, "m": {}}\n{"t": 1')
     (session.path / "state.json").write_bytes(b"")
@@ -119,7 +124,7 @@ def test_a_session_is_over_once_its_process_has_closed_it_or_is_gone(tmp_path: P
         from pathlib import Path
         from trainer_lib.trackers.spool import Session
         session = Session.create(Path(sys.argv[1]), {"tracking_uri": "x", "token": "other"})
-        session.append({"loss": 1.0}, 1)
+        session.write({"t": 1, "s": 1, "m": {"loss": 1.0}})
         print([each.over for each in Session.stored(Path(sys.argv[1]))], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """

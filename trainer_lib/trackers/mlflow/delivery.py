@@ -153,13 +153,10 @@ class Delivery:
         """
         with sole_delivery(self.root) as ours:
             self.is_elsewhere, self.obstacle = not ours and self.root.is_dir(), None
-            if not ours:
-                self.is_loaded.set()
-                return not self.is_elsewhere
-            # A flow logs a stage's results after the stage's workers have ended, so what the flows hold now is read
-            # before what the workers hold: no result is sent before the points that lead to it.
-            flows = [session for session in Session.stored(self.root) if _is_flow(session)]
-            return self._deliver([*(each for each in Session.stored(self.root) if not _is_flow(each)), *flows])
+            try:
+                return self._deliver_all() if ours else not self.is_elsewhere
+            finally:
+                self.is_loaded.set()  # also when nothing needed it
 
     def drop_foreign(self) -> None:
         """Remove what is over and waits for another server than this one, as that of a wrong address."""
@@ -168,42 +165,26 @@ class Delivery:
                 if session.over and not self._is_own(_run_of(session)[0]):
                     session.remove()
 
-    def _deliver(self, sessions: Sequence[Session]) -> bool:
-        if not sessions:
-            self.is_loaded.set()
-            return True
-        if self._client is None:
-            self.is_loaded.clear()
+    def _deliver_all(self) -> bool:
+        # A flow logs a stage's results after the stage's workers have ended, so what the flows hold now is read before
+        # what the workers hold: no result is sent before the points that lead to it.
+        flows = [session for session in Session.stored(self.root) if _is_flow(session)]
         groups: dict[tuple[str, str], list[Session]] = {}
-        for session in sessions:
+        for session in [*(stored for stored in Session.stored(self.root) if not _is_flow(stored)), *flows]:
             groups.setdefault(_run_of(session), []).append(session)
-        try:
-            return self._deliver_runs(groups)
-        finally:
-            self.is_loaded.set()  # also when nothing needed it, for lack of credentials
-
-    def _deliver_runs(self, groups: Mapping[tuple[str, str], Sequence[Session]]) -> bool:
+        if groups and self._client is None:
+            self.is_loaded.clear()
         failed: list[Exception] = []
         is_whole = True
-        for (server, _), group in groups.items():
-            if not self._is_own(server):
-                # Nor with our credentials to an address that a file names.
-                what = f"{group[0].path} is for {server}, not for the server of this command."
-                remedy = "Name that one by tracking.uri, or set MLFLOW_TRACKING_URI, and run trainflow sync."
-                self.obstacle = f"{what} {remedy} Or drop it: trainflow sync --drop."
-                self._warn(self.obstacle)
-                is_whole = False
-                continue
+        for group in groups.values():
             try:
                 is_whole &= self._deliver_run(group)
             except GoneError as error:
                 self._set_aside(group, error)
-            except _UnsentFilesError as error:  # of this run alone: the server took the rest
-                failed.append(error)
             except Exception as error:
                 failed.append(error)
-                # A server that refuses one run may take the next one.
-                if self._client is None or describe_outage(error) is not None:
+                # A server that refuses one run may take the next one, and files may be out of reach for one run alone.
+                if not isinstance(error, _UnsentFilesError) and (self._client is None or describe_outage(error)):
                     break
         if failed:
             raise failed[0]
@@ -220,16 +201,25 @@ class Delivery:
         return server == own or was_moved
 
     def _deliver_run(self, group: Sequence[Session]) -> bool:
+        server, _ = _run_of(group[0])
+        if not self._is_own(server):
+            # Nor with our credentials to an address that a file names.
+            what = f"{group[0].path} is for {server}, not for the server of this command."
+            remedy = "Name that one by tracking.uri, or set MLFLOW_TRACKING_URI, and run trainflow sync."
+            self.obstacle = f"{what} {remedy} Or drop it: trainflow sync --drop."
+            self._warn(self.obstacle)
+            return False
         if self._client is None:
             calls.load()
             self.is_loaded.set()
             self._client = calls.connect_timed(self._own_uri(), self.clock)
+        location = calls.artifact_location(self._own_uri())
         try:
-            location = calls.artifact_location(self._own_uri())
-            return _RunDelivery(self._client, self.root, group, self._warn, location).deliver()
+            _RunDelivery(self._client, self.root, group, self._warn, location).deliver()
         except UnknownRunError:
             self.obstacle = f"The run of {group[-1].path} is not on the server."
             return False
+        return True
 
     def _set_aside(self, group: Sequence[Session], error: Exception) -> None:
         for session in group:
@@ -260,8 +250,8 @@ class _RunDelivery:
         self._group = group
         self._warn = warn
 
-    def deliver(self) -> bool:
-        """Send what the sessions held when the pass began; return whether those that are over have arrived."""
+    def deliver(self) -> None:
+        """Send what the sessions held when the pass began, and remove those that are over."""
         flows = [session for session in self._group if _is_flow(session)]
         run_id = self._attach(flows or [self._group[-1]])
         for session in self._group:
@@ -281,7 +271,6 @@ class _RunDelivery:
         for session in self._group:
             if session.over:
                 session.remove()
-        return True
 
     # -- the run ------------------------------------------------------------------------------------------------------
 

@@ -258,7 +258,8 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 send_flavor(client, str(model.model_id), asked.flavor)
             version, verdict = register(client, str(model.model_id), run_id, asked)
             client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
-            _keep_outcome(record.get("kept_in"), Registered.of(asked, version, verdict))
+            if record.get("kept_in"):
+                _keep_outcome(record["kept_in"], Registered.of(asked, version, verdict))
             note = "%s version %s is registered. %s"
             _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
         elif "outputs" in record:
@@ -274,10 +275,8 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
         raise RefusedError(first_line(error)) from error
 
 
-def _keep_outcome(folder: str | None, outcome: Registered) -> None:
-    """Write what came of a registration into the run's folder, for its report."""
-    if folder is None:  # asked by an older version
-        return
+def _keep_outcome(folder: str, outcome: Registered) -> None:
+    """Write the outcome of a registration into the run's folder, for its report."""
     try:
         Store.open(folder).replace(OUTCOME_FILE, json.dumps(to_record(outcome), allow_nan=False).encode())
     except (StorageError, ConfigError) as error:  # MLflow has it

@@ -351,10 +351,8 @@ def _score_of(client: Any, name: str, version: str) -> Score | None:
     if text is None:
         return None
     score = from_record(Score, parse_json(text))
-    if score.resampled or not found.run_id:  # an older version has them in its tag
-        return score
     path = _resamples_path(name, found.tags.get(DIGEST_TAG, ""))
-    return replace(score, resampled=_read_resamples(client, found.run_id, path))
+    return replace(score, resampled=_read_resamples(client, found.run_id, path) if found.run_id else ())
 
 
 def _resamples_path(name: str, digest: str) -> str:

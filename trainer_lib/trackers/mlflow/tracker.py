@@ -13,7 +13,6 @@ In a pipeline, `TRAINFLOW_TRACKED_RUN` names the run, and the pipeline delivers;
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -94,7 +93,7 @@ class MLflowTracker:
         news = {key: value for key, value in named.items() if self._last.get(key) != (step, value)}
         if self._session is not None and news:
             self._last |= {key: (step, value) for key, value in named.items()}
-            self._write(lambda session: session.append(news, step))
+            self._write({"t": now_ms(), "s": step, "m": news})
 
     def close(self, status: str = "FINISHED") -> None:
         """End the run if it is ours; deliver what is left, waiting a bounded time for a server that answers."""
@@ -124,15 +123,16 @@ class MLflowTracker:
             self._head = None
             return
         for record in self._first_records:
-            self._write(functools.partial(Session.write, record=record))
+            self._write(record)
         self._first_records = []
         if not self._is_delivered:
             self._shipper = Shipper(Delivery(self._root, default_tracking_uri()))
             self._shipper.start()
 
-    def _write(self, write: Any) -> None:
+    def _write(self, record: Mapping[str, Any]) -> None:
+        assert self._session is not None  # noqa: S101
         try:
-            write(self._session)
+            self._session.write(record)
             self._is_full = False
         except OSError as error:
             if not self._is_full:
