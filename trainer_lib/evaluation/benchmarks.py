@@ -35,7 +35,6 @@ _ENDINGS = (".yaml", ".yml")
 _RESAMPLES = 1000  # for errors of metrics that have no formula
 _SEED = 1234
 _CONFIDENCE = 0.95
-_OFFLINE = {"OfflineModeIsEnabled", "ConnectionError", "ConnectError", "DatasetNotFoundError", "HfHubHTTPError"}
 
 
 @dataclass(frozen=True)
@@ -334,15 +333,8 @@ def _failures_of(task: str, what: str) -> Iterator[None]:
     except (TrainflowError, MemoryError, RuntimeError):  # a device without memory is a RuntimeError
         raise
     except Exception as error:
-        causes: set[str] = set()
-        at: BaseException | None = error
-        while at is not None:
-            causes |= {kind.__name__ for kind in type(at).__mro__}
-            at = at.__cause__ or at.__context__
-        if causes & _OFFLINE:
-            remedy = (
-                "Give a task file with its rows as JSON, or fetch them once, with the network and HF_HUB_OFFLINE=0."
-            )
-            raise _refuse("The data of this task is not on this machine.", task, remedy) from error
         said = f"lm-eval cannot {what} this task: {type(error).__name__}: {first_line(error)}"
-        raise _refuse(said, task, "Correct the task file, or remove the task.") from error
+        remedy = (
+            "Correct the task file, or remove the task. The data of a task by name is fetched once, with the network "
+        )
+        raise _refuse(said, task, f"{remedy}and HF_HUB_OFFLINE=0.") from error
