@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,11 @@ import numpy as np
 from typing_extensions import override
 
 from trainer_lib.data.rows.reading import Reading
-from trainer_lib.errors import ConfigError, DataError, TrainflowError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import (
     CLASS,
     DEFAULTS,
     LABEL,
-    NUMBER,
     ORDER,
     SEVERAL,
     TARGETS,
@@ -41,7 +41,6 @@ from trainer_lib.recipes.tables.cells import (
     read_reading,
     text_of,
 )
-from trainer_lib.recipes.tables.faults import Fault, find_column_faults, find_row_faults, with_faults
 from trainer_lib.recipes.tables.splitting import cut_rows, read_split
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.tables.table_files import (
@@ -61,6 +60,7 @@ FIELD = "prepare.options"
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers
+_LISTED = 20  # problems
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
 
 
@@ -95,32 +95,25 @@ class TabularRows:
             remedy = f"Name the column to predict: {label}=NAME."
             raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
-        self.table, self._bad = Table([], {}), list[DataError]()
+        self.table, self._problems = Table([], {}), list[DataError]()
         with naming_sources(SOURCES):
-            try:
+            with self._noting():
                 self._set_up(way, out)
-            except DataError as error:
-                raise with_faults(self._bad[0] if self._bad else error, self._find_faults()) from error
-            if self._bad:
-                raise with_faults(self._bad[0], self._find_faults())
+            if self._problems:
+                raise _list_problems(self._problems)
 
     @property
     def _has_class(self) -> bool:
         """Whether each row has one class."""
         return self.target in (CLASS, ORDER)
 
-    def _find_faults(self) -> list[Fault]:
-        """All that is wrong with rows and, where the table is one of features, with columns."""
-        faults = find_row_faults(self._bad)
-        label = self.options[self.label_option]
-        if "missing" not in self.options or label not in self.table.columns:
-            return faults
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note what is wrong with the data, to name all of it together."""
         try:
-            features = self._features()
-        except TrainflowError:
-            return faults
-        is_number = self.target == NUMBER
-        return faults + find_column_faults(self.table, label, features, self.options, classes=not is_number)
+            yield
+        except DataError as error:
+            self._problems.append(error)
 
     def _set_up(self, way: Mapping[str, Any], out: PrepareOutput) -> None:
         """Read the files, cut the rows into splits, and describe the features."""
@@ -146,8 +139,15 @@ class TabularRows:
         self.parts: dict[str, list[float]] = {}
         if self.table.unread:
             self._warn(self.table.unread, "values that are neither numbers nor texts")
-        for name in self._features():
-            self._describe(name)
+        features = self._features()
+        if "missing" in self.options:
+            with self._noting():
+                self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
+            with self._noting():
+                self._ids()
+        for name in features:
+            with self._noting():
+                self._describe(name)
         if self._has_class or self.target == SEVERAL:
             self._warn_of_cases(self.label, self._codes[2])
         self._warnings += self.table.all_notes()
@@ -194,7 +194,7 @@ class TabularRows:
             readers=readers,
             read=chosen["read"],
             ignore=ignore,
-            bad=self._bad,
+            bad=self._problems,
         )
 
     def _label_reader(self) -> dict[str, Reader]:
@@ -488,6 +488,17 @@ class TextRows(TabularRows):
     def texts_of(self, option: str) -> list[str]:
         """The texts in the column that an option names ``[rows]``."""
         return self.table.texts(self.options[option])
+
+
+def _list_problems(problems: Sequence[DataError]) -> DataError:
+    """The first problem, with a list of all of them where there are several, and what settles each."""
+    first, *others = problems
+    if not others:
+        return first
+    lines = [f"  {problem.message}\n    -> {problem.remedy or 'Correct the file.'}" for problem in problems[:_LISTED]]
+    lines += [f"  and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
+    what = "\n".join([f"{first.message}\n", "All that prepare-data found:", *lines])
+    return DataError(what, field=first.field, value=first.value, remedy=first.remedy)
 
 
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:
