@@ -1,4 +1,4 @@
-"""A Llama in seven layouts of four processes: its losses, checkpoints and calls, and resuming after SIGKILL.
+"""A Llama in six layouts of four processes: its losses, checkpoints and calls, and resuming after SIGKILL.
 
     python -m benchmarks.layouts --size full --save
 
@@ -6,13 +6,16 @@ A Llama of two layers trains 10 steps over gloo. For each layout: the largest re
 process's; the bytes of tensors in a checkpoint, to one model with one state of AdamW; calls of Python in a step, to
 those of `fsdp="full_shard auto_wrap"`. Then a rank is killed by SIGKILL at a random moment, and the training resumes in
 the same layout; `equal` counts those whose losses and tensors on all ranks are those of a training without a kill, to
-the bit. The same by the Trainer of transformers with `parallelism_config`, which shards what `from_pretrained` has
-divided: its losses where it trains, the difference where it resumes after 6 steps, else the end of what it says.
+the bit. For the 30 pairs of different layouts, a training that was saved in one after 4 steps resumes in the other: the
+largest relative difference of a loss from one process's. The same by the Trainer of transformers with
+`parallelism_config`, which shards what `from_pretrained` has divided: its losses where it trains, the difference where
+it resumes after 6 steps, else the end of what it says.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -45,7 +48,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 PEER_NAMES = {"replicate": "dp_replicate_size", "shard": "dp_shard_size", "tensor": "tp_size"}
 PROCESSES, STEPS, BATCH, SAVED, PEER_SAVED = 4, 10, 8, 2, 6
-HANG_S, KILLING_S = 90.0, 300.0
+MOVED = 4  # the step that the other layouts resume from
+HANG_S, KILLING_S = 90.0, 1500.0
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 64}
 RUN: dict[str, Any] = {
     "max_steps": STEPS,
@@ -102,6 +106,16 @@ def train(folder: str, layout: dict[str, int] | None, kill: tuple[int, int, floa
         "seconds": seconds,
         "from": max((info.step for info in kept), default=0),
     }
+
+
+def resume_elsewhere(folder: str) -> dict[str, list[float]]:
+    """Resume in every layout from the checkpoint of every other one; returns the losses of all steps."""
+    losses = {}
+    for before, after in itertools.permutations(LAYOUTS, 2):
+        made = make(f"{folder}/{before} then {after}", LAYOUTS[after], save_strategy="no")
+        made.train(resume_from_checkpoint=f"{folder}/{before}/checkpoint-{MOVED}")
+        losses[f"{before} -> {after}"] = [row["loss"] for row in made.state.log_history if "loss" in row]
+    return losses
 
 
 def count_calls(folder: str, layouts: dict[str, dict[str, int]]) -> dict[str, float]:
@@ -214,6 +228,9 @@ def measure(kills: int, folder: Path) -> dict[str, Any]:
         size = tensor_bytes(folder / name)
         difference = max(differ(rank["losses"], alone["losses"]) for rank in whole[name])
         result[name] = {"largest_loss_difference": difference, "bytes": size, "bytes_ratio": size / numbers}
+    pairs = run_distributed(resume_elsewhere, PROCESSES, str(folder), timeout_s=KILLING_S)[0]
+    differences = {pair: differ(losses, alone["losses"]) for pair, losses in pairs.items()}
+    result["pairs"] = {"count": len(pairs), "largest_loss_difference": max(differences.values()), **differences}
     calls = run_distributed(count_calls, PROCESSES, str(folder / "calls"), LAYOUTS, timeout_s=3 * HANG_S)[0]
     result["fsdp"] = {"python_calls": calls["fsdp"]}
     for name in LAYOUTS:
