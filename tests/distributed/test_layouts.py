@@ -496,19 +496,50 @@ def test_experts_continue_under_another_layout(tmp_path: Path) -> None:
         assert found == pytest.approx(expected, rel=2e-6)
 
 
-def generating(folder: str) -> tuple[list[list[int]], list[float]]:
-    """Tokens that divided layers generate after a training in bf16."""
-    one = trainer(folder, ROWS, model=llama(**HEADS), **RAGGED, bf16=True, parallelism={"tensor": 2})
-    one.train()
-    tokens = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
-    return tokens.tolist(), losses(one)
+def frozen(model: Any, *parts: str) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = not any(part in name for part in parts)
+    return model
 
 
-def test_divided_layers_generate_and_train_in_bf16(tmp_path: Path, alone: dict[str, Any]) -> None:
-    first, second = run_distributed(generating, 2, str(tmp_path))
-    assert first == second
-    assert len(first[0][0]) == 8
-    assert first[1] == pytest.approx(alone["losses"], rel=0.02)
+#: Of layers and of experts: the model, what a training asks for, and the relative difference that is allowed.
+PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
+    "tensor": {
+        "bf16": (lambda: llama(**HEADS), {"bf16": True}, 0.02),
+        "clipped": (lambda: llama(**HEADS), {"max_grad_norm": 0.1}, 2e-6),
+        "frozen": (lambda: frozen(llama(**HEADS), "mlp", "embed"), {}, 2e-6),
+        "frozen norms": (lambda: frozen(llama(**HEADS), "norm"), {}, 2e-6),
+    },
+    "expert": {
+        "bf16": (mixture, {"bf16": True}, 0.02),
+        "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6),
+        "frozen experts": (lambda: frozen(mixture(), "experts"), {}, 2e-6),
+        "experts alone": (lambda: frozen(mixture(), "self_attn", "norm", "embed", "lm_head"), {}, 2e-6),
+    },
+}
+
+
+def generating(folder: str, kind: str, sizes: dict[str, int] | None) -> dict[str, tuple[list[float], list[list[int]]]]:
+    """Losses and norms of trainings, and the tokens that the model generates afterwards."""
+    out = {}
+    for name, (model, given, _) in PARTS[kind].items():
+        one = trainer(f"{folder}/{name}", ROWS, model=model(), **{**RAGGED, **given}, parallelism=sizes)
+        one.train()
+        norms = [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry]
+        made = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+        out[name] = [*losses(one), *norms], made.tolist()
+    return out
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(kind: str, tmp_path: Path) -> None:
+    expected = generating(str(tmp_path / "alone"), kind, None)
+    for sizes in ({kind: 2}, {"shard": 2, kind: 2}):
+        folder = str(tmp_path / str(len(sizes)))
+        for found in run_distributed(generating, 2 ** len(sizes), folder, kind, sizes, timeout_s=150):
+            for name, (_, _, allowed) in PARTS[kind].items():
+                assert found[name][0] == pytest.approx(expected[name][0], rel=allowed), name
+                assert found[name][1] == expected[name][1], name
 
 
 UNDIVIDED = [

@@ -34,6 +34,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-rows": (4, {"parallelism": {"shard": 2, "tensor": 2, "plan": PLAN}}),
     "tensor-replicas": (4, {"parallelism": {"replicate": 2, "tensor": 2, "plan": PLAN}}),
 }
+#: Of three dimensions, and two that they resume in; too many processes for every pair.
+EIGHT: dict[str, tuple[int, dict[str, Any]]] = {
+    "three": (8, {"parallelism": {"replicate": 2, "shard": 2, "tensor": 2, "plan": PLAN}}),
+    "two": (8, {"parallelism": {"shard": 4, "tensor": 2, "plan": PLAN}}),
+}
+ALL = {**LAYOUTS, **EIGHT}
 RUN: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 6, "per_device_train_batch_size": 2, **LOGGED}
 ROWS = classification_rows(20)
 STOP = 3
@@ -73,7 +79,7 @@ def run(folder: str, layout: str, source: str | None, stop: int | None) -> dict[
     torch.manual_seed(0)
     data = Augmented(ROWS)
     halt = Halt(stop, data)
-    given = LAYOUTS[layout][1]
+    given = ALL[layout][1]
     target = f"{folder}/{layout}" if stop else f"{folder}/{layout}-after-{source}"
     one = trainer(target, data, model=Layers(), callbacks=[halt], **RUN, **given)
     halt.trainer = one
@@ -94,8 +100,8 @@ def several(folder: str, jobs: list[tuple[str, str | None, int | None]]) -> list
 def on_ranks(folder: Path, jobs: list[tuple[str, str | None, int | None]]) -> list[list[dict[str, Any]]]:
     """The jobs on as many processes as their layouts need; for each job, what every rank found."""
     results: dict[int, list[dict[str, Any]]] = {}
-    for world in sorted({LAYOUTS[layout][0] for layout, _, _ in jobs}):
-        numbers = [number for number, job in enumerate(jobs) if LAYOUTS[job[0]][0] == world]
+    for world in sorted({ALL[layout][0] for layout, _, _ in jobs}):
+        numbers = [number for number, job in enumerate(jobs) if ALL[job[0]][0] == world]
         chosen = [jobs[number] for number in numbers]
         if world == 1:
             ranks = [several(str(folder), chosen)]
@@ -171,6 +177,19 @@ def test_resumed_under_the_same_layout_it_ends_alike_to_the_bit(
     assert parts["losses"] == whole["losses"]
     assert parts["state"].keys() == whole["state"].keys()
     assert all(torch.equal(value, whole["state"][key]) for key, value in parts["state"].items())
+
+
+def test_three_dimensions_resume_to_the_bit_and_in_two_and_in_none(tmp_path: Path) -> None:
+    [alone], through = on_ranks(tmp_path, [("one", None, None), ("three", None, None)])
+    [stopped] = on_ranks(tmp_path, [("three", None, STOP)])
+    names = ("three", "two", "one")
+    for after, ranks in zip(names, on_ranks(tmp_path, [(name, "three", None) for name in names]), strict=True):
+        assert together(stopped) + together(ranks) == together([alone]), after
+        assert ranks[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5), after
+        expected = through[0] if after == "three" else alone
+        for key, value in expected["state"].items():
+            exact: dict[str, Any] = {"rtol": 0, "atol": 0} if after == "three" else {"rtol": 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(ranks[0]["state"][key], value, **exact, msg=f"{after}: {key}")
 
 
 FLOAT8: dict[str, dict[str, Any]] = {"replicas": {}, "shards": {"fsdp": "full_shard auto_wrap"}}
