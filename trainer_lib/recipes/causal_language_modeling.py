@@ -58,6 +58,7 @@ from trainer_lib.recipes.texts.packed_batches import (
 )
 from trainer_lib.recipes.texts.packing import new_counts, pack_documents
 from trainer_lib.recipes.texts.tokenizing import (
+    decode_tokens,
     kept_tokenizer,
     learn_byte_tokenizer,
     note_tokenizer,
@@ -192,15 +193,11 @@ class Trainer(PlainTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         if "wanted" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        batch, built = self._prepare_inputs(inputs), self.model
+        batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
             found = row_likelihoods(model, batch, preprocess_logits_for_metrics)
             if "prompt_ids" in batch:
-                generation: Any = getattr(built, "generation_config", None)
-                pad = generation.pad_token_id if generation is not None else None
-                ends = generation.eos_token_id if generation is not None else None
-                ids, mask = batch["prompt_ids"], batch["prompt_mask"]
-                new = continue_prompts(built, ids, mask, batch["wanted"], pad=pad or ends or 0)
+                new = continue_prompts(self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted"])
                 found = torch.cat((found, new.to(found.dtype)), dim=1)
         return None, found, None
 
@@ -215,17 +212,18 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
     What else a row has are the tokens that continue it.
     """
-    nats, targets = predictions[:, :2].astype(np.float64).T
-    each = nats / np.maximum(targets, 1)
-    found: dict[str, Sequence[Any]] = {
-        "tokens": targets.astype(np.int64),
-        "nats_per_token": each,
-        "perplexity": np.exp(np.minimum(each, 700)),
-    }
+    found = describe_likelihoods(predictions)
     if predictions.shape[1] > 2:
-        new = [row[row >= 0].astype(np.int64).tolist() for row in predictions[:, 2:]]
-        found["continuation"] = kept_tokenizer(data).batch_decode(new, skip_special_tokens=True)
+        found["continuation"] = decode_tokens(predictions[:, 2:].astype(np.int64), data)
     return found
+
+
+def describe_likelihoods(predictions: np.ndarray) -> dict[str, Sequence[Any]]:
+    """The columns of rows ``[rows, 2]``: their negative log-likelihood, and the targets."""
+    nats, targets = predictions[:, :2].astype(np.float64).T
+    mean = nats / np.maximum(targets, 1)
+    perplexity = np.exp(np.minimum(mean, 700))
+    return {"tokens": targets.astype(np.int64), "nats_per_token": mean, "perplexity": perplexity}
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,10 +37,10 @@ from trainer_lib.recipes.texts.answers import (
     beside_rules,
     build_policy,
     collate_answers,
-    decode_answers,
     require_between,
 )
 from trainer_lib.recipes.texts.packed_batches import evaluating
+from trainer_lib.recipes.texts.tokenizing import decode_tokens
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -219,5 +219,5 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn rewards ``[rows, …]`` into a column, or tokens into a new answer."""
     if predictions.dtype.kind in "iu":
-        return decode_answers(predictions, data)
+        return {"prediction": decode_tokens(predictions, data)}
     return {"reward": predictions[:, 0].tolist()}

@@ -42,10 +42,10 @@ from trainer_lib.recipes.texts.answers import (
     beside_rules,
     build_policy,
     collate_answers,
-    decode_answers,
     require_between,
     share_right,
 )
+from trainer_lib.recipes.texts.tokenizing import decode_tokens
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -205,7 +205,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn rewards ``[rows, 2]`` into the answer that is preferred and how surely, or tokens into a new answer."""
     if predictions.dtype.kind in "iu":
-        return decode_answers(predictions, data)
+        return {"prediction": decode_tokens(predictions, data)}
     margins = predictions[:, 0].astype(np.float64) - predictions[:, 1]
     return {
         "prediction": [NAMES[int(margin < 0)] for margin in margins.tolist()],

@@ -32,7 +32,7 @@ from trainer_lib.recipes.tables.rows import TextRows
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts, pad_rows
-from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import count_cut_texts, decode_tokens, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -199,9 +199,7 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
 
 
 def _decode(tokens: np.ndarray, data: DataInfo) -> list[str]:
-    tokenizer = kept_tokenizer(data)
-    plain = [row[row >= 0].tolist() for row in np.asarray(tokens)]
-    return [text.strip() for text in tokenizer.batch_decode(plain, skip_special_tokens=True)]
+    return list(map(str.strip, decode_tokens(tokens, data)))
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

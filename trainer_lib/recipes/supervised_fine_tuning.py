@@ -37,6 +37,7 @@ from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
+from trainer_lib.recipes.causal_language_modeling import describe_likelihoods
 from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
 from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
@@ -45,7 +46,6 @@ from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, F
 from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
 from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
-    NO_TARGET,
     batch_prompts,
     collate_rows,
     continue_prompts,
@@ -53,9 +53,10 @@ from trainer_lib.recipes.texts.packed_batches import (
     require_rows,
     stop_at,
 )
+from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics as sum_likelihoods
 from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.texts.templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
-from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import decode_tokens, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -297,11 +298,9 @@ class Trainer(TextTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         if "prompt_ids" not in inputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        batch, built = self._prepare_inputs(inputs), self.model
-        config: Any = getattr(built, "config", None)
-        pad = config.pad_token_id if config.pad_token_id is not None else config.eos_token_id or 0
+        batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
-            new = continue_prompts(built, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"], pad=pad)
+            new = continue_prompts(self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"])
         return None, new, None
 
 
@@ -312,12 +311,9 @@ def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tens
     """
     if labels is None:
         return logits
-    targets, scores = labels[:, 1:], logits[:, :-1]
-    nats = nn.functional.cross_entropy(
-        scores.transpose(1, 2).float(), targets, ignore_index=NO_TARGET, reduction="none"
-    )
-    counts = (targets != NO_TARGET).sum(dim=1), (scores.argmax(-1) == targets).sum(dim=1)
-    return torch.stack((nats.sum(dim=1), *(count.to(nats.dtype) for count in counts)), dim=1)
+    right = (logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(dim=1, keepdim=True)
+    sums = sum_likelihoods(logits, labels)
+    return torch.cat((sums, right.to(sums.dtype)), dim=1)
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
@@ -330,16 +326,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
     """Turn ``[rows, 3]`` into columns about the answers of each row, or tokens into the answers to new rows."""
     if predictions.dtype.kind in "iu":
-        plain = [row[row >= 0].tolist() for row in predictions]
-        return {"answer": kept_tokenizer(data).batch_decode(plain, skip_special_tokens=True)}
-    nats, targets, right = predictions.astype(np.float64).T
-    mean = nats / np.maximum(targets, 1)
-    return {
-        "tokens": targets.astype(np.int64),
-        "nats_per_token": mean,
-        "perplexity": np.exp(np.minimum(mean, 700)),
-        "token_accuracy": right / np.maximum(targets, 1),
-    }
+        return {"answer": decode_tokens(predictions, data)}
+    _, targets, right = predictions.astype(np.float64).T
+    return {**describe_likelihoods(predictions), "token_accuracy": right / np.maximum(targets, 1)}
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,7 +28,14 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, 
 from tests.support.resuming import prove
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.texts.conversations import read_conversation
-from trainer_lib.recipes.texts.packed_batches import end_tokens, generate, known_ends
+from trainer_lib.recipes.texts.packed_batches import (
+    batch_prompts,
+    continue_prompts,
+    end_tokens,
+    generate,
+    known_ends,
+    stop_at,
+)
 from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer, learn_byte_tokenizer
 from trainflow.flows.new_project.starting import code_chats
@@ -399,15 +406,15 @@ def test_vllm_gets_the_model_in_a_folder_and_is_named_where_it_is_missing(
         def __init__(self, model: str) -> None:
             seen["files"] = {path.name for path in Path(model).iterdir()}
 
-        def generate(self, inputs: list[Any], settings: list[Any], *, use_tqdm: bool) -> list[Any]:
+        def generate(self, inputs: list[Any], settings: dict[str, Any], *, use_tqdm: bool) -> list[Any]:
             seen["settings"] = settings
-            end = settings[0]["stop_token_ids"][0]
+            end = settings["stop_token_ids"][0]
             return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*inputs[0]["prompt_token_ids"][:2], end])])]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
     made = recipe.after_evaluate(model, data, options)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= seen["files"]
-    assert (seen["settings"][0]["max_tokens"], seen["settings"][0]["temperature"]) == (2, 0)
+    assert (seen["settings"]["max_tokens"], seen["settings"]["temperature"]) == (2, 0)
     assert json.loads(made["files"]["prompts.json"])[0]["prompt"] == "a?"
 
 
@@ -429,12 +436,15 @@ def test_prompts_are_continued_together_as_alone_up_to_any_token_that_ends_them(
     tokenizer, model = kept_tokenizer(packed[2]), packed[0].build_model({"config": TINY}, packed[2]).eval()
     assert known_ends(model) == [tokenizer.convert_tokens_to_ids(END)]
     prompts = [tokenizer(text)["input_ids"] for text in ("one", "a much longer prompt", "c")]
-    alone = [generate(model, tokenizer, [prompt], [8])[0] for prompt in prompts]
+    alone = [generate(model, [prompt], 8)[0] for prompt in prompts]
     assert [len(tokens) for tokens in alone] == [8, 8, 8]
-    assert generate(model, tokenizer, prompts, [8, 3, 0]) == [alone[0], alone[1][:3], []]
+    assert generate(model, prompts, 8) == alone
+    ids, mask = batch_prompts(prompts, pad=0)
+    new = continue_prompts(model, ids, mask, torch.tensor([8, 3, 0]))
+    assert [row[row >= 0].tolist() for row in new] == [alone[0], alone[1][:3], []]
     end = alone[0][-1]
-    cut = generate(model, tokenizer, prompts, [8, 8, 8], ends=[end, tokenizer.eos_token_id], pad=1)
-    assert cut == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in alone]
+    stop_at(model, [end])
+    assert generate(model, prompts, 8) == [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in alone]
 
 
 def test_training_goes_on_bit_for_bit(packed: Prepared, tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     if data.info.get("is_chat"):
         stop_at(model, end_tokens(kept_tokenizer(data)))
     model.preference = {name: chosen[name] for name in ("beta", *names)}
-    model.build_first, model.new_tokens, model.pad = build, chosen["new_tokens"], data.info["ends"]["pad_token_id"]
+    model.build_first, model.new_tokens = build, chosen["new_tokens"]
     built: nn.Module = model
     return built
 
@@ -513,7 +513,7 @@ class PolicyTrainer(AnswerTrainer):
         ids = inputs["input_ids"]
         wanted = torch.full((len(ids),), built.new_tokens, device=ids.device)
         with self.autocast_smart_context_manager():  # the most likely token each time
-            return continue_prompts(built, ids, inputs["attention_mask"], wanted, pad=built.pad)
+            return continue_prompts(built, ids, inputs["attention_mask"], wanted)
 
     def _ask_reference(self, inputs: Any) -> Tensor:
         """Log-probabilities of new rows by the reference: the model without adapters, or as it began."""
@@ -546,9 +546,3 @@ def beside_rules(name: str, right: float, reference: float, longer: float, overa
     length = longer if overall >= 0.5 else 1 - longer
     of_rules = {f"reference_{name}": reference, f"length_{name}": length}
     return {name: right, **of_rules, f"{name}_over_reference": right - reference, f"{name}_over_length": right - length}
-
-
-def decode_answers(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """The texts of generated tokens ``[rows, tokens]``."""
-    plain = [row[row >= 0].tolist() for row in predictions]
-    return {"prediction": kept_tokenizer(data).batch_decode(plain, skip_special_tokens=True)}

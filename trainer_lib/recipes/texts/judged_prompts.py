@@ -144,9 +144,8 @@ class _Measured:
 def _measure(
     model: Any, prompts: Sequence[Prompt], asked: Sequence[Sequence[int]], wording: Wording, chosen: Mapping[str, Any]
 ) -> _Measured:
-    with_vllm = chosen["generate_with"] == "vllm"
-    make: Callable[..., list[list[int]]] = generate_with_vllm if with_vllm else generate
-    made = make(model, wording.tokenizer, asked, [chosen["sample_tokens"]] * len(asked))
+    make = partial(generate_with_vllm, wording.tokenizer) if chosen["generate_with"] == "vllm" else generate
+    made = make(model, asked, chosen["sample_tokens"])
     answers = wording.tokenizer.batch_decode(made, skip_special_tokens=True)
     judged = [number for number, prompt in enumerate(prompts) if prompt.expected]
     pairs = [wording.answer(prompts[number].text, prompts[number].expected[0]) for number in judged]
@@ -240,7 +239,7 @@ def _as_text(row: Mapping[str, Any]) -> str:
 
 
 def generate_with_vllm(
-    model: Any, tokenizer: Any, prompts: Iterable[Sequence[int]], new_tokens: Sequence[int]
+    tokenizer: Any, model: Any, prompts: Iterable[Sequence[int]], new_tokens: int
 ) -> list[list[int]]:
     """As `generate`, by vLLM, which reads a copy of the model from a folder; adapters are merged into it.
 
@@ -261,7 +260,7 @@ def generate_with_vllm(
         merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         engine = vllm.LLM(model=folder)
-        settings = [vllm.SamplingParams(temperature=0, max_tokens=most, stop_token_ids=ends) for most in new_tokens]
         inputs = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+        settings = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=ends)
         outputs = engine.generate(inputs, settings, use_tqdm=False)
     return [[token for token in output.outputs[0].token_ids if token not in ends] for output in outputs]

@@ -355,62 +355,41 @@ def known_ends(model: Any) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def continue_prompts(
-    model: Any, ids: Tensor, mask: Tensor, wanted: Tensor, *, pad: int, ends: Sequence[int] = (), streamer: Any = None
-) -> Tensor:
+def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
     """New tokens ``[texts, tokens]``, the most likely one each time; behind a text's end and its last one, -100.
 
     Args:
         model: a model of transformers that generates.
         ids: ``[texts, tokens]``, with their `mask`, as `batch_prompts` makes them.
         wanted: ``[texts]``, how many tokens each gets, at most.
-        pad: the token behind the end of a text.
-        ends: the tokens that end a text; none: those of the model.
-        streamer: of transformers; takes the tokens of a single text as they come.
     """
     most = int(wanted.max())
     if most == 0:
         return torch.full((len(ids), 1), NO_TARGET, device=ids.device)
-    stops = list(ends) or known_ends(model)
-    settings: dict[str, Any] = {"max_new_tokens": most, "do_sample": False, "use_cache": True, "pad_token_id": pad}
-    settings |= {"eos_token_id": stops} if stops else {}
-    made: Tensor = model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **settings)
-    new = made[:, ids.shape[1] :]
+    ends = known_ends(model)
+    # What follows an end is left out below, so any token fills it up.
+    settings = {"max_new_tokens": most, "do_sample": False, "use_cache": True, "pad_token_id": (ends or [0])[0]}
+    new: Tensor = model.generate(input_ids=ids, attention_mask=mask, **settings)[:, ids.shape[1] :]
     over = torch.arange(new.shape[1], device=ids.device) >= wanted[:, None]
-    is_end = torch.isin(new, torch.tensor(stops, dtype=new.dtype, device=ids.device)).long()
+    is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=ids.device)).long()
     return new.masked_fill(over | (is_end.cumsum(dim=1) - is_end > 0), NO_TARGET)
 
 
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: Sequence[int],
-    *,
-    ends: Sequence[int] = (),
-    pad: int | None = None,
-    streamer: Any = None,
-) -> list[list[int]]:
-    """The tokens that continue each prompt, without the one that ends them.
+def generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+    """The tokens that continue each prompt, at most `new_tokens`, without the one that ends them.
 
     Args:
         model: a model of transformers that generates, in evaluation mode.
-        tokenizer: gives the padding where `pad` does not.
         prompts: tokens of each; those of a similar length share a batch.
-        new_tokens: the most tokens of each.
-        ends: the tokens that end a text; none: those of the model.
-        streamer: as of `continue_prompts`, for a single prompt.
     """
-    filling = (tokenizer.pad_token_id or 0) if pad is None else pad
-    stops, device = set(ends) or set(known_ends(model)), next(model.parameters()).device
+    ends, device = set(known_ends(model)), next(model.parameters()).device
     made: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), TOGETHER):
         some = order[start : start + TOGETHER]
-        ids, mask = (part.to(device) for part in batch_prompts([prompts[number] for number in some], pad=filling))
-        wanted = torch.tensor([new_tokens[number] for number in some], device=device)
+        ids, mask = (part.to(device) for part in batch_prompts([prompts[number] for number in some], pad=0))
         with torch.no_grad():
-            new = continue_prompts(model, ids, mask, wanted, pad=filling, ends=ends, streamer=streamer)
+            new = continue_prompts(model, ids, mask, torch.full((len(some),), new_tokens, device=device))
         for number, row in zip(some, new.tolist(), strict=True):
-            made[number] = [token for token in row if token >= 0 and token not in stops]
+            made[number] = [token for token in row if token >= 0 and token not in ends]
     return made

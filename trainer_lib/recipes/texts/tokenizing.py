@@ -209,6 +209,13 @@ def keep_tokenizer(tokenizer: Any, out: PrepareOutput) -> list[str]:
     return names
 
 
+def decode_tokens(tokens: Any, data: DataInfo) -> list[str]:
+    """The texts of generated tokens ``[rows, tokens]``; negative ones are left out."""
+    plain = [row[row >= 0].tolist() for row in np.asarray(tokens)]
+    texts: list[str] = kept_tokenizer(data).batch_decode(plain, skip_special_tokens=True)
+    return texts
+
+
 def kept_tokenizer(data: DataInfo) -> Any:
     """The tokenizer that `keep_tokenizer` has written; read once in a process."""
     return data.once("tokenizer", lambda: _read_tokenizer(data))
