@@ -46,30 +46,24 @@ PASSED = (
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler", "log_level"),
     *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "aio"),
 )
-_REPORT = "Remove it, and name the tracker in report_to."
+_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and load on any stage and number of processes."
 #: Keys that DeepSpeed knows and that are refused here, with the alternative.
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), _REPORT),
+    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "Remove it, and name the tracker in report_to."),
+    **dict.fromkeys(("checkpoint", "load_universal_checkpoint", "nebula"), _OWN_FORMAT),
+    **dict.fromkeys(("amp", "torch_autocast", "data_types"), "Remove it: give bf16=True, or the section bf16 or fp16."),
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it, and give the argument parallelism."),
     **dict.fromkeys(
         (
             *("autotuning", "curriculum_learning", "data_efficiency", "compression_training", "quantize_training"),
             *("progressive_layer_drop", "eigenvalue", "sparse_attention", "sparse_gradients", "hybrid_engine"),
-            *("pipeline", "disable_allgather", "use_data_before_expert_parallelism", "graph_harvesting"),
+            *("pipeline", "disable_allgather", "use_data_before_expert_parallelism", "graph_harvesting", "compile"),
+            *("managed_gradient_accumulation", "gradient_allreduce_op"),
         ),
-        "Remove it: the Trainer has no use for it.",
+        "Remove it: the Trainer has no use for it, or decides it.",
     ),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it: parallelism does it without DeepSpeed."),
-    "amp": "Remove it: NVIDIA Apex is discontinued. Give bf16=True or fp16=True, or the section bf16 or fp16.",
-    "torch_autocast": "Remove it: give the section bf16 or fp16, or bf16=True.",
     "activation_checkpointing": "Remove it, and give gradient_checkpointing=True.",
-    "checkpoint": "Remove it: checkpoints are trainflow's own, without pickle.",
-    "load_universal_checkpoint": "Remove it: every checkpoint of trainflow resumes on any stage and world size.",
-    "nebula": "Remove it: checkpoints are trainflow's own.",
-    "data_types": "Remove it: gradients are accumulated in the format that the section bf16 or fp16 names.",
     "elasticity": "Remove it, and give global_batch_size: it holds for any number of processes.",
-    "compile": "Remove it: compiling together with DeepSpeed is not supported.",
-    "managed_gradient_accumulation": "Remove it: the Trainer decides when a step is complete.",
-    "gradient_allreduce_op": "Remove it: gradients are averaged, and the loss is weighted accordingly.",
     "dataloader_drop_last": "Remove it, and give the argument of that name.",
 }
 
@@ -87,17 +81,21 @@ ZERO_PASSED = (
     *("log_trace_cache_warnings", "pipeline_loading_checkpoint", "enable_sanity_checks"),
     *("parameter_alignment", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
 )
-_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and load on any stage and number of processes."
-_LOSSY = "Remove it: the exchange would lose digits, and the state could not be saved exactly."
+#: Key of zero_optimization that is refused -> why, as a remedy.
 ZERO_REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights"), _OWN_FORMAT),
-    **dict.fromkeys(("zero_quantized_weights", "zero_quantized_nontrainable_weights"), _LOSSY),
-    **dict.fromkeys(("zero_quantized_gradients", "zeropp_loco_param"), _LOSSY),
-    "legacy_stage1": "Remove it: stage 1 uses the present implementation.",
+    **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1"), _OWN_FORMAT),
+    **dict.fromkeys(
+        (
+            *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+            "zeropp_loco_param",
+        ),
+        "Remove it: the exchange would lose digits, and the state could not be saved exactly.",
+    ),
+    **dict.fromkeys(
+        ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather"),
+        "Remove it: parameters are sharded over all processes (FSDP has hybrid_shard).",
+    ),
     "compute_grad_norm": "Remove it: the norm is needed to find steps that are not finite.",
-    "zero_hpz_partition_size": "Remove it: parameters are sharded over all processes.",
-    "mics_shard_size": "Remove it: parameters are sharded over all processes (FSDP has hybrid_shard).",
-    "mics_hierarchical_params_gather": "Remove it: parameters are sharded over all processes.",
     "zenflow": "Remove it: its steps are not those of the schedule.",
     "save_muon_momentum_buffer_in_memory": "Remove it: muon works on whole matrices, which ZeRO shards.",
 }
@@ -113,13 +111,10 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
         "It cannot be combined with ZeRO, and needs separate kernels: give AdamW or Adam.",
     ),
     **dict.fromkeys(
-        ("lamb", "fusedlamb", "muon"),
-        "It works on whole matrices, which ZeRO shards: give AdamW, Adam, Lion or SGD.",
+        ("lamb", "fusedlamb", "muon"), "It works on whole matrices, which ZeRO shards: give AdamW, Adam, Lion or SGD."
     ),
     "adagrad": "DeepSpeed makes one group of all its parameters, so that biases would decay too: give AdamW.",
-    "muadam": "Its package is not supported: give Adam.",
-    "muadamw": "Its package is not supported: give AdamW.",
-    "musgd": "Its package is not supported: give SGD.",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "Its package is not supported: give Adam, AdamW or SGD."),
 }
 #: Schedule of DeepSpeed -> `lr_scheduler_type`; None where there is no equivalent.
 SCHEDULES: Mapping[str, str | None] = {

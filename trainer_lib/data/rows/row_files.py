@@ -181,7 +181,8 @@ def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
     buffered = io.BufferedReader(stream, _BUFFER_BYTES)
     is_array = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
     if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
-        yield from ((None, partial(_return, row)) for row in _parse_array(buffered, file))
+        rows = _parse_array(buffered, file)
+        yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
     number = 0
     while line := buffered.readline(MAX_LINE_BYTES):
         number += 1
@@ -190,10 +191,6 @@ def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
         line = line.removeprefix(_BOM) if number == 1 else line
         if not line.isspace():
             yield number, partial(_parse_json, line)
-
-
-def _return(value: Any) -> Any:
-    return value
 
 
 def _parse_array(stream: io.BufferedReader, file: RowFile) -> list[Any]:
@@ -226,11 +223,17 @@ def _parse_json(line: bytes) -> Any:
 
 def _read_table(stream: Any, kind: str | None) -> Iterator[Raw]:
     for batch in _read_batches(stream, kind):
-        # In small pieces: rows of Python objects take more memory than their table.
+        # In small pieces: rows of Python objects take more memory than their table. They are made when the first of
+        # a piece is asked for, so rows that are left out never are.
         for start in range(0, batch.num_rows, _BATCH_ROWS):
-            piece = _Piece(batch.slice(start, _BATCH_ROWS))
-            for number in range(piece.table.num_rows):
-                yield None, partial(piece.row, number)
+            piece = batch.slice(start, _BATCH_ROWS)
+            rows = functools.cache(piece.to_pylist)
+            for number in range(piece.num_rows):
+                yield None, partial(_pick, rows, number)
+
+
+def _pick(rows: Callable[[], list[Any]], number: int) -> Any:
+    return rows()[number]
 
 
 def _read_batches(stream: Any, kind: str | None) -> Iterator[pa.RecordBatch]:
@@ -244,22 +247,6 @@ def _read_batches(stream: Any, kind: str | None) -> Iterator[pa.RecordBatch]:
         return
     opened = pa.ipc.open_file(stream)
     yield from map(opened.get_batch, range(opened.num_record_batches))
-
-
-class _Piece:
-    """Rows of a table, made Python objects when the first of them is asked for: rows that are left out never are."""
-
-    def __init__(self, table: pa.RecordBatch) -> None:
-        self.table = table
-
-    @functools.cached_property
-    def _rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.table.to_pylist()
-        return rows
-
-    def row(self, number: int) -> dict[str, Any]:
-        """One row, by its number."""
-        return self._rows[number]
 
 
 class Row(NamedTuple):

@@ -167,7 +167,6 @@ class SourceParts:
 
     def _verify(self, part: int) -> dict[str, Any] | None:
         record = self._load(part)
-        # Earlier versions did not write the command down.
         if record is not None and (
             record.get("command") == self._command or self._is_intact(record["splits"], compare_digests=True)
         ):
