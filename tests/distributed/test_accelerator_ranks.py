@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.distributed import loaded, run_distributed
+from tests.support.tiny_models import llama
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import trainer
 from trainer_lib import Trainer
@@ -296,6 +297,19 @@ def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path:
     for steps, expected in zip(zero, alone, strict=True):
         assert len(steps) == 2 and expected[0] == expected[1]
         assert steps == [pytest.approx(pair, rel=1e-5) for pair in expected]
+
+
+def laid_out(folder: str) -> list[int]:
+    sizes = {"replicate": 2, "tensor": 2}
+    helper = trainer(folder, None, model=llama(), parallelism=sizes).accelerator
+    config = helper.parallelism_config
+    assert (config.dp_replicate_size, config.dp_shard_size, config.tp_size, config.sp_size) == (2, 1, 2, 1)
+    assert config.tp_enabled and config.data_parallel_size == 2 and helper.state.parallelism_config is config
+    return [helper.data_parallel_rank, helper.data_parallel_shard_rank, helper.tensor_parallel_rank]
+
+
+def test_the_accelerator_has_the_sizes_and_places_of_a_layout(tmp_path: Path) -> None:
+    assert run_distributed(laid_out, 4, str(tmp_path)) == [[0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
 
 
 def unwrapping(folder: str) -> None:

@@ -381,8 +381,12 @@ INHERITED = {
 #: What this Trainer has no counterpart of.
 WITHOUT = (
     *("save_state", "load_state", "register_for_checkpointing", "register_save_state_pre_hook"),
-    *("register_load_state_pre_hook", "deepspeed_ulysses_dl_adapter", "tensor_parallel_rank", "data_parallel_rank"),
-    *("pipeline_parallel_rank", "context_parallel_rank", "data_parallel_shard_rank"),
+    *(
+        "register_load_state_pre_hook",
+        "deepspeed_ulysses_dl_adapter",
+        "pipeline_parallel_rank",
+        "context_parallel_rank",
+    ),
 )
 
 

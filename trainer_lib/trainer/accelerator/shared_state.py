@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, TorchDynamoPlugin, parse_flag_from_env
@@ -39,6 +40,17 @@ def distributed_type(world: World, strategy: Strategy) -> Any:
     if world.comm.world_size == 1:
         return DistributedType.NO
     return DistributedType["MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"]
+
+
+def parallelism_config(world: World) -> Any:
+    """The sizes of the mesh as accelerate's ParallelismConfig; None where the processes are plain replicas."""
+    sizes = world.mesh.sizes
+    if world.mesh.size == sizes["replicate"]:
+        return None
+    config = ParallelismConfig()  # set afterwards: it refuses sizes that are served here
+    config.dp_replicate_size, config.dp_shard_size = sizes["replicate"], sizes["shard"]
+    config.tp_size, config.sp_size = sizes["tensor"], sizes["sequence"]
+    return config
 
 
 def precision_name(engine: Engine) -> str:
@@ -73,7 +85,7 @@ def accelerator_facts(world: World, engine: Engine) -> dict[str, Any]:
         "deepspeed_plugins": plugins.get("deepspeed_plugin"),
         "fsdp_plugin": plugins.get("fsdp_plugin"),
         "torch_tp_plugin": None,
-        "parallelism_config": None,
+        "parallelism_config": parallelism_config(world),
         "device_mesh": None,
         "dynamo_plugin": TorchDynamoPlugin(backend="no"),  # the engine compiles, so `prepare` never does
         _OURS: True,

@@ -49,11 +49,8 @@ REFUSED: Mapping[str, str] = {
     "register_save_state_pre_hook": "Override _save_checkpoint, or use a callback's on_save.",
     "register_load_state_pre_hook": "Override _load_from_checkpoint.",
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
-    "tensor_parallel_rank": _PARALLEL,
     "pipeline_parallel_rank": _PARALLEL,
     "context_parallel_rank": _PARALLEL,
-    "data_parallel_rank": "Read process_index.",
-    "data_parallel_shard_rank": "Read process_index.",
 }
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _SHARDING = ("fsdp", "deepspeed")
@@ -542,6 +539,9 @@ FACTS: Mapping[str, Callable[[TrainerAccelerator], Any]] = {
     "native_amp": lambda self: self._internals.engine.precision.dtype is not None,
     "scaler": lambda self: self._internals.engine.precision.scaler,  # the only one there is
     "fp8_backend": lambda self: FP8BackendType.NO,
+    "tensor_parallel_rank": lambda self: self._internals.world.mesh.coordinates["tensor"],
+    "data_parallel_rank": lambda self: self._internals.world.mesh.coordinates["replicate"],
+    "data_parallel_shard_rank": lambda self: self._internals.world.mesh.coordinates["shard"],
 }
 
 
