@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from trainer_lib.errors import TrainflowError
@@ -75,7 +77,6 @@ Overrides = Annotated[
     ),
 ]
 SpecHere = Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")]
-StorageRoot = Annotated[str | None, typer.Option(metavar="URL", help="A storage root, instead of a spec.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and failures.")]
 Bare = Annotated[
@@ -83,6 +84,32 @@ Bare = Annotated[
     typer.Option("--quiet", "-q", help="Show the result alone: no heading, no notes, no progress, no empty lines."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, everything else on stderr.")]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Options of a command that say in which form it shows what it does.
+
+    Attributes:
+        quiet: show neither notes nor progress, and nothing of the answer but a failure.
+        as_json: print the answer as one JSON object.
+        debug: show tracebacks.
+    """
+
+    quiet: Quiet = False
+    as_json: Json = False
+    debug: Debug = False
+
+    def console(self) -> Console:
+        """The console of notes and progress."""
+        return terminal.console(stderr=self.as_json, quiet=self.quiet)
+
+
+@dataclass(frozen=True)
+class BareForm(Form):
+    """`Form` of a command whose answer is what it is called for: with `quiet` the answer alone is shown."""
+
+    quiet: Bare = False
 
 
 EPILOGS: dict[Callable[..., None], str] = {}
@@ -108,25 +135,28 @@ class Answer:
         code = 0 if self.error is None else self.error.exit_code
         return {"ok": not code, "exit_code": code, **self.record}
 
-    def show(self, *, as_json: bool, quiet: bool = False, bare: bool = False, **_: Any) -> None:
-        """Print it; with `quiet` as JSON only, with `bare` without its empty lines."""
-        if as_json:
+    def show(self, form: Form) -> None:
+        """Print it."""
+        if form.as_json:
             print_json(self.to_dict())
-        elif not quiet:
-            terminal.show(list(self.lines()), bare=bare)
+        elif isinstance(form, BareForm) or not form.quiet:
+            terminal.show(list(self.lines()), bare=form.quiet)
 
-    def end(self, *, as_json: bool, debug: bool, **_: Any) -> None:
+    def end(self, form: Form) -> None:
         """End the command with its failure, if there is one."""
         if self.error is None:
             return
-        if not as_json:
+        if not form.as_json:
             raise self.error
-        terminal.show(presentation.failure(self.error, debug=debug), stderr=True)
+        terminal.show(presentation.failure(self.error, debug=form.debug), stderr=True)
         raise typer.Exit(self.error.exit_code)
 
 
 def command(examples: str) -> Callable[[Callable[..., Answer | None]], Callable[..., None]]:
     """Make a function a command, which prints the answer that it returns, and ends with its exit code.
+
+    A parameter whose type is a dataclass stands for the options and arguments that its fields declare; those of `form`,
+    which is the first one, come last.
 
     Args:
         examples: command lines for the end of its ``--help``.
@@ -134,14 +164,30 @@ def command(examples: str) -> Callable[[Callable[..., Answer | None]], Callable[
     lines = textwrap.dedent(examples).strip().splitlines()
 
     def decorate(function: Callable[..., Answer | None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> None:
-            quiet_environment()
-            if (answer := function(*arguments, **options)) is not None:
-                form = {"as_json": False, "debug": False, **options}
-                answer.show(**form)
-                answer.end(**form)
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+        groups: dict[str, Any] = {name: hints[name] for name in parameters if is_dataclass(hints[name])}
+        flat: list[inspect.Parameter] = []
+        for name, parameter in sorted(parameters.items(), key=lambda item: item[0] == "form"):
+            if name in groups:
+                flat += inspect.signature(groups[name], eval_str=True).parameters.values()
+            else:
+                flat.append(parameter.replace(annotation=hints[name]))
 
+        @functools.wraps(function)
+        def call(**options: Any) -> None:
+            quiet_environment()
+            for name, group in groups.items():
+                options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+            if (answer := function(**options)) is not None:
+                answer.show(options["form"])
+                answer.end(options["form"])
+
+        # Typer reads both.
+        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
+        )
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
         # Each line is a paragraph, because others are joined.
         EPILOGS[call] = "\n\n".join(["Examples:", *lines])
         return call

@@ -14,10 +14,12 @@ import typer
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
+from trainflow.flows.cli.options import Overrides, Spec
 from trainflow.flows.cli.presentation import shown
 from trainflow.flows.records.past_runs import PastRun, find_run
-from trainflow.flows.spec.spec import load_spec, spec_here, specs_here
+from trainflow.flows.spec.spec import PipelineSpec, load_spec, spec_here, specs_here
 from trainflow.tasks.configs import TrackingConfig
+from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
 SPEC_ENDINGS = (".yaml", ".yml", ".json")
@@ -30,11 +32,52 @@ Run = Annotated[
         show_default=False,
     ),
 ]
-Place = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SPEC] [KEY=VALUE]...", help="A spec; unset: what is in this folder.", show_default=False),
-]
 StorageUrl = Annotated[str | None, typer.Option("--storage", metavar="URL", help="A storage root, instead of a spec.")]
+
+
+@dataclass(frozen=True)
+class SpecWords:
+    """Words of a command that name a spec, and change fields of it."""
+
+    spec: Spec = None
+    overrides: Overrides = None
+
+    def choose(self) -> tuple[Path, list[str]]:
+        """The file, and the overrides (`choose_spec_file`)."""
+        return choose_spec_file(self.spec, self.overrides)
+
+    def load(self, resolver: Resolver | None = None) -> PipelineSpec:
+        """The spec, whose section `sweep` does not matter (`load_spec`)."""
+        return load_spec(*self.choose(), resolver, needs_sweep=False)
+
+
+@dataclass(frozen=True)
+class PlaceWords:
+    """Words of a command that name a storage."""
+
+    place: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SPEC] [KEY=VALUE]...", help="A spec; unset: what is in this folder.", show_default=False
+        ),
+    ] = None
+    storage: StorageUrl = None
+
+    def choose(self, command: str) -> Chosen:
+        """`choose` for a command that takes no other words.
+
+        Raises:
+            ConfigError: as there, and for a word that is neither a spec nor an override.
+        """
+        chosen = choose(self.place, self.storage, command=command)
+        if chosen.words:
+            raise ConfigError(
+                "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE.",
+                field="SPEC",
+                value=chosen.words[0],
+                remedy="Name the spec's file, or the storage: --storage URL.",
+            )
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -70,23 +113,6 @@ def choose(words: Sequence[str] | None, storage: str | None, *, command: str) ->
     chosen = find_storage(Path(specs[0]) if specs else None, overrides, storage, command=command)
     rest = tuple(word for word in words or () if word not in specs and word not in overrides)
     return Chosen(chosen.place, chosen.tracking, rest)
-
-
-def choose_place(words: Sequence[str] | None, storage: str | None, *, command: str) -> Chosen:
-    """`choose` for a command that takes no other words.
-
-    Raises:
-        ConfigError: as there, and for a word that is neither a spec nor an override.
-    """
-    chosen = choose(words, storage, command=command)
-    if chosen.words:
-        raise ConfigError(
-            "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE.",
-            field="SPEC",
-            value=chosen.words[0],
-            remedy="Name the spec's file, or the storage: --storage URL.",
-        )
-    return chosen
 
 
 def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | None, *, command: str) -> Chosen:

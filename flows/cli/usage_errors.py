@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -147,7 +146,7 @@ def _bad_value(context: Any, param: Any, rest: list[str]) -> ConfigError:
 
 def _declared(command: Any, name: str) -> tuple[type[Any] | None, float | None, float | None]:
     """The kind of number that a parameter takes, None if none, and its least and greatest value."""
-    hint = get_type_hints(inspect.unwrap(command.callback), include_extras=True).get(name)
+    hint = get_type_hints(command.callback, include_extras=True).get(name)
     plain, *described = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     kind = next((each for each in _KINDS if each is plain or each in get_args(plain)), None)
     info = next(iter(described), None)

@@ -12,7 +12,7 @@ from rich.text import Text
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, find_address, read_trust
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, command
+from trainflow.flows.cli.options import Answer, BareForm, command
 from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ _Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the 
     trainflow chat models:/helper@champion --base --prompt "What is a closure?"
 """)
 def chat(
+    form: BareForm,
     model: ModelArgument,
     prompt: _Prompt = None,
     system: _System = None,
@@ -42,9 +43,6 @@ def chat(
     new_tokens: _NewTokens = 512,
     temperature: _Temperature = 0.0,
     trust: Trust = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer | None:
     """Talk with a model that was trained on conversations, by its template and system prompt.
 
@@ -53,10 +51,10 @@ def chat(
     from trainer_lib.model_folder.locate import find_model, require_trust
 
     asked = prompt if prompt is not None or sys.stdin.isatty() else sys.stdin.read()
-    if (asked is None and as_json) or (asked is not None and not asked.strip()):
+    if (asked is None and form.as_json) or (asked is not None and not asked.strip()):
         remedy = "Give --prompt TEXT, or pipe a text in."
         raise ConfigError("There is nothing to answer.", field="--prompt", value=asked, remedy=remedy)
-    address, out = find_address(model), terminal.console(stderr=as_json)
+    address, out = find_address(model), terminal.console(stderr=form.as_json)
     described = find_model(address)
     require_trust(described, read_trust(trust))
     if not described.description.info.get("tokenizer"):  # known without executing its code
@@ -69,9 +67,9 @@ def chat(
         loaded = load_model(address, trust_code=described.description.code_digest)
         talk = Chat(loaded, system, new_tokens=new_tokens, temperature=temperature)
     if asked is None:
-        converse(talk, out, with_base=base, bare=bare, debug=debug)
+        converse(talk, out, with_base=base, bare=form.quiet, debug=form.debug)
         return None
-    spoken, beside = _answer(talk, asked, terminal.console(quiet=as_json), base)
+    spoken, beside = _answer(talk, asked, terminal.console(quiet=form.as_json), base)
     others = {} if beside is None else {"base": _record(beside)}
     return Answer({**_record(spoken), **others, "system": talk.system or None}, list)
 

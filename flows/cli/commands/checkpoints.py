@@ -24,9 +24,9 @@ from trainer_lib.model_folder.locate import open_link
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, verify_files
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, command
 from trainflow.flows.cli.presentation import same_command, shown, table
-from trainflow.flows.cli.run_choice import Place, StorageUrl, choose_place
+from trainflow.flows.cli.run_choice import PlaceWords
 from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
@@ -42,27 +42,25 @@ Url = Annotated[str, typer.Argument(metavar="URL", help="A checkpoints folder, a
 
 
 @command("trainflow checkpoints list s3://bucket/project")
-def list_(url: Url, bare: Bare = False, as_json: Json = False, debug: Debug = False) -> Answer:
+def list_(form: BareForm, url: Url) -> Answer:
     """List checkpoints, newest first: step, time, size and state. Sizes are compared, bytes are not read (verify)."""
     entries = find(url)
     return Answer(
-        {"checkpoints": [entry.to_dict() for entry in entries]}, lambda: _listing(entries)[1 if bare else 0 :]
+        {"checkpoints": [entry.to_dict() for entry in entries]}, lambda: _listing(entries)[1 if form.quiet else 0 :]
     )
 
 
 @command("trainflow checkpoints verify .trainflow")
 def verify(
+    form: Form,
     url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
     entries = find(url)
     total = sum(entry.bytes for entry in entries if entry.info is not None)
     problems: dict[str, list[str]] = {}
     # Read in full before anything is printed: the JSON form is one object.
-    with terminal.reading(terminal.console(stderr=True), total, quiet=quiet or as_json) as on_read:
+    with terminal.reading(terminal.console(stderr=True), total, quiet=form.quiet or form.as_json) as on_read:
         for entry in entries:
             if entry.info is not None:
                 problems[entry.url] = verify_files(entry.store, entry.info.commit, on_read=on_read)
@@ -75,14 +73,12 @@ def verify(
 
 @command("trainflow checkpoints prune .trainflow --keep 2 --dry-run")
 def prune(
+    form: Form,
     url: Url,
     keep: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of committed checkpoints to keep.", show_default=False)
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Remove the oldest checkpoints beyond N, and what interrupted saves left.
 
@@ -107,15 +103,13 @@ def prune(
 
 @command("trainflow checkpoints import old/checkpoint-5000 s3://bucket/run")
 def import_(
+    form: Form,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint-N folder of the transformers Trainer.")],
     destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The folder of checkpoints to resume in.")],
     model: Annotated[
         str | None,
         typer.Option(metavar="FILE.py:FUNCTION", help="A function of yours that returns the model as it was trained."),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Import a checkpoint that the transformers Trainer wrote: weights, optimizer, schedule, log.
 
@@ -132,9 +126,9 @@ def import_(
         source=Store.open(source, field="source").url,
         recipe=recipe,
         model=function,
-        debug=debug,
+        debug=form.debug,
     )
-    out = terminal.console(stderr=True, quiet=quiet)
+    out = terminal.console(stderr=True, quiet=form.quiet)
     with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
         result = launch(
             request,
@@ -377,8 +371,8 @@ def _damage(problems: dict[str, list[str]]) -> DamagedError | None:
     trainflow gc --keep 10 --delete
 """)
 def collect_garbage(
-    place: Place = None,
-    storage: StorageUrl = None,
+    form: BareForm,
+    place: PlaceWords,
     keep: Annotated[
         int | None,
         typer.Option(
@@ -394,19 +388,16 @@ def collect_garbage(
     skip_registry: Annotated[
         bool, typer.Option("--skip-registry", help="Do not ask MLflow which models are registered.")
     ] = False,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Show what nothing refers to (results, checkpoints, leftovers), and remove it with --delete.
 
     Never what a recorded run, a tag, a registered version or a publication refers to, and nothing that a process works
     in or reads.
     """
-    chosen = choose_place(place, storage, command="gc")
+    chosen = place.choose("gc")
     from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
-    out = terminal.console(stderr=True, quiet=bare)
+    out = terminal.console(stderr=True, quiet=form.quiet)
     with out.status("looking for what nothing refers to"):
         garbage = find_garbage(chosen.storage, keep=keep, config=chosen.tracking, skip_registry=skip_registry)
     removed: Sequence[Item] = garbage.items
@@ -417,12 +408,12 @@ def collect_garbage(
                 garbage,
                 config=chosen.tracking,
                 skip_registry=skip_registry,
-                on_removed=lambda item: None if as_json else terminal.show([_line(item, "removed")]),
+                on_removed=lambda item: None if form.as_json else terminal.show([_line(item, "removed")]),
             )
     record = {"storage": chosen.storage, "deleted": delete, **_garbage_record(garbage, removed)}
     if not delete:
-        return Answer(record, lambda: _removable(garbage, bare=bare))
-    return Answer(record, lambda: [] if bare else _rest(garbage, removed))
+        return Answer(record, lambda: _removable(garbage, bare=form.quiet))
+    return Answer(record, lambda: [] if form.quiet else _rest(garbage, removed))
 
 
 def _garbage_record(garbage: Garbage, removed: Sequence[Item]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from rich.text import Text
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.trackers.names import is_measurement, with_intervals
-from trainflow.flows.cli import presentation, terminal
+from trainflow.flows.cli import presentation
 from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, ask_worker, find_address, read_trust
-from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
+from trainflow.flows.cli.options import Answer, Form, command
 from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     trainflow evaluate models:/churn@champion march.csv --against models:/churn@candidate
 """)
 def evaluate(
+    form: Form,
     model: ModelArgument,
     data: Annotated[
         list[str], typer.Argument(metavar="DATA", help="Files with labelled rows, as training had them; any URL.")
@@ -46,9 +47,6 @@ def evaluate(
         typer.Option(metavar="FILE", help="Write what the report of a run shows, for these rows: one HTML file."),
     ] = None,
     trust: Trust = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Measure a trained model on a labelled file: metrics with intervals, beside the run's own test.
 
@@ -63,7 +61,7 @@ def evaluate(
         require_trust(judged, read_trust(trust))
     files = tuple(find_row_files(data))
     _require_folder(report)
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     with stoppable(out.print, remedy="Run it again."):
         measured = [
             _measure(each, address, files, confidence, resamples, out, wants_outcomes=report is not None)

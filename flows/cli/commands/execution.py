@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,8 @@ from rich.console import Console
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, Spec, command
-from trainflow.flows.cli.run_choice import SPEC_ENDINGS, choose_spec_file
+from trainflow.flows.cli.options import Answer, BareForm, Form, Quiet, command
+from trainflow.flows.cli.run_choice import SPEC_ENDINGS, SpecWords
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.server.api import prefect_api
@@ -46,8 +47,8 @@ _DECIDE_PLACE = ("storage", "tracking", "name", "limit")
     trainflow run pipeline.yaml --from-run 3fa9c1 --from evaluate
 """)
 def run(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: Form,
+    words: SpecWords,
     only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone.")] = None,
     start: From = None,
     force: Annotated[
@@ -59,18 +60,16 @@ def run(
         int | None,
         typer.Option(metavar="N", help="Check the whole pipeline on N rows of each split, apart from real results."),
     ] = None,
-    debug: Debug = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Run a pipeline: prepare, train, evaluate, predict, publish. Stages that are committed already are not run again.
 
     Interrupt it, kill it or pull the plug: the same command continues from the last commit.
     """
-    spec, overrides = choose_spec_file(spec, [*(overrides or []), *([] if limit is None else [f"limit={limit}"])])
+    words = replace(words, overrides=[*(words.overrides or []), *([] if limit is None else [f"limit={limit}"])])
+    spec, overrides = words.choose()
     parsed = load_spec(spec, overrides, Resolver(), needs_sweep=False)
     if (config := _launch_of(parsed)).follows:  # it starts no engine and writes no record
-        _follow_leader(config, terminal.console(stderr=as_json, quiet=quiet))
+        _follow_leader(config, form.console())
         return
     from trainflow.flows.planning.plan import Plan
     from trainflow.flows.stages import require_stage
@@ -78,18 +77,16 @@ def run(
     only, start = require_stage(only, "--only"), require_stage(start, "--from")
     forced = [stage for name in force or [] if (stage := require_stage(name, "--force"))]
     options = {"--only": only, "--from": start, "--from-run": from_run}
-    if words := [word for name, value in options.items() if value for word in (name, value)]:
+    if chosen := [word for name, value in options.items() if value for word in (name, value)]:
         # Refused before an engine starts, where what they need is not there.
         Plan.of(parsed, only=only, start=start, from_run=from_run).require_committed()
     execute(
         parsed,
         title=presentation.title(parsed, spec),
         # Given again, --force would discard the checkpoints of the forced stage; without it the stage may be cached.
-        again=["resume", "--storage", parsed.storage] if forced else ["run", str(spec), *overrides, *words],
+        again=["resume", "--storage", parsed.storage] if forced else ["run", str(spec), *overrides, *chosen],
         place=[str(spec), *(text for text in overrides if text.split("=")[0].split(".")[0] in _DECIDE_PLACE)],
-        debug=debug,
-        quiet=quiet,
-        as_json=as_json,
+        form=form,
         only=only,
         start=start,
         force=forced,
@@ -108,18 +105,15 @@ def _launch_of(spec: PipelineSpec) -> LaunchConfig:
     trainflow why pipeline.yaml train.args.learning_rate=1e-3 --json
 """)
 def why(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: BareForm,
+    words: SpecWords,
     start: From = None,
     from_run: FromRun = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     from trainflow.flows.planning.plan import Plan
 
-    parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
+    parsed = words.load(Resolver())
     plan = Plan.of(parsed, start=start, from_run=from_run)
     plan.require_committed()
     reasons = list(plan.reasons.values())
@@ -134,6 +128,7 @@ def why(
     trainflow resume --storage s3://bucket/project
 """)
 def resume(
+    form: Form,
     run: Annotated[
         str | None,
         typer.Argument(
@@ -146,9 +141,6 @@ def resume(
         str | None,
         typer.Option(metavar="URL", help="The storage; unset: that of pipeline.yaml here, else .trainflow here."),
     ] = None,
-    debug: Debug = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
 ) -> None:
     """Go on with a run that failed, was stopped or died: with its own spec and overrides, on any machine.
 
@@ -156,7 +148,7 @@ def resume(
     """
     from trainflow.flows.runs.resumption import prepare_resumption
 
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     if (place := storage or storage_here()) is None:
         raise ConfigError(
             "No storage was named, and this folder has neither a single spec nor .trainflow.",
@@ -171,9 +163,7 @@ def resume(
         title=f"{spec.name}: run {past.id} -> {presentation.shown(spec.storage)}",
         again=["resume", *([run] if run else []), *(["--storage", storage] if storage else [])],
         place=["--storage", spec.storage],
-        debug=debug,
-        quiet=quiet,
-        as_json=as_json,
+        form=form,
         **ready.choice,
     )
 
@@ -264,9 +254,7 @@ def execute(
     title: str,
     again: Sequence[str],
     place: Sequence[str],
-    debug: bool,
-    quiet: bool,
-    as_json: bool,
+    form: Form,
     **choice: Any,
 ) -> None:
     """Run a pipeline and show how it goes.
@@ -288,19 +276,19 @@ def execute(
     # Before an engine starts, which takes seconds.
     require_torch()
     Store.open(spec.storage).ensure_writable()
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     remedy = f"{'This' if choice.get('force') else 'The same'} command continues: {shlex.join(['trainflow', *again])}"
     with stoppable(out.print, remedy=remedy) as stop:
         out.print(title)
-        with terminal.followed(out, debug=debug):
-            unchanged = result_if_unchanged(spec, debug=debug, **choice)
+        with terminal.followed(out, debug=form.debug):
+            unchanged = result_if_unchanged(spec, debug=form.debug, **choice)
         with contextlib.nullcontext() if unchanged else engine(out):
-            result = unchanged or run_and_show(spec, out, debug=debug, on_closing=stop.come_too_late, **choice)
+            result = unchanged or run_and_show(spec, out, debug=form.debug, on_closing=stop.come_too_late, **choice)
             stop.come_too_late()
             answer = _answer(result, place, spec.limit)
             # Inside the block: the engine takes a second to end.
-            answer.show(as_json=as_json, quiet=quiet)
-    answer.end(as_json=as_json, debug=debug)
+            answer.show(form)
+    answer.end(form)
 
 
 @contextlib.contextmanager

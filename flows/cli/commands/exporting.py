@@ -10,9 +10,8 @@ from rich.text import Text
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
-from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands.predicting import ModelArgument, Trust, ask_worker, find_address, read_trust
-from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
+from trainflow.flows.cli.options import Answer, Form, command
 from trainflow.flows.cli.signals import stoppable
 
 
@@ -21,6 +20,7 @@ from trainflow.flows.cli.signals import stoppable
     trainflow export hf://organisation/name llama --to transformers
 """)
 def export(
+    form: Form,
     model: ModelArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the exported model.")],
     to: Annotated[
@@ -30,9 +30,6 @@ def export(
         list[str] | None, typer.Option(metavar="FILE", help="New rows to compare outputs on; unset: rows at random.")
     ] = None,
     trust: Trust = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Write a trained model for another program, and compare its outputs of 32 rows with the model's."""
     from trainer_lib.data.rows.row_sources import find_row_files
@@ -51,7 +48,7 @@ def export(
         form=to,
         sources=tuple(find_row_files(rows)) if rows else (),
     )
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     with stoppable(out.print, remedy="Run it again."):
         result = ask_worker(request, out)
     record = {"folder": str(folder), "files": list(result.files), "rows": result.rows, "apart": result.apart}

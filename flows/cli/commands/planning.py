@@ -11,9 +11,8 @@ from rich.text import Text
 from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.suggestions import counted, number_words
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Spec, command
-from trainflow.flows.cli.run_choice import choose_spec_file
-from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.cli.options import Answer, BareForm, command
+from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.tasks.keys.resolver import Resolver
 
 if TYPE_CHECKING:
@@ -173,31 +172,28 @@ def _row(label: str, text: str, style: str = "") -> Text:
     trainflow plan pipeline.yaml train.launch.processes=4 --probe
 """)
 def plan(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: BareForm,
+    words: SpecWords,
     probe: Annotated[
         bool,
         typer.Option(
             "--probe", help="Prepare the data if it is not, train a few real steps, and measure time and memory."
         ),
     ] = False,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a run will do and take: stages, steps, memory of a rank, time, room; and what of it cannot work.
 
     The exit code is 2 if something cannot work.
     """
-    parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
+    parsed = words.load(Resolver())
     from trainflow.flows.planning.full_plan import plan_in_full
     from trainflow.flows.planning.plan import Plan
 
-    during = terminal.console(stderr=True, quiet=bare).status
-    full = plan_in_full(Plan.of(parsed, debug=debug), probe=probe, during=during)
+    during = terminal.console(stderr=True, quiet=form.quiet).status
+    full = plan_in_full(Plan.of(parsed, debug=form.debug), probe=probe, during=during)
     reasons = list(full.plan.reasons.values())
     lines = [*presentation.reasons(reasons, full.warnings), *_data(full)]
     lines += describe(full.plan, full.forecast, full.obstacles)
-    Answer(full.to_dict(), lambda: lines).show(as_json=as_json, bare=bare)
+    Answer(full.to_dict(), lambda: lines).show(form)
     if not full.can_work:
         raise typer.Exit(2)

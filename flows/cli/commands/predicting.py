@@ -14,7 +14,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Debug, Json, Quiet, command
+from trainflow.flows.cli.options import Answer, Form, command
 from trainflow.flows.cli.presentation import same_command, shown
 from trainflow.flows.cli.run_choice import use_registry_here
 from trainflow.flows.cli.signals import stoppable
@@ -65,6 +65,7 @@ _MaxErrors = Annotated[
     trainflow predict models:/digits@champion new.parquet --to s3://bucket/out --workers 4
 """)
 def predict(
+    form: Form,
     model: ModelArgument,
     new_data: _NewData,
     to: Annotated[
@@ -88,9 +89,6 @@ def predict(
     workers: _Workers = 1,
     threads: _Threads = None,
     max_errors: _MaxErrors = 0,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Predict new rows with a trained model, as files of predictions with the rows' ids.
 
@@ -113,7 +111,7 @@ def predict(
         sort_by=sort_by,
         max_errors=max_errors,
     )
-    return _run(asked, workers=workers, threads=threads, quiet=quiet, as_json=as_json, debug=debug)
+    return _run(asked, form, workers=workers, threads=threads)
 
 
 def _read_constants(given: Sequence[str]) -> dict[str, str]:
@@ -156,10 +154,10 @@ def find_address(model: str) -> str:
     return run_folder(storage, find_run(storage, model, field="MODEL", needs="train").id).url
 
 
-def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_json: bool, debug: bool) -> Answer:
+def _run(asked: NewRows, form: Form, *, workers: int, threads: int | None) -> Answer:
     from trainflow.tasks.new_rows import RowsJob, predict_new_rows
 
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     with stoppable(out.print, remedy=f"The same command continues: {same_command()}"):
         job = RowsJob.of(asked)
         configs = job.workers(workers, threads)
@@ -171,7 +169,7 @@ def _run(asked: NewRows, *, workers: int, threads: int | None, quiet: bool, as_j
             names = ", ".join(map(to_cell, others[:_FEW]))
             out.print(f"Training left these columns out, and so do predictions: {names}{more}", markup=False)
         out.print(f"{counted(len(job.files), 'file')} -> {shown(job.url)}")
-        with terminal.progress(out, plain=debug) as display:
+        with terminal.progress(out, plain=form.debug) as display:
             source = job.model.registered or shown(job.model.url)
             display({"event": "stage", "stage": _SHOWN, "status": "started", "reason": f"model {source}"})
             manifest, was_done = predict_new_rows(

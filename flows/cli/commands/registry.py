@@ -23,8 +23,8 @@ from trainer_lib.trackers.mlflow.shipper import Clock, shorten
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, SpecHere, StorageRoot, command
-from trainflow.flows.cli.run_choice import choose_spec_or_storage, find_storage
+from trainflow.flows.cli.options import Answer, BareForm, Form, Overrides, SpecHere, command
+from trainflow.flows.cli.run_choice import StorageUrl, choose_spec_or_storage, find_storage
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.tracking.mlflow_run import spool_dirs, tracking_uri
@@ -45,18 +45,16 @@ Alias = Annotated[str, typer.Option(metavar="ALIAS", help="The alias that moves.
     trainflow models pipeline.yaml --json
 """)
 def models(
+    form: BareForm,
     spec: SpecHere = None,
     overrides: Overrides = None,
-    storage: StorageRoot = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    storage: StorageUrl = None,
 ) -> Answer:
     """List the registered models: versions, aliases, scores, and why the champion moved or did not."""
     with _registry(spec, overrides, storage, "models") as client:
         versions = list(mlflow_registry.list_versions(client))
     lines = [line for version in versions for line in _lines(version)]
-    if not versions and not bare:
+    if not versions and not form.quiet:
         lines = [Text("No model is registered. Set register.name in the spec.")]
     return Answer({"versions": versions}, lambda: lines)
 
@@ -66,6 +64,7 @@ def models(
     trainflow promote digits/4
 """)
 def promote(
+    form: Form,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The registered model, or NAME/VERSION.")],
     version: Annotated[
         str | None, typer.Argument(metavar="VERSION", help="The version, a number.", show_default=False)
@@ -75,10 +74,7 @@ def promote(
         bool, typer.Option("--ignore-gates", help="Promote a version that misses evaluate.require, too.")
     ] = False,
     spec: Spec = None,
-    storage: StorageRoot = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    storage: StorageUrl = None,
 ) -> Answer:
     """Make a version the champion, if it meets evaluate.require and is better on the same rows.
 
@@ -107,13 +103,11 @@ def promote(
 
 @command("trainflow rollback digits")
 def rollback(
+    form: Form,
     name: Name,
     alias: Alias = mlflow_registry.CHAMPION,
     spec: Spec = None,
-    storage: StorageRoot = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    storage: StorageUrl = None,
 ) -> Answer:
     """Give the champion's alias back to the version that had it before."""
     with _registry(spec, None, storage, "rollback") as client:
@@ -191,6 +185,7 @@ def _lines(version: dict[str, Any]) -> Iterator[Text]:
     trainflow sync --storage s3://bucket/project
 """)
 def sync(
+    form: Form,
     spec: SpecHere = None,
     overrides: Overrides = None,
     storage: Annotated[
@@ -199,14 +194,11 @@ def sync(
     drop: Annotated[
         bool, typer.Option("--drop", help="Remove what waits for another server than this one: a wrong address.")
     ] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing."""
     chosen = find_storage(spec, overrides, storage, command="sync")
     uri = tracking_uri(chosen.tracking, chosen.place)
-    out = terminal.console(stderr=True, quiet=quiet)
+    out = terminal.console(stderr=True, quiet=form.quiet)
     delivered: list[str] = []
     with stoppable(out.print, remedy="The same command delivers the rest."):
         for root in spool_dirs(chosen.place):

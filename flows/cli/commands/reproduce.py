@@ -16,11 +16,10 @@ from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, Quiet, Spec, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, command
 from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import choose, choose_spec_file, use_registry_here
+from trainflow.flows.cli.run_choice import SpecWords, choose, use_registry_here
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.configs import TrackingConfig
 
 if TYPE_CHECKING:
@@ -49,24 +48,25 @@ StorageUrl = Annotated[
     trainflow lineage models:/digits@champion --json
 """)
 def lineage(
+    form: BareForm,
     address: Address,
     storage: StorageUrl = None,
-    form: Annotated[
+    output_format: Annotated[
         str, typer.Option("--format", help="text, or slsa: an in-toto Statement with SLSA provenance v1.")
     ] = "text",
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer | None:
     """Print what a model was made from: sources, stages, checkpoints, MLflow run, registered versions, publication."""
-    if form not in _FORMATS:
+    if output_format not in _FORMATS:
         raise ConfigError(
-            "There is no such format.", field="--format", value=form, remedy=f"Choose one of {', '.join(_FORMATS)}."
+            "There is no such format.",
+            field="--format",
+            value=output_format,
+            remedy=f"Choose one of {', '.join(_FORMATS)}.",
         )
     from trainflow.flows.lineage.lineage_checks import find_tracked
 
     chain, config = _find(address, storage, lenient=False)
-    if form == "slsa":
+    if output_format == "slsa":
         from trainer_lib.model_folder.lineage import make_statement
 
         json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
@@ -78,7 +78,7 @@ def lineage(
         tracked = find_tracked(chain, config)
     except (ConfigError, StorageError) as error:
         why = error.message
-    notes = [] if bare else [_fact("note", note) for note in chain.notes]
+    notes = [] if form.quiet else [_fact("note", note) for note in chain.notes]
     return Answer(
         _chain_record(chain, tracked, why),
         lambda: [*_chain_lines(chain), *_tracked_lines(tracked, why), *notes],
@@ -87,11 +87,9 @@ def lineage(
 
 @command("trainflow verify .trainflow/hub/digits")
 def verify(
+    form: Form,
     address: Address,
     storage: StorageUrl = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Hash every link again, and name the link and the file that breaks. Exit code 16 if one does.
 
@@ -100,7 +98,7 @@ def verify(
     from trainflow.flows.lineage.lineage_checks import find_failure, verify_chain
 
     chain, config = _find(address, storage, lenient=True)
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     checks = []
     # Shown as soon as they are checked: a large model takes minutes.
     for check in verify_chain(chain, config):
@@ -221,6 +219,7 @@ def _fact(name: str, value: str) -> Text:
 
 @command("trainflow reproduce last")
 def reproduce(
+    form: Form,
     address: Address,
     storage: StorageUrl = None,
     to: Annotated[
@@ -238,9 +237,6 @@ def reproduce(
     other_data: Annotated[
         bool, typer.Option("--other-data", help="Continue although the data is not that of the run.")
     ] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Run a recorded run again, and compare weights, predictions and metrics. Exit code 20 if they differ.
 
@@ -254,13 +250,13 @@ def reproduce(
     from trainflow.flows.cli.commands.execution import engine, run_and_show
     from trainflow.flows.lineage.reproduction import Question, Reproduction, open_scratch
 
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     run = chain.address if chain.run is None else chain.run.id
     with stoppable(out.print, remedy="Nothing of the run was changed; run it again."), open_scratch(to, run) as place:
         asked = Question(to=place, tolerance=tolerance, other_data=other_data)
         job = Reproduction(chain, asked, lambda text: out.print(Text(text)))
         with engine(out):
-            outcome = job.carry_out(lambda spec, **choice: run_and_show(spec, out, debug=debug, **choice))
+            outcome = job.carry_out(lambda spec, **choice: run_and_show(spec, out, debug=form.debug, **choice))
     return Answer(outcome.to_dict(), lambda: _lines(outcome, kept=to is not None), outcome.failure())
 
 
@@ -286,8 +282,8 @@ def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
     trainflow prove-resume pipeline.yaml --at 25 --kill
 """)
 def prove_resume(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: Form,
+    words: SpecWords,
     at: Annotated[
         int | None, typer.Option(min=1, metavar="STEP", help="Stop after this step; between two saves if unset.")
     ] = None,
@@ -297,19 +293,16 @@ def prove_resume(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outcome as JSON.")
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Train twice, once stopped and resumed, and compare every step and every byte. Exit code 20 if they differ.
 
     The proof has a storage of its own; it leaves the pipeline's storage, MLflow and hubs alone.
     """
-    parsed = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
+    parsed = words.load()
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from trainflow.flows.planning.prove_resume import Question, describe_record, find_failure, prove, write_record
 
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     question = Question(at=at, steps=steps, kill=kill, keep=keep)
     with stoppable(out.print, remedy="Nothing was committed; run it again."):
         record = prove(parsed, question, lambda text: out.print(f"{parsed.name}: {text}"))

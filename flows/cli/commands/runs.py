@@ -20,9 +20,9 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.names import with_intervals
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Quiet, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, command
 from trainflow.flows.cli.presentation import shown, table
-from trainflow.flows.cli.run_choice import Place, Run, StorageUrl, choose_place
+from trainflow.flows.cli.run_choice import PlaceWords, Run
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ _DIGEST = 12
     trainflow runs --metric "test_accuracy>=0.9" --json
 """)
 def runs(
-    place: Place = None,
-    storage: StorageUrl = None,
+    form: BareForm,
+    place: PlaceWords,
     name: Annotated[str | None, typer.Option(metavar="TEXT", help="Runs whose name or pipeline holds TEXT.")] = None,
     state: Annotated[
         list[str] | None, typer.Option(metavar="STATE", help="Runs in this state (finished, failed, …); repeatable.")
@@ -157,15 +157,12 @@ def runs(
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
     limit: Annotated[int | None, typer.Option("-n", "--limit", min=1, metavar="N", help="The first N of them.")] = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """List the runs of a storage: id, name, state, time, metrics. Reads their records only."""
     _require_states(state or [])
     filters = [parse_filter(text) for text in metric or []]
     oldest = None if since is None else datetime.now(UTC) - parse_age(since, field="--since")
-    chosen = choose_place(place, storage, command="runs")
+    chosen = place.choose("runs")
     from trainflow.flows.runs.run_status import look
 
     statuses = look(chosen.storage)
@@ -183,10 +180,10 @@ def runs(
     if not listed:
         none = f"No run is recorded in {shown(chosen.storage)}."
         why = f"No run matches; there are {len(statuses):,}." if statuses else none
-        return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if bare else [Text(why)])
+        return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if form.quiet else [Text(why)])
     is_grouped = not (sweep or state or filters)
     wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
-    return _list(chosen.storage, listed, wanted, is_grouped=is_grouped, bare=bare)
+    return _list(chosen.storage, listed, wanted, is_grouped=is_grouped, bare=form.quiet)
 
 
 def _list(storage: str, listed: Sequence[RunStatus], wanted: Sequence[str], *, is_grouped: bool, bare: bool) -> Answer:
@@ -203,18 +200,15 @@ def _list(storage: str, listed: Sequence[RunStatus], wanted: Sequence[str], *, i
     trainflow show 3fa9c1 --all
 """)
 def show(
+    form: BareForm,
     run: Run,
-    place: Place = None,
-    storage: StorageUrl = None,
+    place: PlaceWords,
     everything: Annotated[
         bool, typer.Option("--all", help="Also settings and arguments that have their default.")
     ] = False,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Show a run: its stages, settings, code, data, versions, arguments, metrics, places, attempts."""
-    chosen = choose_place(place, storage, command="show")
+    chosen = place.choose("show")
     from trainflow.flows.runs.run_details import read_details
     from trainflow.flows.runs.run_status import read_status
 
@@ -226,16 +220,13 @@ def show(
 
 @command("trainflow compare 3fa9c1 last")
 def compare(
+    form: BareForm,
     old: Run,
     new: Run,
-    place: Place = None,
-    storage: StorageUrl = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
+    place: PlaceWords,
 ) -> Answer:
     """Show how the second run differs from the first: settings, code, data, versions, arguments, then the metrics."""
-    chosen = choose_place(place, storage, command="compare")
+    chosen = place.choose("compare")
     from trainflow.flows.runs.run_details import compare_runs, read_details
 
     comparison = compare_runs(*(read_details(chosen.storage, chosen.run(text)) for text in (old, new)))
@@ -244,17 +235,14 @@ def compare(
 
 @command("trainflow tag last baseline")
 def tag(
+    form: Form,
     run: Run,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, '.', '_', '-'.", show_default=False)],
-    place: Place = None,
-    storage: StorageUrl = None,
+    place: PlaceWords,
     remove: Annotated[bool, typer.Option("--remove", help="Take the name from the run.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Give a run a name: it is found by it, and `trainflow gc` keeps it."""
-    chosen = choose_place(place, storage, command="tag")
+    chosen = place.choose("tag")
     past = chosen.run(run)
     if remove:
         untag_run(chosen.storage, past, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,12 +17,11 @@ from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.protocol.recipe_names import ABOUT
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Debug, Json, Overrides, Quiet, Spec, command, complete_recipe
+from trainflow.flows.cli.options import Answer, Debug, Form, Quiet, command, complete_recipe
 from trainflow.flows.cli.presentation import same_command
-from trainflow.flows.cli.run_choice import choose_spec_file
+from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.flows.cli.signals import stoppable, until_stopped
 from trainflow.flows.server.schedule import Schedule, read_interval
-from trainflow.flows.spec.spec import load_spec
 
 if TYPE_CHECKING:
     from trainflow.flows.follow.following import Followed
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     trainflow init churn --from customers.csv --label churned
 """)
 def init(
+    form: Form,
     name: Annotated[Path, typer.Argument(metavar="NAME", help="A new folder; its name is the pipeline's.")],
     recipe: Annotated[
         str,
@@ -47,9 +48,6 @@ def init(
     label: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="With --from: the column to predict; default: a guess.")
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Write a new project: a spec, small real data, a test and a README, ready to run offline."""
     from trainflow.flows.new_project.starting import write_project, write_project_for
@@ -88,18 +86,35 @@ def schema(
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 
-Cron = Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')]
-Interval = Annotated[str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")]
-Rule = Annotated[str | None, typer.Option("--rrule", help='A recurrence rule: "FREQ=WEEKLY;BYDAY=MO;BYHOUR=3".')]
-Timezone = Annotated[str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")]
-Name = Annotated[str | None, typer.Option(help="Name of the deployment; the pipeline's name if unset.")]
-WatchUrl = Annotated[
-    str | None, typer.Option("--watch", metavar="URL", help="Folder or URL: new data under it starts a run.")
-]
-WatchEvery = Annotated[str, typer.Option("--watch-every", help="Time between two looks at --watch: 60 (seconds), 5m.")]
-RetryCrashed = Annotated[
-    int, typer.Option("--retry-crashed", min=0, max=100, help="How often a run that crashed runs again.")
-]
+
+@dataclass(frozen=True)
+class Starts:
+    """Options of a deployment: its name, and what starts its runs."""
+
+    cron: Annotated[str | None, typer.Option(help='A schedule in cron\'s notation: "0 3 * * *" is daily at three.')] = (
+        None
+    )
+    interval: Annotated[
+        str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")
+    ] = None
+    rrule: Annotated[
+        str | None, typer.Option("--rrule", help='A recurrence rule: "FREQ=WEEKLY;BYDAY=MO;BYHOUR=3".')
+    ] = None
+    timezone: Annotated[
+        str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")
+    ] = None
+    watch: Annotated[
+        str | None, typer.Option("--watch", metavar="URL", help="Folder or URL: new data under it starts a run.")
+    ] = None
+    retry_crashed: Annotated[
+        int, typer.Option("--retry-crashed", min=0, max=100, help="How often a run that crashed runs again.")
+    ] = 0
+    name: Annotated[str | None, typer.Option(help="Name of the deployment; the pipeline's name if unset.")] = None
+
+    def schedule(self) -> Schedule:
+        """The schedule, if it has one."""
+        interval_s = read_interval(self.interval)
+        return Schedule(cron=self.cron, interval_s=interval_s, timezone=self.timezone, rrule=self.rrule)
 
 
 @command("""
@@ -107,42 +122,38 @@ RetryCrashed = Annotated[
     trainflow serve pipeline.yaml --watch s3://bucket/scans --watch-every 5m
 """)
 def serve(
-    spec: Spec = None,
-    overrides: Overrides = None,
-    cron: Cron = None,
-    interval: Interval = None,
-    rrule: Rule = None,
-    timezone: Timezone = None,
-    watch: WatchUrl = None,
-    watch_every: WatchEvery = "60",
-    retry_crashed: RetryCrashed = 0,
-    name: Name = None,
+    words: SpecWords,
+    starts: Starts,
+    watch_every: Annotated[
+        str, typer.Option("--watch-every", help="Time between two looks at --watch: 60 (seconds), 5m.")
+    ] = "60",
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Run a pipeline on a schedule or on new data, in this process, on this machine, until Ctrl-C."""
-    schedule = Schedule(cron=cron, interval_s=read_interval(interval), timezone=timezone, rrule=rrule)
+    schedule = starts.schedule()
     every_s = read_interval(watch_every, option="--watch-every") or 0.0
-    pipeline = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
+    pipeline = words.load()
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from trainflow.flows.server import serving
 
     serving.serve(
         pipeline,
         schedule,
-        name=name,
+        name=starts.name,
         # The console of that moment: from then on what it prints goes to the log as well.
         say=lambda line: terminal.console(quiet=quiet).print(line),
-        watch=watch,
+        watch=starts.watch,
         watch_every_s=every_s,
-        retry_crashed=retry_crashed,
+        retry_crashed=starts.retry_crashed,
     )
 
 
 @command('trainflow deploy pipeline.yaml --pool gpus --cron "0 3 * * *"')
 def deploy(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: Form,
+    words: SpecWords,
+    starts: Starts,
     pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
     create_pool: Annotated[bool, typer.Option("--create-pool", help="Create the pool if it does not exist.")] = False,
     pool_type: Annotated[
@@ -155,24 +166,16 @@ def deploy(
     limit: Annotated[
         int | None, typer.Option("--limit-runs", min=1, help="Runs of it at once; the others wait.")
     ] = None,
-    cron: Cron = None,
-    interval: Interval = None,
-    rrule: Rule = None,
-    timezone: Timezone = None,
-    watch: WatchUrl = None,
-    retry_crashed: RetryCrashed = 0,
-    name: Name = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Register a pipeline with a work pool of a Prefect server, with or without a schedule."""
-    schedule = Schedule(cron=cron, interval_s=read_interval(interval), timezone=timezone, rrule=rrule)
-    pipeline = load_spec(*choose_spec_file(spec, overrides), needs_sweep=False)
+    schedule = starts.schedule()
+    pipeline = words.load()
     from trainflow.flows.server import serving
 
-    target = serving.Target(pool, create_pool, pool_type, image, tuple(job_variable or ()), limit, retry_crashed, watch)
-    deployed = serving.deploy(pipeline, schedule, target, name=name)
+    variables = tuple(job_variable or ())
+    crashes, watch = starts.retry_crashed, starts.watch
+    target = serving.Target(pool, create_pool, pool_type, image, variables, limit, crashes, watch)
+    deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
     return Answer(vars(deployed), deployed.lines)
 
 
@@ -198,14 +201,11 @@ def watch(
 
 @command("trainflow follow pipeline.yaml")
 def follow(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: Form,
+    words: SpecWords,
     once: Annotated[bool, typer.Option("--once", help="Evaluate the checkpoints that are there, and end.")] = False,
     every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
     cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Evaluate each checkpoint of a training beside it, until it has ended, and keep the best from its rotation.
 
@@ -215,25 +215,22 @@ def follow(
     from trainflow.flows.follow.following import follow_training
     from trainflow.tasks.keys.resolver import Resolver
 
-    out = terminal.console(stderr=as_json, quiet=quiet)
+    out = form.console()
     with stoppable(out.print, remedy=f"The same command continues: {same_command()}"):
-        parsed = load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False)
-        with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=debug):
-            done = follow_training(parsed, _listener(out), once=once, every_s=every_s, use_cpu=cpu, debug=debug)
+        parsed = words.load(Resolver())
+        with terminal.progress(out, plain=True) as display, terminal.logs(display, debug=form.debug):
+            done = follow_training(parsed, _listener(out), once=once, every_s=every_s, use_cpu=cpu, debug=form.debug)
     return Answer(done.to_dict(), lambda: _summary(done))
 
 
 @command("trainflow mix pipeline.yaml --weight code=0.5 --weight web=0.5")
 def mix(
-    spec: Spec = None,
-    overrides: Overrides = None,
+    form: Form,
+    words: SpecWords,
     weight: Annotated[
         list[str] | None,
         typer.Option("--weight", "-w", metavar="SOURCE=NUMBER", help="The new weight of a source; repeatable."),
     ] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Change weights of the mixture that a training of this spec is trained on, from its next checkpoint on.
 
@@ -250,7 +247,7 @@ def mix(
     if not asked:
         remedy = "Write for example --weight code=0.5."
         raise ConfigError("A weight is a source and a number.", field="--weight", value=weight, remedy=remedy)
-    shares = change_mixture(load_spec(*choose_spec_file(spec, overrides), Resolver(), needs_sweep=False), asked)
+    shares = change_mixture(words.load(Resolver()), asked)
     lines = [Text("From its next checkpoint on the training has these weights:", "green")]
     return Answer({"weights": shares}, lambda: [*lines, *(Text(f"  {name}  {shares[name]:.4g}") for name in shares)])
 

@@ -14,7 +14,7 @@ from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Bare, Debug, Json, Overrides, SpecHere, StorageRoot, command
+from trainflow.flows.cli.options import Answer, BareForm, Overrides, SpecHere, command
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.cli.run_choice import Chosen, Run, StorageUrl, choose, find_storage
 from trainflow.flows.cli.signals import until_stopped
@@ -54,24 +54,22 @@ _PATIENCE_S = 10
     trainflow status --watch
 """)
 def status(
+    form: BareForm,
     spec: SpecHere = None,
     overrides: Overrides = None,
-    storage: StorageRoot = None,
+    storage: StorageUrl = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow running runs, stage by stage, until they end.")
     ] = False,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Show the runs of a storage and how each is; mark those whose process died as ended, in Prefect too."""
     from trainflow.flows.runs.run_status import find_statuses
 
-    if watch and as_json:
+    if watch and form.as_json:
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
     chosen = find_storage(spec, overrides, storage, command="status")
     root = chosen.storage
-    out = terminal.console(stderr=True, quiet=bare)
+    out = terminal.console(stderr=True, quiet=form.quiet)
     if watch:
         _watch(root)
 
@@ -84,14 +82,16 @@ def status(
     if any(not run.is_swept for run in statuses):
         with out.status("marking runs that died"):
             warnings = [*_mark(root, statuses), *_deliver(chosen)]
-    if not as_json:
+    if not form.as_json:
         terminal.show([Text(f"warning: {warning}", "yellow") for warning in warnings], stderr=True)
     record = {
         "storage": root,
         "warnings": warnings,
         "runs": [{**run.to_dict(), **_progress(run, statuses)} for run in statuses],
     }
-    return Answer(record, lambda: [*_lines(statuses, root, bare=bare), *([] if bare else _stages(statuses))])
+    return Answer(
+        record, lambda: [*_lines(statuses, root, bare=form.quiet), *([] if form.quiet else _stages(statuses))]
+    )
 
 
 def _mark(root: str, statuses: Sequence[RunStatus]) -> list[str]:
@@ -185,6 +185,7 @@ def _lines(statuses: Sequence[RunStatus], root: str, *, bare: bool = False) -> l
     trainflow logs last train --rank 1 --follow
 """)
 def logs(
+    form: BareForm,
     run: Run,
     words: Annotated[
         list[str] | None,
@@ -193,12 +194,9 @@ def logs(
     storage: StorageUrl = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue while the run does.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, metavar="N", help="What this rank wrote, alone.")] = None,
-    bare: Bare = False,
-    as_json: Json = False,
-    debug: Debug = False,
 ) -> Answer:
     """Show what a run's workers wrote, how its attempts ended, and the stacks of those that failed."""
-    if follow and as_json:
+    if follow and form.as_json:
         raise ConfigError("--json prints one object, so it cannot follow a run.", field="--follow", remedy="Drop one.")
     chosen = choose(words, storage, command="logs")
     stages = _stages_of(chosen)
@@ -218,7 +216,7 @@ def logs(
         lines = reader.read()
     attempts = [attempt for attempt in read_attempts(chosen.storage, past) if stages is None or attempt.stage in stages]
     failed = _failures(attempts) if rank is None else []
-    if not (lines or failed or bare or as_json):
+    if not (lines or failed or form.quiet or form.as_json):
         terminal.console(stderr=True).print("Nothing is kept of what this run's workers wrote.")
     record = {
         "id": past.id,

@@ -14,9 +14,9 @@ from rich.text import Text
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import number_words
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Debug, Json, Overrides, Quiet, Spec, command
+from trainflow.flows.cli.options import Answer, Form, command
 from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import choose_spec_file
+from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
@@ -33,27 +33,25 @@ _STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
     trainflow sweep pipeline.yaml
     trainflow sweep pipeline.yaml sweep.trials=40 sweep.parallel=2
 """)
-def sweep(
-    spec: Spec = None, overrides: Overrides = None, quiet: Quiet = False, as_json: Json = False, debug: Debug = False
-) -> Answer:
+def sweep(form: Form, words: SpecWords) -> Answer:
     """Run the trials that the spec's section `sweep` describes, and write out the spec of the best one.
 
     Interrupt it, kill it or pull the plug: the same command goes on, and no trial runs twice.
     """
-    spec, overrides = choose_spec_file(spec, overrides)
+    spec, overrides = words.choose()
     parsed = load_spec(spec, overrides, Resolver())
     from trainflow.flows.sweeps.sweeping import run_sweep
     from trainflow.flows.sweeps.trial_specs import sweep_of
 
     settings = sweep_of(parsed)
-    out = terminal.console(stderr=as_json)
+    out = terminal.console(stderr=form.as_json)
     again = shlex.join(["trainflow", "sweep", str(spec), *overrides])
     with stoppable(out.print, remedy=f"The same command continues: {again}"):
-        if not quiet:
+        if not form.quiet:
             out.print(title(parsed, settings, spec))
-        display = SweepDisplay(out, settings, quiet=quiet)
+        display = SweepDisplay(out, settings, quiet=form.quiet)
         with display.status():
-            result = run_sweep(parsed, listener=display, debug=debug)
+            result = run_sweep(parsed, listener=display, debug=form.debug)
     return Answer(result.to_dict(), lambda: summary(result, ["trainflow", "ui", str(spec)]), result.error)
 
 

@@ -29,8 +29,8 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import user_data_dir
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Debug, Overrides, SpecHere, StorageRoot, command
-from trainflow.flows.cli.run_choice import choose_spec_or_storage
+from trainflow.flows.cli.options import Debug, Overrides, SpecHere, command
+from trainflow.flows.cli.run_choice import StorageUrl, choose_spec_or_storage
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.records.past_runs import NEWEST, PastRun, find_run
 from trainflow.flows.spec.spec import load_spec
@@ -50,7 +50,7 @@ _GRACE_S = 5.0
 def ui(
     spec: SpecHere = None,
     overrides: Overrides = None,
-    storage: StorageRoot = None,
+    storage: StorageUrl = None,
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="The run to open; unset: the newest of the spec.")
     ] = None,

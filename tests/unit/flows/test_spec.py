@@ -11,7 +11,7 @@ import pytest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.flows.cli.run_choice import choose_place, choose_spec_file, choose_spec_or_storage
+from trainflow.flows.cli.run_choice import PlaceWords, choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import (
@@ -55,7 +55,7 @@ def test_a_mistake_in_sweep_stops_nothing_that_leaves_it_aside(
     spec_file.write_text(f"{plain}\nsweep: {{space: {{}}, objektive: test_error}}\n")
     assert load_spec(spec_file, needs_sweep=False).sweep is None
     for command in ("models", "lineage"):  # they read where the runs are
-        assert choose_place([str(spec_file)], None, command=command).storage
+        assert PlaceWords([str(spec_file)], None).choose(command).storage
     assert "trainflow sweep names" in caplog.text
     assert "objective" in str(refused(spec_file))
     whole = "{space: {train.args.seed: [1, 2]}, objective: a_b, direction: minimize, trials: 1}"
@@ -457,17 +457,17 @@ def test_commands_that_read_runs_mean_the_same_spec_as_those_that_make_them() ->
 
 def test_a_storage_that_is_named_has_to_be_there(path: Path) -> None:
     Path("store").mkdir()
-    assert choose_place(None, "store", command="runs").storage == str(Path("store").absolute())
+    assert PlaceWords(None, "store").choose("runs").storage == str(Path("store").absolute())
     with pytest.raises(ConfigError, match="no such folder") as caught:
-        choose_place(None, "stroe", command="runs")
+        PlaceWords(None, "stroe").choose("runs")
     assert (caught.value.field, caught.value.value) == ("--storage", "stroe")
     assert caught.value.remedy == 'Did you mean "store"?'
     with pytest.raises(ConfigError, match=r"no such folder.*that a run used"):
-        choose_place(None, "elsewhere/far", command="runs")
+        PlaceWords(None, "elsewhere/far").choose("runs")
     with pytest.raises(ConfigError, match="a file, not a folder"):
-        choose_place(None, "data.json", command="gc")
+        PlaceWords(None, "data.json").choose("gc")
     # That of a spec may be one of runs to come.
-    assert choose_place([str(path)], None, command="runs").storage == str(path.parent / "store")
+    assert PlaceWords([str(path)], None).choose("runs").storage == str(path.parent / "store")
     assert not (path.parent / "store").exists()
 
 
