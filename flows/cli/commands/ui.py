@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -84,10 +83,9 @@ def ui(
 
 @dataclass(frozen=True)
 class TrackingPlace:
-    """The tracking address, the requested experiment (None: any), and the run to open (None: its newest)."""
+    """The tracking address, and the run to open (None: the start page)."""
 
     uri: str
-    experiment: str | None = None
     run: PastRun | None = None
 
     @property
@@ -115,10 +113,10 @@ def _find_place(spec: Path | None, overrides: list[str], storage: str | None, ru
         parsed = load_spec(spec, overrides, needs_sweep=False)
         store = Store.open(parsed.storage)
         uri = parsed.tracking.uri or default_tracking_uri(store)
-        place = TrackingPlace(uri, parsed.tracking.experiment or parsed.name, _find_run(store, run, parsed.name))
+        place = TrackingPlace(uri, _find_run(store, run, parsed.name))
     elif storage is not None:
         store = Store.open(storage, field="--storage")
-        place = TrackingPlace(default_tracking_uri(store), run=_find_run(store, run))
+        place = TrackingPlace(default_tracking_uri(store), _find_run(store, run))
     elif uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
         place = TrackingPlace(uri)
     else:
@@ -268,45 +266,26 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> Non
 
 
 def _page(address: str, place: TrackingPlace) -> str:
-    """The page to open: the run, else the newest of the experiment (of any, when None), else the start."""
-    run_id = None if place.run is None else place.run.mlflow_run_id
-    known: list[str] = []
+    """The page of the run, else the start."""
+    if place.run is None or not place.run.mlflow_run_id:
+        return address
     try:
-        if run_id is not None:
-            newest = [_request(address, f"/api/2.0/mlflow/runs/get?run_id={quote(run_id)}")["run"]]
-        else:
-            known = _experiments(address, place.experiment)
-            body = {"experiment_ids": known, "max_results": 1, "order_by": ["attributes.start_time DESC"]}
-            newest = _request(address, "/api/2.0/mlflow/runs/search", body).get("runs", []) if known else []
+        info = _request(address, f"/api/2.0/mlflow/runs/get?run_id={quote(place.run.mlflow_run_id)}")["run"]["info"]
     # The start page is always there; a deep link is a convenience.
     except (OSError, ValueError, KeyError, HTTPException):
         return address
     address = address if "?" in address else f"{address}/"
-    if newest:
-        info = newest[0]["info"]
-        return f"{address}#/experiments/{info['experiment_id']}/runs/{info['run_id']}?{TRAINING_VIEW}"
-    return f"{address}#/experiments/{known[0]}/runs?{TRAINING_VIEW}" if place.experiment and known else address
+    return f"{address}#/experiments/{info['experiment_id']}/runs/{info['run_id']}?{TRAINING_VIEW}"
 
 
-def _experiments(address: str, name: str | None) -> list[str]:
-    """The ids of the experiments to look in: of that name, or all."""
-    if name is None:
-        answer = _request(address, "/api/2.0/mlflow/experiments/search", {"max_results": 1000})
-        return [str(experiment["experiment_id"]) for experiment in answer.get("experiments", [])]
-    answer = _request(address, f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(name)}")
-    return [str(answer["experiment"]["experiment_id"])]
-
-
-def _request(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON answer to a GET, or to a POST of `body`; ``{}`` where it is not JSON.
+def _request(address: str, path: str) -> dict[str, Any]:
+    """The JSON answer to a GET; ``{}`` where it is not JSON.
 
     Raises:
         OSError, HTTPException: the server does not answer, or refuses.
     """
     base, _, token = address.partition("?token=")
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(base.rstrip("/") + path, content)  # noqa: S310 - ours, or the user's tracking server
-    request.add_header("Content-Type", "application/json")
+    request = urllib.request.Request(base.rstrip("/") + path)  # noqa: S310 - ours, or the user's tracking server
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     with _OPENER.open(request, timeout=10) as answer:
