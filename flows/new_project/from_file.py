@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -382,11 +382,10 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def spec_for(name: str, folder: Path, address: str, label: str | None) -> tuple[str, str]:
-    """The text of a spec for a file, and its recipe.
+def guess_spec(folder: Path, address: str, label: str | None) -> dict[str, Any]:
+    """The parts of a spec for a file, as guessed.yaml.j2 names them.
 
     Args:
-        name: of the pipeline.
         folder: of the spec, from which a path starts.
 
     Raises:
@@ -395,37 +394,12 @@ def spec_for(name: str, folder: Path, address: str, label: str | None) -> tuple[
     absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
     source = min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len)
     guesses = _guess_images(absolute) if _is_of_images(absolute) else Guesses(address, label)
-    options = [_option(name, value, why) for name, (value, why) in guesses.options.items()]
-    lines = [
-        "# yaml-language-server: $schema=schema.json",
-        "# Written by trainflow init --from: what stands here is guessed from the first rows. Look at it.",
-        *_comments(guesses.comments),
-        f"name: {name}",
-        f"recipe: {guesses.recipe}",
-        "storage: .trainflow",
-        "",
-        "prepare:",
-        f"  sources: [{_yaml(source)}]",
-        *(["  allow_nan: true"] if guesses.has_gaps else []),
-        "  options:",
-        *(f"    {line}" for option in options for line in option),
-        *([f"    split: {{validation: 0.15, test: 0.2, by: {guesses.by}, seed: 0}}"] if guesses.by else []),
-        "",
-        "train:",
-        "  eval_split: validation",
-        f"  model: {guesses.model}",
-        "  args: {seed: 0, num_train_epochs: 20, global_batch_size: 32, learning_rate: 3.0e-3, logging_steps: 10}",
-        "  launch: {processes: 1}",
-        "",
-        "evaluate:",
-        "  splits: [validation, test]",
-        "  confidence: 0.95",
-        f'  # require: {{test_{guesses.margin}_low: "> 0"}}  # or publish nothing',
-        "",
-        "predict:",
-        "  split: test",
-    ]
-    return "\n".join(lines) + "\n", guesses.recipe
+    return {
+        "guesses": guesses,
+        "comments": [_joined(sentence) for sentence in guesses.comments],
+        "source": _yaml(source),
+        "options": [line for name, (value, why) in guesses.options.items() for line in _option(name, value, why)],
+    }
 
 
 def _is_of_images(address: str) -> bool:
@@ -438,14 +412,13 @@ def _is_of_images(address: str) -> bool:
     return False
 
 
-def _comments(sentences: Iterable[str]) -> list[str]:
-    return [f"# - {' '.join(sentence.split())}" for sentence in sentences]
+def _joined(sentence: str) -> str:
+    """A sentence in one line."""
+    return " ".join(sentence.split())
 
 
 def _option(name: str, value: Any, why: str) -> list[str]:
     line = f"{name}: {_yaml(value)}"
-    return (
-        [f"# {' '.join(why.split())}", line]
-        if why and len(line) + len(why) > 90
-        else [line + (f"  # {why}" if why else "")]
-    )
+    if why and len(line) + len(why) > 90:
+        return [f"# {_joined(why)}", line]
+    return [f"{line}  # {why}" if why else line]

@@ -395,10 +395,11 @@ def write_project_for(folder: Path, address: str, label: str | None) -> list[Pat
         ConfigError: as `check_target`, or there is no such file or label. DataError: the table cannot be read.
         StorageError: the folder cannot be written.
     """
-    from trainflow.flows.new_project.from_file import spec_for
+    from trainflow.flows.new_project.from_file import guess_spec
 
     check_target(folder, "tabular-classification")
-    text, _ = spec_for(folder.absolute().name, folder.absolute(), address, label)
+    guessed = guess_spec(folder.absolute(), address, label)
+    text = _render("guessed.yaml.j2", {"name": folder.absolute().name, **guessed})
     contents = {"pipeline.yaml": text, "schema.json": _schema(), ".gitignore": _GITIGNORE}
     return _write(folder, {name: content.encode() for name, content in contents.items()})
 
@@ -420,7 +421,7 @@ def _schema() -> str:
     return json.dumps(spec_schema(), indent=1) + "\n"
 
 
-def _render(template: str, facts: dict[str, str]) -> str:
+def _render(template: str, facts: Mapping[str, Any]) -> str:
     import jinja2
 
     source = (Path(__file__).parent / template).read_text("utf-8")
