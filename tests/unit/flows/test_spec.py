@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.toy import project
-from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError
+from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.flows.cli.run_choice import PlaceWords, choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan
@@ -274,14 +274,6 @@ def test_a_secret_is_refused_without_being_repeated(spec_file: Path, override: s
     # Words that only look like secrets are accepted.
     spec = load_spec(spec_file, ["train.model.pad_token=<pad>", "train.model.num_tokens=5", "train.model.secret=null"])
     assert spec.train.model["pad_token"] == "<pad>"
-
-
-def test_an_extra_that_is_not_installed_is_named(spec_file: Path) -> None:
-    try:
-        load_spec(spec_file, ["storage=gs://bucket/x"])
-    except MissingExtraError as error:
-        assert "trainflow[gcs]" in str(error)
-        assert error.field == "storage"
 
 
 @pytest.mark.parametrize(
