@@ -7,15 +7,12 @@ published by `trainer_lib.hub`, as one commit.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
-from collections.abc import Iterator
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from typing_extensions import override
 
-from trainer_lib.errors import ConfigError, TrainflowError, first_line
+from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.storage.outages import vendor_code, vendor_message
 from trainer_lib.storage.remote import RemoteBackend
 from trainer_lib.storage.urls import split_root
@@ -33,35 +30,37 @@ class HubBackend(RemoteBackend):
 
     @override
     def open_read(self, rel: str) -> BinaryIO:
-        with self.refusals_named():
-            self.fs.resolve_path(self.root)
-            return cast(BinaryIO, _HubReader(self, super().open_read(rel)))
+        self._resolve()
+        return super().open_read(rel)
 
     @override
     def _refresh(self) -> None:
         super()._refresh()
         # The methods that list call an absent repository an empty folder.
-        with self.refusals_named():
-            self.fs.resolve_path(self.root)
+        self._resolve()
 
-    @contextlib.contextmanager
-    def refusals_named(self) -> Iterator[None]:
+    def _resolve(self) -> None:
         """Raise ConfigError for a repository or revision that is absent or may not be read, and for a wrong name."""
         try:
-            yield
-        except TrainflowError:
-            raise
+            self.fs.resolve_path(self.root)
         except (OSError, ValueError, NotImplementedError) as error:
-            refusal = self._describe_refusal(error)
-            if refusal is None:
+            if (refusal := self.refusal(error)) is None:
                 raise
-            what, remedy = refusal
-            raise ConfigError(what, field=self._field, value=f"{self.scheme}://{self.root}", remedy=remedy) from error
+            raise refusal from error
+
+    @override
+    def refusal(self, error: Exception) -> ConfigError | None:
+        described = self._describe_refusal(error)
+        if described is None:
+            return None
+        return ConfigError(described[0], field=self._field, value=f"{self.scheme}://{self.root}", remedy=described[1])
 
     def _describe_refusal(self, error: Exception) -> tuple[str, str] | None:
         """The failure and its remedy; None for an absent file and for a failure of the network."""
-        if not isinstance(error, OSError):
+        if isinstance(error, ValueError | NotImplementedError):
             return f"This is not an address on the Hub: {first_line(error)}", "Correct the name."
+        if not isinstance(error, OSError):
+            return None
         # By the classes' names, because importing them belongs to `trainer_lib.hub`.
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         names = {cls.__name__ for cls in type(cause).__mro__}
@@ -91,43 +90,6 @@ class HubBackend(RemoteBackend):
     @override
     def delete_tree(self, rel: str) -> None:
         raise _read_only(self.path(rel))
-
-
-class _HubReader(io.RawIOBase):
-    """A file of a repository: the first bytes tell whether it may be read, where the repository is gated."""
-
-    def __init__(self, backend: HubBackend, stream: BinaryIO) -> None:
-        self._backend, self._stream = backend, stream
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with self._backend.refusals_named():
-            return int(self._stream.readinto(buffer))  # type: ignore[attr-defined]  # fsspec's files have it
-
-    @override
-    def readall(self) -> bytes:
-        with self._backend.refusals_named():
-            return self._stream.read()
-
-    @override
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        return self._stream.seek(offset, whence)
-
-    @override
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    @override
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
 
 
 def _read_only(path: str) -> OSError:

@@ -94,6 +94,10 @@ class RemoteBackend:
         self.exclusive = scheme in _EXCLUSIVE
         self._is_async = bool(getattr(self.fs, "async_impl", False))
 
+    def refusal(self, error: Exception) -> ConfigError | None:
+        """Return the error for an address that the store refuses by its own rules; None for any other failure."""
+        return None
+
     def child(self, rel: str) -> RemoteBackend:
         """Return the backend of a folder below, with the same client."""
         return type(self)(self.scheme, self.path(rel).lstrip("/"), field="storage", fs=self.fs)

@@ -33,7 +33,6 @@ _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExcee
 """Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
-_DENIED_CODES = {"401", "403"}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -132,9 +131,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
     if number in _NO_FOLDER:
         remedy = "Choose another storage, or move that file away."
         return StorageError("A file is in the place of a folder.", field=where, remedy=remedy)
-    if where.startswith(f"{HUB}://") and vendor_code(error) in _DENIED_CODES:
-        remedy = "Set HF_TOKEN to a token that may read it; a gated repository has conditions to accept first."
-    elif number in _DENIED or isinstance(error, PermissionError):
+    if number in _DENIED or isinstance(error, PermissionError):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in _CREDENTIALS:
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."
