@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.errors import TrainflowError
-from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement
 
 RUN_ID_CHARS = 16
@@ -156,28 +153,3 @@ def evaluation_warnings(result: PipelineResult) -> list[str]:
     """What evaluate found wrong with the model, also in an earlier run whose result is used again."""
     noted = [(outcome.manifest or {}).get("meta", {}) for outcome in result.stages if outcome.stage == "evaluate"]
     return [str(text) for meta in noted for text in meta.get("warnings") or ()]
-
-
-def summarize(result: PipelineResult) -> str:
-    """The summary of a run as Markdown, for Prefect and MLflow: stages, warnings about the data, places."""
-    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
-    lines = [f"# {_markdown(result.name)}: {_markdown(ended)}", "", "| stage | | time | why |", "|---|---|---:|---|"]
-    for outcome in result.stages:
-        lines.append(f"| {outcome.stage} | {outcome.status} | {outcome.took} | {_markdown(outcome.reason)} |")
-    noted = [(outcome.manifest or {}).get("meta", {}).get("warnings") for outcome in result.stages]
-    warnings = [f"- warning: {_markdown(str(text))}" for texts in noted if isinstance(texts, list) for text in texts]
-    lines += ["", *warnings] if warnings else []
-    places = result.places
-    if places.get("MLflow run") and not result.run_url:
-        places["MLflow run"] += f"; trainflow ui --storage {result.storage}"
-    return "\n".join([*lines, "", *(f"- {label}: {_link(url)}" for label, url in places.items())])
-
-
-def _link(url: str) -> str:
-    if re.match(r"https?://\S+$", url):
-        return f"[{_markdown(url)}]({mask(url)})"
-    return f"`{mask(url).replace('`', '')}`"
-
-
-def _markdown(text: str) -> str:
-    return to_markdown(mask(text))

@@ -1,4 +1,4 @@
-"""Artifacts of a finished run in Prefect's UI: a summary with links, tables, and the loss curve.
+"""Artifacts of a finished run in Prefect's UI: a summary with links, and the loss curve.
 
 Written at the end in one thread with a time limit: a server that is gone or hangs costs the run a moment and fails
 nothing.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +18,8 @@ from trainer_lib.hub.pictures import as_file
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import PipelineResult, summarize
-from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import collect_sections
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.progress import Event, describe, subscribe
@@ -149,16 +147,8 @@ def run_artifacts(result: PipelineResult, record: RunRecord) -> Iterator[None]:
 
 def make_artifacts(result: PipelineResult, charts: Mapping[str, str]) -> list[dict[str, Any]]:
     """The artifacts as Prefect's API takes them: key, type, data, description."""
-    found = [
-        {"key": "summary", "type": "markdown", "data": summarize(result), "description": "What ran, and where it is"}
-    ]
-    measured = [(split, name, value) for split, values in result.measured() for name, value in values.items()]
-    if rows := [{"split": split, "metric": name, "value": _plain(value)} for split, name, value in measured]:
-        found.append({"key": "metrics", "type": "table", "data": json.dumps(rows), "description": "Measured quality"})
-    if result.gates:
-        names = ("metric", "requirement", "value", "passed")
-        rows = [{name: _plain(gate[name]) for name in names} for gate in result.gates]
-        found.append({"key": "gates", "type": "table", "data": json.dumps(rows), "description": "evaluate.require"})
+    description = "What ran, with which results, and where it is"
+    found = [{"key": "summary", "type": "markdown", "data": render_summary(result), "description": description}]
     if (drawing := charts.get(LOSS)) is not None:
         data = f"data:image/svg+xml;base64,{base64.b64encode(as_file(drawing)).decode()}"
         found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
@@ -181,8 +171,3 @@ def _flow_run_id() -> Any:
 
     context = FlowRunContext.get()
     return None if context is None or context.flow_run is None else context.flow_run.id
-
-
-def _plain(value: Any) -> Any:
-    # Browsers read no NaN in JSON.
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

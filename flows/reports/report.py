@@ -1,4 +1,4 @@
-"""The report of one pipeline run: a single HTML file that loads nothing, readable in light and dark.
+"""The report of one pipeline run: a single HTML file that loads nothing, readable in light and dark; and its summary.
 
 What ran, what was cached and why, how long it took, the training curves, then sections: metrics of every split, what
 the model gets wrong, settings, where everything is, digests and versions. All text is escaped; a link is made only to
@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -22,19 +21,21 @@ import jinja2
 from markupsafe import Markup
 
 from trainer_lib.base.durations import describe_bytes, describe_seconds
-from trainer_lib.base.foreign_text import to_terminal
+from trainer_lib.base.foreign_text import to_markdown, to_terminal
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import with_intervals
+from trainflow.flows.records.results import PipelineResult
+from trainflow.tasks.model.versions import find_versions
 
 if TYPE_CHECKING:
     from trainer_lib.trackers.mlflow.mlflow_registry import Registered
 
 REPORT = "report.html"
 LOSS = "Loss"
-PACKAGES = ("trainflow", "torch", "prefect", "mlflow", "accelerate", "numpy", "pyarrow", "fsspec", "safetensors")
+_SLICES = "Slices"
 _PAGE = Path(__file__).parent / "report.html.j2"
 _NOT_CURVES = re.compile(r"(^|_)(runtime|samples_per_second|steps_per_second|epoch|step|time|total_flos|words|num_.*)$")
 _NUMBER = re.compile(r"(|nan|[-+]?(inf|[\d,.]+(e[-+]?\d+)?))([ %].*)?")
@@ -113,8 +114,8 @@ def render_report(
     """The report as HTML text.
 
     Args:
-        result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time)
-            and `versions` (package to version), `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
+        result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time),
+            `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
             `registers` (the name that the registry was asked for) with `registered` (its answer).
         charts: title -> SVG of the curves of the training (`draw_charts`).
         sections: those that follow the results.
@@ -142,10 +143,39 @@ def render_report(
         ],
         spec=spec,
         files=list(_files(result)),
-        versions=result.get("versions") or _versions(),
+        versions=find_versions(),
         refresh_s=refresh_s,
         written=_moment(None),
     )
+
+
+def render_summary(result: PipelineResult) -> str:
+    """The summary of a run as Markdown, for Prefect and MLflow: results but for slices, stages, places."""
+    ended = "done" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+    stages = [(outcome.stage, outcome.status, outcome.took, outcome.reason) for outcome in result.stages]
+    sections = [section for section in _sections_of_result(result.to_dict()) if section.title != _SLICES]
+    sections.append(Section("Stages", [Panel(columns=("stage", "", "time", "why"), rows=stages)]))
+    parts = [f"# {_markdown(result.name)}: {_markdown(ended)}"]
+    for section in sections:
+        for panel in filter(lambda panel: panel.rows, section.panels):
+            head = panel.columns or ("",) * len(panel.rows[0])
+            cells = [[_markdown(str(cell)) for cell in row] for row in (head, *panel.rows)]
+            rows = [cells[0], ["---"] * len(head), *cells[1:]]
+            parts += [f"## {section.title}", "\n".join(f"| {' | '.join(row)} |" for row in rows)]
+    places = result.places
+    if places.get("MLflow run") and not result.run_url:
+        places["MLflow run"] += f"; trainflow ui --storage {result.storage}"
+    return "\n\n".join([*parts, "\n".join(f"- {label}: {_markdown_link(url)}" for label, url in places.items())])
+
+
+def _markdown_link(url: str) -> str:
+    if re.match(r"https?://\S+$", url):
+        return f"[{_markdown(url)}]({mask(url)})"
+    return f"`{mask(url).replace('`', '')}`"
+
+
+def _markdown(text: str) -> str:
+    return to_markdown(mask(text))
 
 
 def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,9 +196,11 @@ def _stage_row(stage: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
 def _sections_of_result(result: Mapping[str, Any]) -> Iterator[Section]:
     manifests = {stage["stage"]: stage.get("manifest") or {} for stage in result.get("stages", ())}
     yield _baselines(manifests)
-    yield Section("Metrics", [*_metric_tables(manifests), *_slice_tables(manifests)])
-    warnings = (manifests.get("evaluate", {}).get("meta") or {}).get("warnings") or ()
-    yield Section.of_pairs("Warnings", [("warning", mask(str(text))) for text in warnings])
+    yield Section("Metrics", list(_metric_tables(manifests)))
+    yield Section(_SLICES, list(_slice_tables(manifests)))
+    noted = [(stage, (manifest.get("meta") or {}).get("warnings")) for stage, manifest in manifests.items()]
+    warnings = [(stage, mask(str(text))) for stage, texts in noted if isinstance(texts, list) for text in texts]
+    yield Section.of_pairs("Warnings", warnings)
     gates = [
         (
             gate["metric"],
@@ -293,16 +325,6 @@ def _files(result: Mapping[str, Any]) -> Iterator[tuple[str, Panel]]:
         if rows:
             panel = Panel(columns=("file", "size", "sha256"), rows=rows)
             yield f"{stage['stage']}: {counted(len(rows), 'file')}", panel
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _moment(started: str | float | None) -> str:

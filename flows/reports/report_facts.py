@@ -137,11 +137,10 @@ def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> R
 
 
 def describe_data(prepared: StageManifest | None) -> Rows:
-    """Warnings about prepared data and the statistics of its columns, as rows of a table; none where there are none."""
+    """The summary of prepared data and the statistics of its columns, as rows of a table; none where there are none."""
     if prepared is None:
         return []
-    rows = [("warning", mask(text)) for text in getattr(prepared.facts, "warnings", ())]
-    rows += [("summary", mask(str(text))) for text in getattr(prepared.facts, "info", {}).get("summary", ())]
+    rows = [("summary", mask(str(text))) for text in getattr(prepared.facts, "info", {}).get("summary", ())]
     try:
         return rows + _describe_columns(prepared)
     except (TrainflowError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):

@@ -44,7 +44,7 @@ from trainflow.flows.records.plan_record import actual_of, compare, read_plan_re
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
 from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
-from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
+from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.reports.model_tracking import (
     ModelTracking,
     log_charts,
@@ -55,7 +55,7 @@ from trainflow.flows.reports.report import REPORT, draw_charts, render_report
 from trainflow.flows.reports.report_facts import collect_sections
 from trainflow.flows.reports.run_tracking import RunTracking
 from trainflow.flows.stages import all_stages
-from trainflow.tasks.stage.manifest import StageManifest, stage_folder
+from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import now
 from trainflow.tasks.tracking import mlflow_run as tracking
 
@@ -112,7 +112,6 @@ class RunRecord:
         self._model: ModelTracking | None = None
         self.charts: dict[str, str] = {}
         self.logged: Callable[[], list[dict[str, Any]]] = list
-        self._training: str | None = None
 
     @property
     def id(self) -> str:
@@ -286,16 +285,10 @@ class RunRecord:
                     return history
             except (ValueError, StorageError):
                 continue
-        seen = self.logged()
-        if self._training is None:
-            return seen
-        storage = Store.open(self.plan.spec.storage)
-        return read_unfinished_history(stage_folder(storage, "train", self._training), seen)
+        return self.logged()
 
     def note_begin(self, stage: str, key: str) -> None:
         """Record the folder that a stage is about to look into, so that nothing in it is cleaned up from now on."""
-        if stage == "train":
-            self._training = key
         if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):
             return
         self._worked_in[stage] = key

@@ -17,11 +17,12 @@ from trainer_lib.errors import CodeError, ConfigError, DataError, Pruned
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, FAILURE_TAG
-from trainer_lib.trackers.names import flatten_params, with_intervals
+from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.ending import expected_ending
 from trainflow.flows.records.prefect_runs import configured_api
-from trainflow.flows.records.results import PipelineResult, collect_metrics, summarize
+from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.reports.report import render_summary
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
@@ -89,7 +90,7 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     """The tags of a run that ends: its summary, and why it failed; None takes a tag away."""
     failed = next((each.stage for each in result.stages if each.status == "failed"), None)
     reason = None
-    note = "\n\n".join(filter(None, [_heading(result, run_id), _measured(result), summarize(result)]))
+    note = f"{_heading(result, run_id)}\n\n{render_summary(result)}"
     pruned = result.error.message if isinstance(result.error, Pruned) else None
     if pruned is not None:
         note += f"\n\nPruned: {to_markdown(pruned)}"
@@ -99,18 +100,6 @@ def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     if len(note) > NOTE_CHARS:
         note = f"{note[:NOTE_CHARS]}..."
     return {NOTE: note, FAILURE_TAG: reason, FAILED_STAGE: None if pruned else failed, PRUNED_TAG: pruned}
-
-
-def _measured(result: PipelineResult) -> str:
-    """The final evaluation in one line; empty without one. First, because the page folds a long description."""
-    outcome = result.outcome("evaluate")
-    if outcome is None or outcome.manifest is None:
-        return ""
-    found = with_intervals(collect_metrics([outcome]))
-    parts = {name: text.partition(" ") for name, text in found.items()}
-    return ", ".join(
-        f"{to_markdown(name)} **{value}**{gap}{interval}" for name, (value, gap, interval) in parts.items()
-    )
 
 
 def _heading(result: PipelineResult, run_id: str) -> str:

@@ -198,7 +198,7 @@ def test_rows_are_tables_with_their_inputs_and_text_stays_text() -> None:
     assert "Hardest rows" not in Page(page_of(Outcome("test", NUMBERS, []))).words
     warned = _result()
     warned["stages"][2]["manifest"]["meta"] = {"warnings": ["one class only"]}
-    assert "Warnings warning one class only" in Page(render_report(warned)).words
+    assert "Warnings evaluate one class only" in Page(render_report(warned)).words
 
 
 LOST: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]

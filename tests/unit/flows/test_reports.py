@@ -21,19 +21,18 @@ from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.hub.card import Card, render_card
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.cli.commands import planning
 from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import PipelineResult, StageOutcome, summarize
-from trainflow.flows.records.training_history import read_training_history, read_unfinished_history
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
 from trainflow.flows.reports.model_tracking import log_outcomes
-from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report
+from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import describe_conversations, describe_data
 from trainflow.flows.reports.run_tracking import (
     NOTE,
@@ -114,7 +113,7 @@ def test_a_failure_is_a_tag_and_in_the_description_and_goes_with_the_next_succes
     tags = describe_end(result, "abc")
     assert (tags[FAILURE_TAG], tags["trainflow.failed_stage"]) == (None, None)
     assert "| train | ran |" in (tags[NOTE] or "")
-    assert "\n\ntest_accuracy **0.9877** (0.93 to 0.99)\n\n" in (tags[NOTE] or "")
+    assert "| accuracy | 0.9877 (0.93 to 0.99) |" in (tags[NOTE] or "")
 
 
 def test_planted_secrets_are_in_nothing_that_mlflow_or_a_card_shows(tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_the_page_of_the_run_in_prefect_is_a_tag(monkeypatch: pytest.MonkeyPatch
 
 def test_names_of_strangers_are_no_markup_in_the_note(tmp_path: Path) -> None:
     odd = "<script>\x1b]0;x\x07</script>\u202e![x](http://h/p)"
-    evaluated = {"stage": "evaluate", "metrics": {"test": {f"test_{odd}": 0.5}}, "url": str(tmp_path)}
+    evaluated = {"stage": "evaluate", "metrics": {odd: {f"test_{odd.replace('/', '')}": 0.5}}, "url": str(tmp_path)}
     result = PipelineResult("toy", "ab" * 32, str(tmp_path), [StageOutcome("evaluate", "ran", odd, manifest=evaluated)])
     result.error = CodeError(odd)
     note = describe_end(result, "ab" * 8)[NOTE]
@@ -192,16 +191,15 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
     assert [each.name for each in page.parent.iterdir()] == [REPORT]
 
 
-def test_prefect_gets_a_summary_tables_and_the_curve() -> None:
+def test_prefect_gets_a_summary_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
     failed = live_result(gates=gates, error=GateError("The model is not published."))
     found = {each["key"]: each["data"] for each in _artifacts.make_artifacts(failed, draw_charts(HISTORY))}
-    assert set(found) == {"summary", "metrics", "gates", "loss"}
+    assert set(found) == {"summary", "loss"}
     # A reason does not end its cell.
-    for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError"):
+    for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError", "| loss | nan |"):
         assert part in found["summary"]
-    assert {"split": "test", "metric": "loss", "value": "nan"} in json.loads(found["metrics"])
-    assert json.loads(found["gates"])[0]["passed"] is False
+    assert "| test_accuracy | >= 0.9 | 0.5 | failed |" in found["summary"]
     assert found["loss"].startswith("data:image/svg+xml;base64,")
     # Links are made to web addresses alone.
     text = _artifacts.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
@@ -232,51 +230,11 @@ def stage(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "stage")
 
 
-def save(stage: Store, step: int, *, log: list[dict[str, Any]], since_log: list[Any]) -> None:
-    """Commit a checkpoint with the two files that know of losses."""
-    folder = stage.child("checkpoints", f"checkpoint-{step}")
-    content = {"trainer_state.json": {"log_history": log}, "data.json": {"history": {"since_log": since_log}}}
-    files = [folder.write_bytes(name, json.dumps(value).encode()) for name, value in content.items()]
-    write_commit(folder, "checkpoint", files, {"step": step})
-
-
 def test_the_steps_behind_the_last_log_are_part_of_the_history(stage: Store) -> None:
     assert read_training_history(stage) == []
     stage.write_bytes("history.json", b'[{"loss": 1.0, "step": 4}, {"train_loss": 0.9, "step": 6}]')
-    assert len(read_training_history(stage)) == 2, "an earlier version wrote no losses.json"
     stage.write_bytes("losses.json", b'[{"step": 5, "loss": 0.5}, {"step": 6, "loss": "NaN"}]')
     assert [entry.get("loss") for entry in read_training_history(stage)] == [1.0, None, 0.5, "NaN"]
-
-
-def test_of_a_training_without_an_end_the_newest_checkpoint_knows_what_was_logged(stage: Store) -> None:
-    assert read_unfinished_history(stage) == []
-    save(stage, 4, log=[], since_log=[[9.0, 1.0]] * 4)
-    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[[1.5, 1.0], ["nan", "inf"]])
-    assert read_unfinished_history(stage)[:2] == [{"loss": 2.0, "step": 6}, {"loss": 1.5, "step": 7}]
-    last = read_unfinished_history(stage)[2]
-    assert last["step"] == 8
-    assert math.isnan(last["loss"])
-    assert list(draw_charts(read_unfinished_history(stage))) == ["Loss"]
-
-
-def test_what_was_seen_is_not_read_twice(stage: Store) -> None:
-    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[[1.5, 1.0], [1.25, 1.0]])
-    seen: list[dict[str, Any]] = [{"loss": 2.0, "step": 6}, {"eval_loss": 3.0, "step": 7}, {"loss": 1.0, "step": None}]
-    assert [entry["step"] for entry in read_unfinished_history(stage, seen)] == [6, 7, 7, 8]
-    seen = [{"eval_loss": 3.0, "step": 8}]
-    save(stage, 9, log=[{"eval_loss": 3.0, "step": 8}, {"eval_loss": 2.5, "step": 9}], since_log=[])
-    assert [entry["step"] for entry in read_unfinished_history(stage, seen)] == [8, 9]
-    logged = {6: {"loss": 2.0}, 8: {"eval_loss": 3.0}, 9: {"eval_loss": 2.5}, 10: {"loss": 1.0}}
-    ahead = [{**entry, "step": step} for step, entry in logged.items()]
-    assert read_unfinished_history(stage, ahead) == ahead
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"history": {"since_log": [1]}}', b'{"history": 5}'])
-def test_a_checkpoint_that_cannot_be_read_takes_nothing_away(stage: Store, text: bytes) -> None:
-    save(stage, 8, log=[{"loss": 2.0, "step": 6}], since_log=[])
-    stage.write_bytes("checkpoints/checkpoint-8/data.json", text)
-    seen = [{"loss": 3.0, "step": 2}]
-    assert read_unfinished_history(stage, seen) == seen
 
 
 class Run:
@@ -378,7 +336,6 @@ def _prepared(folder: Path, statistics: dict[str, Any] | None, *warnings: str) -
 
 def test_statistics_in_words(tmp_path: Path) -> None:
     assert describe_data(_prepared(tmp_path, STATISTICS, WARNING)) == [
-        ("warning", WARNING),
         ("train.label", "12 rows; 1: 6, 0: 3, 2: 3"),
         ("train.words", "12 rows; length 2 to 8,000, on average 4.5"),
         ("train.age", "12 rows; -1.5 to 99, on average 50"),
@@ -393,9 +350,9 @@ def test_data_without_statistics_has_none_and_of_many_columns_some_are_shown(tmp
     empty, cut = {"rows": 0, "min": 0, "max": 0, "sum": 0}, {"rows": 1, "longest": 2}
     for content in ("{", "[1]", *(json.dumps({"train": {"x": column}}) for column in (empty, cut))):
         (tmp_path / "statistics.json").write_text(content)
-        assert describe_data(damaged) == [("warning", WARNING)], content
+        assert describe_data(damaged) == [], content
     (tmp_path / "statistics.json").unlink()
-    assert describe_data(damaged) == [("warning", WARNING)]
+    assert describe_data(damaged) == []
     for columns, last in ((40, []), (43, [("statistics.json", "has 3 more columns")])):
         many = {"train": {f"c{number}": {"rows": 1} for number in range(columns)}}
         rows = describe_data(_prepared(tmp_path, many))
@@ -409,12 +366,12 @@ def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
     assert StageManifest.from_dict(prepared.to_dict()).facts.warnings == (WARNING,)
     page = render_report(result.to_dict(), sections=[Section.of_pairs("Data", describe_data(prepared))])
     assert "<h2>Data</h2>" in page
-    assert "<td>warning</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
+    assert "<td>prepare-data</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
     assert "length 2 to 8,000, on average 4.5" in page
-    text = summarize(result)
-    assert "\n\n- warning: Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
+    text = render_summary(result)
+    assert "| prepare-data | Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
     result.stages[0] = StageOutcome("prepare-data", "failed", "no rows")
-    assert "warning" not in summarize(result)
+    assert "Warnings" not in render_summary(result)
 
 
 SHOWN = [
