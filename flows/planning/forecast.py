@@ -332,7 +332,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
         return found  # what cannot work says which
     found.alone = rows_at_a_time(args, data_parallel_size=1)
     if found.strategy == "layout" and (layout := read_layout(args)) is not None:
-        found.layout = layout.replicate, layout.shard, layout.parts
+        found.layout = layout.replicate, layout.shards, layout.parts
     found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
     asked = ask(data)
@@ -351,7 +351,7 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
         from trainer_lib.arguments.configs.deepspeed_config import plan
 
         return f"zero-{plan(args).zero.get('stage', 0)}".replace("zero-0", "ddp")
-    if (layout := read_layout(args)) is not None and layout.shard * layout.parts > 1:
+    if (layout := read_layout(args)) is not None and layout.shards * layout.parts > 1:
         return "layout"
     if args.fsdp:
         return "fsdp"

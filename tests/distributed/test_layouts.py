@@ -19,9 +19,10 @@ from typing_extensions import override
 from benchmarks.step_overhead import CallCounter
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import bert, llama, lm_rows
-from tests.support.training import LOGGED, StopAt, losses, trainer
+from tests.support.training import LOGGED, losses, trainer
 from trainer_lib import Trainer, TrainerCallback
-from trainer_lib.errors import ConfigError, DataError, Preempted
+from trainer_lib.data.rows.mixture import Mixture, Piece
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 
 ROWS = lm_rows(22)
@@ -50,7 +51,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> Iterator[None]:
-    kinds = ("llama", "qwen3", "mixtral", "qwen3_moe")
+    kinds = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe")
     with loaded(*(f"transformers.models.{kind}.modeling_{kind}" for kind in kinds)):
         yield
 
@@ -62,6 +63,15 @@ def qwen(**given: Any) -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
     return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **HEADS, "tie_word_embeddings": True, "pad_token_id": 0, **given}))
+
+
+def mistral(window: int) -> Any:
+    """All layers attend to a window of tokens."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    return MistralForCausalLM(MistralConfig(**{**sizes, **HEADS, "sliding_window": window, "pad_token_id": 0}))
 
 
 def mixtral() -> Any:
@@ -135,9 +145,13 @@ MODELS: dict[str, Any] = {
     "llama": lambda: llama(**HEADS),
     "shared": lambda: llama(**{**HEADS, "num_key_value_heads": 1}),
     "qwen": qwen,
+    "window": lambda: mistral(5),
+    "windows": lambda: qwen(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "own": Halves,
     "mixtral": mixture,
     "partial": partial_mixture,
+    "frozen": lambda: frozen(mixture(), "experts"),
+    "dropping": lambda: mixture(attention_dropout=0.2),
     "qwen mixture": lambda: mixture("Qwen3Moe"),
 }
 
@@ -179,7 +193,7 @@ def close(one: dict[str, Any], alone: dict[str, Any]) -> None:
     assert one["norms"] == pytest.approx(alone["norms"], rel=2e-6)
     assert one["evaluated"] == pytest.approx(alone["evaluated"], rel=2e-6)
     assert (one["groups"], one["tokens"]) == (alone["groups"], alone["tokens"])
-    if len(one["described"].get("layout", "ab")) == 1:  # others count the operations of dummy batches
+    if set(one["described"].get("layout", ["shard"])) <= {"tensor", "expert", "sequence"}:  # others have dummy batches
         assert one["flops"] == alone["flops"]
     for name, value in one["state"].items():
         torch.testing.assert_close(value, alone["state"][name], rtol=1e-3, atol=2e-5, msg=name)
@@ -275,11 +289,19 @@ MIXTURES: dict[int, dict[str, dict[str, Any]]] = {
         "other experts": {"model": "qwen mixture", "layout": {"expert": 2}},
         "idle": {"model": "partial", "layout": {"expert": 2}},
         "recomputed": {"model": "partial", "layout": {"expert": 2}, "gradient_checkpointing": True},
+        "sent": {"model": "mixtral", "layout": {"dispatch": 2}},
+        "sent to frozen ones": {"model": "frozen", "layout": {"dispatch": 2}},
+        "sent to others": {"model": "qwen mixture", "layout": {"dispatch": 2}},
+        "sent to one": {"model": "partial", "layout": {"dispatch": 2}},
+        "sent again": {"model": "partial", "layout": {"dispatch": 2}, "gradient_checkpointing": True},
     },
     4: {
         "single experts": {"model": "mixtral", "layout": {"expert": 4}},
         "shards of experts": {"model": "mixtral", "layout": {"shard": 2, "expert": 2}},
         "replicas of experts": {"model": "mixtral", "layout": {"replicate": 2, "expert": 2}},
+        "sent to single ones": {"model": "mixtral", "layout": {"dispatch": 4}},
+        "sent in shards": {"model": "mixtral", "layout": {"shard": 2, "dispatch": 2}},
+        "sent in replicas": {"model": "mixtral", "layout": {"replicate": 2, "dispatch": 2}},
     },
 }
 
@@ -313,19 +335,43 @@ DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
     "tied": {"model": "qwen"},
     "one head of keys": {"model": "shared"},
     "seven tokens": {"length": 7},
+    "window": {"model": "window"},
+    "windows": {"model": "windows"},
     **{name: ASKED[name] for name in ("smoothed", "recomputed", "unclipped")},
 }
 
 
 def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
     expected = several(str(tmp_path / "alone"), DIVIDED_TOKENS)
-    for sizes in ({"sequence": 2}, {"replicate": 2, "sequence": 2}, {"sequence": 4}):
-        some = DIVIDED_TOKENS if sizes == {"sequence": 2} else {"one head of keys": {"model": "shared"}}
+    all_cases = ({"sequence": 2}, {"shard": 2, "sequence": 2})
+    for sizes in (*all_cases, {"replicate": 2, "sequence": 2}, {"sequence": 4}):
+        some = DIVIDED_TOKENS if sizes in all_cases else {"one head of keys": {"model": "shared"}}
         cases = {name: {**given, "layout": sizes} for name, given in some.items()}
         for results in run_distributed(several, math.prod(sizes.values()), str(tmp_path / str(sizes)), cases):
             for name, one in results.items():
                 close(one, expected[name])
-                assert one["described"] == {"strategy": "sequence", "layout": sizes}
+                shards = {"fsdp": "full_shard"} if "shard" in sizes else {}
+                assert one["described"] == {"strategy": "sequence", **shards, "layout": sizes}
+                here, everywhere = one["bytes"]
+                assert here == pytest.approx(everywhere / math.prod(sizes.values()) if shards else everywhere, rel=0.1)
+
+
+class FromSources(list[Any]):
+    mixture = Mixture({"a": 10, "b": 12}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
+
+
+def by_source(folder: str, sizes: dict[str, int] | None) -> list[dict[str, float]]:
+    """The logged losses of both sources."""
+    rows = FromSources({**row, "source": "a" if place < 10 else "b"} for place, row in enumerate(lm_rows(22, length=7)))
+    one = trainer(folder, rows, model=llama(**HEADS), **RAGGED, parallelism=sizes)
+    one.train()
+    return [{name: log[name] for name in ("loss_a", "loss_b")} for log in one.state.log_history if "loss" in log]
+
+
+def test_divided_tokens_have_the_losses_of_every_source(tmp_path: Path) -> None:
+    alone = by_source(str(tmp_path / "alone"), None)
+    for found in run_distributed(by_source, 2, str(tmp_path / "divided"), {"sequence": 2}):
+        assert [*map(pytest.approx, found)] == alone
 
 
 def shared_rows(folder: str) -> list[str]:
@@ -361,7 +407,7 @@ def test_rows_that_cannot_be_divided_are_refused(tmp_path: Path) -> None:
         assert "token_type_ids" in more and "input_ids, attention_mask, position_ids and labels" in more
 
 
-# ------------------------------------------------------------------------------------ random numbers, samples, resuming
+# ------------------------------------------------------------------------------------ random numbers, samples, the rest
 def draws(folder: str) -> tuple[list[float], list[float], float]:
     """Numbers drawn between divided layers, by a layer after them, and after a training."""
     drawn: dict[str, list[float]] = {"inner": [], "outer": []}
@@ -397,105 +443,6 @@ def test_other_samples_in_a_tensor_group_are_an_error_that_names_both_ranks(tmp_
         assert "ranks 2 and 3" in message
 
 
-RESUMED: dict[str, dict[str, int]] = {
-    "tensor": {"tensor": 2},
-    "shards of tensor": {"shard": 2, "tensor": 2},
-    "replicas of tensor": {"replicate": 2, "tensor": 2},
-    "sequence": {"sequence": 2},
-    "replicas of sequence": {"replicate": 2, "sequence": 2},
-    "experts": {"expert": 2},
-    "shards of experts": {"shard": 2, "expert": 2},
-}
-
-
-def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None) -> dict[str, Any]:
-    """Losses and weights of a training with dropout; with `stop`, one that is stopped there and resumed."""
-    out = {}
-    for name, sizes in layouts.items():
-        given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-        rows, path = lm_rows(22), f"{folder}/{name}"
-        for resume in (False, True) if stop else (False,):
-            made = mixture if "expert" in sizes else llama
-            one = trainer(path, rows, model=made(**HEADS, attention_dropout=0.2), **given)
-            if stop and not resume:
-                one.add_callback(StopAt(stop))
-                with pytest.raises(Preempted):
-                    one.train()
-            else:
-                one.train(resume_from_checkpoint=resume)
-        state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
-        out[name] = losses(one), {key: _local(value) for key, value in state.items()}
-    return out
-
-
-#: Models and layouts in which others save one rank's part, or nothing, or resume with another state.
-MOVED: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
-    "experts": (mixtral, {"shard": 4}),
-    "experts in copies": (mixtral, {"replicate": 2, "shard": 2}),
-    "tied in both": (qwen, {"shard": 2, "tensor": 2}),
-    "tied over all": (qwen, {"tensor": 4}),
-}
-
-
-def saved(folder: str) -> None:
-    for name, (model, sizes) in MOVED.items():
-        one = trainer(f"{folder}/{name}", ROWS, model=model(), **RAGGED, parallelism=sizes, callbacks=[StopAt(2)])
-        with pytest.raises(Preempted):
-            one.train()
-
-
-def test_every_expert_and_tied_weight_is_saved_and_trains_on_as_on_one_process(tmp_path: Path) -> None:
-    run_distributed(saved, 4, str(tmp_path), timeout_s=120)
-    for name, (model, _) in MOVED.items():
-        whole = trainer(tmp_path / "whole" / name, ROWS, model=model(), **RAGGED)
-        whole.train()
-        moved = trainer(tmp_path / name, ROWS, model=model(), **RAGGED)
-        moved.train(resume_from_checkpoint=True)
-        assert losses(moved) == pytest.approx(losses(whole), rel=2e-6), name
-        state = moved.model.state_dict()
-        for key, value in whole.model.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=1e-3, atol=2e-5, msg=f"{name}: {key}")
-
-
-def _local(value: Any) -> torch.Tensor:
-    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-
-
-def test_a_stopped_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -> None:
-    for world in (2, 4):
-        layouts = {name: sizes for name, sizes in RESUMED.items() if math.prod(sizes.values()) == world}
-        through = run_distributed(resumed, world, str(tmp_path / f"through {world}"), layouts, None, timeout_s=120)
-        again = run_distributed(resumed, world, str(tmp_path / f"again {world}"), layouts, 2, timeout_s=120)
-        for one, other in zip(through, again, strict=True):
-            for name in layouts:
-                assert one[name][0] == other[name][0]
-                assert all(torch.equal(value, other[name][1][key]) for key, value in one[name][1].items())
-
-
-def continued(folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None) -> list[float]:
-    """Losses of a mixture with dropout, stopped or from a checkpoint of another layout."""
-    given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-    one = trainer(folder, lm_rows(22), model=mixture(attention_dropout=0.2), **given)
-    if stop:
-        one.add_callback(StopAt(stop))
-        with pytest.raises(Preempted):
-            one.train()
-    else:
-        one.train(resume_from_checkpoint=source)
-    return losses(one)
-
-
-def test_experts_continue_under_another_layout(tmp_path: Path) -> None:
-    expected = continued(str(tmp_path / "through"), None, None, None)
-    continued(str(tmp_path / "alone"), None, None, 2)
-    run_distributed(continued, 2, str(tmp_path / "experts"), {"expert": 2}, None, 2)
-    source = {name: str(tmp_path / name / "checkpoint-2") for name in ("alone", "experts")}
-    alone = continued(str(tmp_path / "experts alone"), None, source["experts"], None)
-    ranks = run_distributed(continued, 2, str(tmp_path / "alone experts"), {"expert": 2}, source["alone"], None)
-    for found in (alone, *ranks):
-        assert found == pytest.approx(expected, rel=2e-6)
-
-
 def frozen(model: Any, *parts: str) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in parts)
@@ -516,6 +463,7 @@ PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
         "frozen experts": (lambda: frozen(mixture(), "experts"), {}, 2e-6),
         "experts alone": (lambda: frozen(mixture(), "self_attn", "norm", "embed", "lm_head"), {}, 2e-6),
     },
+    "dispatch": {"bf16": (mixture, {"bf16": True}, 0.02), "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6)},
 }
 
 
@@ -556,7 +504,7 @@ def refused(folder: str) -> list[str]:
         (llama(), {"parallelism": {"sequence": 4}}),
         (Halves(), {"parallelism": {"sequence": 4}}),
         (bert(), {"parallelism": {"sequence": 4}}),
-        (qwen(use_sliding_window=True, max_window_layers=0), {"parallelism": {"sequence": 4}}),
+        (qwen(layer_types=["full_attention", "chunked_attention"]), {"parallelism": {"sequence": 4}}),
         (llama(), {"parallelism": {"tensor": 4}}),
         (Halves(), {"parallelism": {"tensor": 4}}),
         (llama(**HEADS), {"parallelism": {"tensor": 2}}),

@@ -33,3 +33,15 @@ class Mesh(Grid):
         """Return torch's mesh of some dimensions, those that were named, in their order."""
         wanted = tuple(name for name in self._named if name in names)
         return self.device_mesh if wanted == self._named else self.device_mesh[wanted]
+
+    @functools.cached_property
+    def of_shards(self) -> DeviceMesh:
+        """Torch's mesh of the copies of a parameter and of those that hold its rows. Collective when first read."""
+        if self.sizes["dispatch"] == self.sizes["sequence"] == 1:
+            return self.along("replicate", "shard")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        copies = self.sizes["replicate"]
+        shape, names = (copies, self.size // copies), ("replicate", "shard")
+        first = 0 if copies > 1 else 1
+        return init_device_mesh(self._device_type, shape[first:], mesh_dim_names=names[first:])

@@ -108,6 +108,14 @@ class Strategy:
         """Return the global L2 norm of the gradients, `[]` on the device; scale them to a positive `max_norm`."""
         return total_norm(parameters, max_norm)
 
+    def part_of_targets(self, model: nn.Module) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+        """Return what takes values of the targets that belong to the logits of the last forward; None: of all tokens.
+
+        It is given values of the tokens ``[batch, tokens]`` and what fills those behind the last target, and returns
+        values of the targets ``[batch, part of tokens]``.
+        """
+        return None
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
         return self.comm.sum_tensor(tensor)

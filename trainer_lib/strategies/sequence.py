@@ -4,8 +4,8 @@ Everything in a causal language model but its attention works token by token. Ar
 parts of the tokens with all heads into all tokens with a part of the heads, and another one turns them back. The loss
 and the logits that leave the model are those of whole rows, equal on all ranks of the group.
 
-Gradients: a rank's are those of its tokens, and the sum over the group is wanted. DDP averages over all ranks, so what
-goes back into the model is multiplied by the size of the group.
+Gradients: a rank's are those of its tokens, and the sum over the group is wanted. DDP and FSDP average over all ranks,
+so what goes back into the model is multiplied by the size of the group.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.strategies.base import Strategy
 from trainer_lib.strategies.ddp import DdpStrategy
-from trainer_lib.strategies.tensor.layers import PartStreams
+from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+from trainer_lib.strategies.tensor.layers import PartStreams, exchange
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -38,33 +40,35 @@ _FIELD = "parallelism.sequence"
 _REMEDY = "Use shard with gradient_checkpointing=True, or tensor."
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels")
 _NO_TARGET = -100
-_Change = Callable[[Tensor], Tensor]
 # Of an attention: what needs a mask or another product than that of causal attention over whole rows.
-_OTHER_ATTENTION = ("sliding_window", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "attention_mask")
+_OTHER_ATTENTION = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "attention_mask")
+_ATTENTIONS = {"full_attention", "sliding_attention"}
 # Of a call of the model: what would be of a part of the tokens.
 _OF_PARTS = ("output_hidden_states", "output_attentions", "logits_to_keep")
 
 
-class SequenceStrategy(DdpStrategy):
-    """Every rank of a sequence group computes a part of the tokens; all ranks hold the whole model."""
+class _DividesTokens(Strategy):
+    """Every rank of a sequence group computes a part of the tokens."""
 
     name = "sequence"
-
-    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        """Form the mesh of processes. Raises ConfigError."""
-        super().__init__(device, comm, args)
-        sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
-        self.mesh = Mesh(sizes, comm.rank, device.type)
+    mesh: Mesh
 
     @override
     def check_model(self, model: nn.Module) -> None:
-        refuse_model(model, self.mesh.sizes["sequence"])
+        if "trainflow_tokens" not in model.__dict__:
+            refuse_model(model, self.mesh.sizes["sequence"])
+        super().check_model(model)
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """Divide the tokens in the module's own forward, and wrap it as replicas are."""
-        self._divide(model)
+        """Divide the tokens in the module's own forward, and wrap or shard it."""
+        self._divide(self.unwrap(model))
         return super().setup_model(model)
+
+    @override
+    def part_of_targets(self, model: nn.Module) -> Callable[[Tensor, int], Tensor] | None:
+        tokens: DividedTokens = self.unwrap(model).__dict__["trainflow_tokens"]
+        return tokens.part_of_targets if tokens.returned_part else None
 
     def _divide(self, model: nn.Module) -> None:
         if "trainflow_tokens" not in model.__dict__:  # an earlier Trainer may have divided them already
@@ -87,7 +91,22 @@ class SequenceStrategy(DdpStrategy):
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"strategy": self.name, "layout": {name: size for name, size in self.mesh.sizes.items() if size > 1}}
+        sizes = {name: size for name, size in self.mesh.sizes.items() if size > 1}
+        return {**super().describe(), "strategy": self.name, "layout": sizes}
+
+
+class SequenceStrategy(_DividesTokens, DdpStrategy):
+    """All ranks hold the whole model."""
+
+    def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
+        """Form the mesh of processes. Raises ConfigError."""
+        super().__init__(device, comm, args)
+        sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
+        self.mesh = Mesh(sizes, comm.rank, device.type)
+
+
+class ShardedSequenceStrategy(_DividesTokens, FsdpStrategy):
+    """All ranks of all sequence groups hold rows of every parameter."""
 
 
 def refuse_model(model: nn.Module, size: int) -> None:
@@ -99,8 +118,8 @@ def refuse_model(model: nn.Module, size: int) -> None:
         message = "{} computes an attention that cannot be replaced through transformers' attention interface."
     elif getattr(model, "loss_type", None) != "ForCausalLM" or getattr(config, "is_encoder_decoder", False):
         message = "{} is not a causal language model, which alone works token by token outside of its attention."
-    elif not getattr(config, "is_causal", True) or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        message = "{} has layers with another attention than the causal one over all tokens."
+    elif not getattr(config, "is_causal", True) or set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS:
+        message = "{} has layers with another attention than the causal one, over all tokens or a window."
     elif getattr(config, "output_router_logits", False):
         message = "{} adds a loss of its routers, which counts whole rows."
     else:
@@ -122,6 +141,9 @@ class DividedTokens:
 
     Rows whose length the group does not divide are padded on the right. A call with a cache, as `generate` makes them,
     computes whole rows on its process, without the others.
+
+    Attributes:
+        returned_part: whether the logits of the last call are those of this process's tokens.
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:
@@ -136,6 +158,7 @@ class DividedTokens:
         self._whole = self._model.config._attn_implementation
         self._model.config._attn_implementation = ATTENTION
         self._attended = 0
+        self.returned_part = False
         for module in model.modules():
             module.__dict__["trainflow_group"] = self
         model.forward = functools.wraps(self._forward)(self)
@@ -165,27 +188,30 @@ class DividedTokens:
         finally:
             self._streams.leave()
         self._check_attention()
+        self.returned_part = labels is not None and self._model.training
         if labels is None:
             return self._with(outputs, logits=self._join(outputs.logits, length))
-        targets = pad(labels, (0, 1), value=_NO_TARGET)[:, 1:].to(ids.device)
-        items = (targets != _NO_TARGET).sum() if items is None else items
-        own = self._part(targets, step, _NO_TARGET)
+        items = (labels[:, 1:] != _NO_TARGET).sum().to(ids.device) if items is None else items
         share = self._model.loss_function(
             logits=outputs.logits,
             labels=None,
             vocab_size=self._model.config.get_text_config().vocab_size,
             num_items_in_batch=items,
-            shift_labels=own,
+            shift_labels=self.part_of_targets(labels.to(ids.device), _NO_TARGET),
         )
-        logits = outputs.logits if self._model.training else self._join(outputs.logits, length)
-        return self._with(outputs, loss=_exchange(share, self._sum, self._scale_gradient), logits=logits)
+        logits = outputs.logits if self.returned_part else self._join(outputs.logits, length)
+        return self._with(outputs, loss=exchange(share, self._sum, self._scale_gradient), logits=logits)
 
     def _with(self, outputs: Any, **values: Any) -> Any:
         return type(outputs)(**{**outputs, **values})
 
     def _join(self, logits: Tensor, length: int) -> Tensor:
         """``[batch, part of tokens, classes]`` to ``[batch, tokens, classes]``, without those that filled the rows."""
-        return _exchange(logits, self._gather, self._part_of_gradient).narrow(1, 0, length)
+        return exchange(logits, self._gather, self._part_of_gradient).narrow(1, 0, length)
+
+    def part_of_targets(self, values: Tensor, filling: int) -> Tensor:
+        """Of values ``[batch, tokens]``, those of the tokens that follow this process's: ``[batch, step]``."""
+        return self._part(pad(values, (0, 1), value=filling)[:, 1:], -(-values.shape[1] // self._size), filling)
 
     def _part(self, whole: Tensor, step: int, filling: int) -> Tensor:
         """This process's ``[batch, step]`` of ``[batch, tokens]``."""
@@ -249,17 +275,29 @@ class DividedTokens:
 
     # -- the attention ------------------------------------------------------------------------------------------------
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
-        """Causal attention, ``[batch, heads, part of tokens, width]`` to ``[batch, part of tokens, heads, width]``."""
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
+    ) -> Tensor:
+        """Causal attention, ``[batch, heads, part of tokens, width]`` to ``[batch, part of tokens, heads, width]``.
+
+        With a window, a token attends to so many tokens: to itself, and to those before it.
+        """
         self._attended += 1
         heads, shared = query.shape[1], key.shape[1]
         if shared % self._size:  # whole groups of heads do not fit: every head gets its own keys and values
             key, value = (part.repeat_interleave(heads // shared, dim=1) for part in (key, value))
-        query, key, value = (_exchange(part, self._to_heads, self._to_tokens) for part in (query, key, value))
+        query, key, value = (exchange(part, self._to_heads, self._to_tokens) for part in (query, key, value))
         if key.shape[1] != query.shape[1]:
             key, value = (part.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value))
-        output = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scaling)
-        return _exchange(output, self._to_tokens, self._to_heads).transpose(1, 2).contiguous()
+        mask, length = None, query.shape[2]
+        if window is not None and window < length:
+            places = torch.arange(length, device=query.device)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < window)
+        output = scaled_dot_product_attention(
+            query, key, value, mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
+        return exchange(output, self._to_tokens, self._to_heads).transpose(1, 2).contiguous()
 
     def _to_heads(self, part: Tensor) -> Tensor:
         """``[batch, heads, part of tokens, width]`` to ``[batch, part of heads, tokens, width]``. Collective."""
@@ -308,6 +346,7 @@ def _attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention as transformers calls it, on ``[batch, heads, part of tokens, width]``. Raises ConfigError."""
@@ -316,25 +355,9 @@ def _attend(
     tokens: DividedTokens | None = module.__dict__.get("trainflow_group")
     if other or tokens is None or not getattr(module, "is_causal", True):
         raise ConfigError(
-            "Only plain causal attention is computed over divided tokens.",
+            "Only causal attention, with or without a window, is computed over divided tokens.",
             field=_FIELD,
             value=", ".join(other) or type(module).__name__,
             remedy=_REMEDY,
         )
-    return tokens.attend(query, key, value, dropout, scaling), None
-
-
-def _exchange(tensor: Tensor, exchange: _Change, exchange_gradient: _Change) -> Tensor:
-    """Exchange a tensor ``[...]`` with the group, and its gradient on the way back."""
-    return _Exchange.apply(tensor, exchange, exchange_gradient)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: _Change, exchange_gradient: _Change) -> Tensor:
-        ctx.exchange_gradient = exchange_gradient
-        return exchange(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange_gradient(gradients[0]), None, None
+    return tokens.attend(query, key, value, dropout, scaling, sliding_window), None

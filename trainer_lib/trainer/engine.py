@@ -211,14 +211,15 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
 
         return DeepSpeedStrategy(device, comm, args)
     layout = read_layout(args)
-    if layout is not None and layout.parts > 1:
+    if layout is not None and (layout.parts > 1 or layout.dispatch > 1):
         from trainer_lib.strategies.tensor.tensor_strategy import TensorStrategy
 
         return TensorStrategy(device, comm, args)
     if layout is not None and layout.sequence > 1:
-        from trainer_lib.strategies.sequence import SequenceStrategy
+        from trainer_lib.strategies.sequence import SequenceStrategy, ShardedSequenceStrategy
 
-        return SequenceStrategy(device, comm, args)
+        kind = SequenceStrategy if layout.shard == 1 else ShardedSequenceStrategy
+        return kind(device, comm, args)
     if args.fsdp or (layout is not None and layout.shard > 1):
         from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 

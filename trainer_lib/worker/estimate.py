@@ -115,7 +115,7 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
 def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """The parameters in layers that the layout divides. Raises ConfigError where they cannot be divided."""
     layout = read_layout(args)
-    if layout is None or layout.parts == 1:
+    if layout is None or layout.parts == 1:  # experts that are sent tokens are held as shards are
         return 0
     if layout.expert > 1:
         from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts

@@ -35,6 +35,7 @@ from trainer_lib.worker.process.assembly import arguments
         ({"replicate": 4, "shard": 1}, [0, 1, 2, 3], "replicate=3"),
         ({"replicate": 2, "shard": 2, "tensor": 2}, [0, 0, 1, 1, 2, 2, 3, 3], "tensor=1, shard=1, replicate=1"),
         ({"shard": 2, "expert": 2}, [0, 0, 1, 1], "expert=1, shard=1"),
+        ({"shard": 2, "dispatch": 2}, [0, 1, 2, 3], "dispatch=1, shard=1"),
         ({"shard": 2, "sequence": 3}, [0, 0, 0, 1, 1, 1], "sequence=2, shard=1"),
         ({}, [0], ""),
     ],
@@ -60,18 +61,17 @@ LAID_OUT: list[tuple[dict[str, Any], dict[str, int], str | None]] = [
     ({"parallelism_config": ParallelismConfig(sp_size=8)}, {"sequence": 8}, None),
     ({"parallelism": {"replicate": 4, "sequence": 2}}, {"replicate": 4, "shard": 1, "sequence": 2}, None),
     ({"parallelism": {"expert": 8}}, {"expert": 8}, "no_shard"),
-    ({"parallelism_config": {"fsdp_size": 2, "ep_size": 4}}, {"shard": 2, "expert": 4}, "full_shard"),
+    ({"parallelism": {"shard": 2, "expert": 4}}, {"shard": 2, "expert": 4}, "full_shard"),
+    ({"parallelism_config": {"fsdp_size": 8, "ep_size": 4}}, {"shard": 2, "dispatch": 4}, "full_shard"),
+    ({"parallelism": {"replicate": 2, "dispatch": 4}}, {"replicate": 2, "shard": 1, "dispatch": 4}, "hybrid_shard"),
+    ({"parallelism_config": {"sp_size": 2, "fsdp_size": 4}}, {"shard": 4, "sequence": 2}, "full_shard"),
     ({"parallelism": {"shard": 8}, "fsdp": "shard_grad_op offload"}, {"shard": 8}, "shard_grad_op"),
     (
         {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)},
         {"replicate": 2, "shard": 2, "tensor": 2},
         "hybrid_shard",
     ),
-    (
-        {"parallelism_config": {"fsdp_size": 4, "tp_size": 2}},
-        {"shard": 4, "tensor": 2},
-        "full_shard",
-    ),
+    ({"parallelism_config": {"fsdp_size": 4, "tp_size": 2}}, {"shard": 4, "tensor": 2}, "full_shard"),
 ]
 
 
@@ -102,8 +102,11 @@ def test_a_stage_with_other_processes_than_the_layout_has_the_model_whole(tmp_pa
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallelism": {"tensr": 2}}, 'parallelism.tensr: No dimension has this name. Did you mean "tensor"'),
     ({"parallelism": {"shard": 0}}, "parallelism.shard = 0: A dimension has at least one process"),
-    ({"parallelism": {"sequence": 2, "tensor": 2}}, "parallelism.sequence = 2: .*with tensor. Give replicate"),
-    ({"parallelism_config": {"sp_size": 2, "fsdp_size": 2}}, "parallelism_config.sequence = 2: .*with shard"),
+    ({"parallelism": {"sequence": 2, "tensor": 2}}, "parallelism.sequence = 2: .*with tensor. Give shard"),
+    ({"parallelism": {"sequence": 2, "dispatch": 2}}, "parallelism.sequence = 2: .*with dispatch"),
+    ({"parallelism": {"expert": 2, "dispatch": 2}}, "parallelism.dispatch = 2: .*Remove expert"),
+    ({"parallelism_config": {"fsdp_size": 2, "ep_size": 4}}, "ep_size = 4: .*cannot be grouped .*Give a divisor"),
+    ({"parallelism": {"dispatch": 2}, "fp16": True}, "fp16 = True: .*together with dispatch"),
     ({"parallelism": {"sequence": 8}, "torch_compile": True}, "torch_compile = True: .*with sequence"),
     ({"parallelism": {"sequence": 8}, "fp8": True, "bf16": True}, "fp8 = tensorwise: .*with sequence"),
     ({"parallelism": {"sequence": 8}, "fsdp": "no_shard"}, "fsdp = no_shard: .*with sequence"),
@@ -113,18 +116,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallelism": {"expert": 2}, "fp8": True, "bf16": True}, "fp8 = tensorwise: .*with expert"),
     ({"parallelism": {"expert": 2}, "fp16": True}, "fp16 = True: .*together with expert: .*Use bf16=True"),
     ({"parallelism": {"expert": 2}}, "expert: 2: Its product is 2, .* give shard 4"),
-    (
-        {"parallelism_config": ParallelismConfig(cp_size=2)},
-        "cp_size = 2: There is no ring attention",
-    ),
+    ({"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size = 2: There is no ring attention"),
     ({"parallelism_config": {"pp_size": 2}}, "parallelism_config.pp_size = 2: .*Use tensor inside of a machine"),
     ({"parallelism_config": {"fsdp_cpu_offload": True}}, "fsdp_cpu_offload = True: .*full_shard offload"),
     ({"parallelism_config": 5}, "parallelism_config = 5: This is neither a mapping nor"),
     ({"parallelism": {"tensor": 2}, "parallelism_config": {"tp_size": 4}}, "This contradicts parallelism_config"),
-    (
-        {"parallelism": {"tensor": 2, "plan": {"up": "colwis"}}},
-        'plan.up = colwis: .*Did you mean "colwise"',
-    ),
+    ({"parallelism": {"tensor": 2, "plan": {"up": "colwis"}}}, 'plan.up = colwis: .*Did you mean "colwise"'),
     ({"parallelism": {"tensor": 2, "plan": "all"}}, "parallelism.plan = all: This is not a plan"),
     ({"parallelism": {"tensor": 2}, "fp16": True}, "fp16 = True: .*Use bf16=True"),
     ({"parallelism": {"tensor": 2}, "torch_compile": True}, "torch_compile = True: .*Remove it"),
@@ -168,11 +165,7 @@ WRONG_PLANS: list[tuple[dict[str, str], dict[str, str] | None, str]] = [
     ({}, None, "parallelism.plan = none: The model Planned does not say how .*Give patterns"),
     ({"layers.*": "moe_tp_experts"}, None, "parallelism.plan = moe_tp_experts: .*Use shard"),
     ({}, {"layer.*.0": "colwise"}, "matches no module of the model. Its modules are layers"),
-    (
-        {},
-        {"table": "colwise"},
-        "plan.table = colwise for a Embedding: This style divides layers of the class Linear",
-    ),
+    ({}, {"table": "colwise"}, "plan.table = colwise for a Embedding: This style divides layers of the class Linear"),
     ({}, {"layers.*.1": "colwise"}, "parallelism.tensor = 3: The 4 features of layers.0.1 cannot be divided"),
 ]
 

@@ -5,15 +5,16 @@
     parallelism   accelerate's ParallelismConfig   transformers' DistributedConfig   processes that …
     replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
     shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
-    expert        -                                ep_size                           compute some experts of a mixture
+    dispatch      -                                ep_size, a part of fsdp_size      hold experts, and are sent tokens
+    expert        -                                ep_size alone                     compute some experts of a mixture
     sequence      sp_size                          -                                 compute a part of all rows
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
 Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
-`replicate` x `shard` processes; those of one tensor, expert or sequence group see the same ones, whose number is the
-data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own counts. Nothing
-here imports torch.
+`replicate` x `shard` x `dispatch` processes; those of one tensor, expert or sequence group see the same ones, whose
+number is the data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own
+counts. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
-DIMENSIONS = ("replicate", "shard", "expert", "sequence", "tensor")
+DIMENSIONS = ("replicate", "shard", "dispatch", "expert", "sequence", "tensor")
 "Names of the dimensions, the outermost first."
-DATA = ("replicate", "shard")
+DATA = ("replicate", "shard", "dispatch")
 "The dimensions along which processes train on different samples."
 
 
@@ -90,7 +91,7 @@ STYLES: Mapping[str, str] = {
 }
 _OLD_STYLES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _NAMES = {
-    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "expert", "plan")},
+    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "expert", "dispatch", "plan")},
     "dp_replicate_size": "replicate",
     "dp_shard_size": "shard",
     "fsdp_size": "shard",
@@ -130,6 +131,12 @@ _WITH_SEQUENCE = {
     "use_liger_kernel": ("Its loss needs whole rows.", "Remove it."),
     "predict_with_generate": ("Processes would generate whole rows, each the same.", "Generate after the training."),
 }
+_UNSERVED_WITH = {
+    "sequence": _WITH_SEQUENCE,
+    "dispatch": _WITH_EXPERT,
+    "expert": _WITH_EXPERT,
+    "tensor": _WITH_TENSOR,
+}
 
 
 class PeerSizes(dict[str, Any]):
@@ -163,6 +170,7 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    dispatch: int = 1
     expert: int = 1
     sequence: int = 1
     tensor: int = 1
@@ -172,7 +180,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """The number of processes that train on different samples."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.dispatch
 
     @property
     def processes(self) -> int:
@@ -184,11 +192,18 @@ class Layout:
         """The number of processes that compute parts of the same layers, for the same samples."""
         return self.expert * self.tensor
 
+    @property
+    def shards(self) -> int:
+        """The number of processes that hold different rows of a parameter."""
+        return self.shard * self.dispatch * (self.sequence if self.shard > 1 else 1)
+
     def sizes(self) -> dict[str, int]:
         """Return the dimensions of a mesh; a copy that is divided by no one is a shard of one process."""
         sizes = {"replicate": self.replicate} if self.replicate > 1 else {}
-        if self.shard > 1 or self.replicate > 1:
+        if self.shard > 1 or self.replicate > 1 or self.dispatch > 1:
             sizes["shard"] = self.shard
+        if self.dispatch > 1:
+            sizes["dispatch"] = self.dispatch
         if self.expert > 1:
             sizes["expert"] = self.expert
         if self.sequence > 1:
@@ -221,13 +236,28 @@ def _read(field: str, given: Mapping[str, Any]) -> Layout:
         if key in _ELSEWHERE:
             raise ConfigError("The setting is not read here.", field=path, value=str(value), remedy=_ELSEWHERE[key])
         if name is None:
-            known = [*list(_NAMES)[:4], "plan"] if field == FIELD else list(_NAMES)[6:]
+            known = [*DIMENSIONS, "plan"] if field == FIELD else [name for name in _NAMES if name not in DIMENSIONS]
             raise ConfigError("No dimension has this name.", field=path, remedy=suggestion(str(key), known))
         values[name] = _read_plan(path, value) if name == "plan" else _read_size(path, value)
         if name in _UNSERVED and values[name] > 1:
             message, remedy = _UNSERVED[name]
             raise ConfigError(message, field=path, value=value, remedy=remedy)
+    if "ep_size" in given and values.get("shard", 1) > 1:
+        _overlay_experts(values, field)
     return Layout(**{name: value for name, value in values.items() if name not in _UNSERVED}, field=field)
+
+
+def _overlay_experts(values: dict[str, Any], field: str) -> None:
+    """Read `ep_size` as transformers does: the experts are divided over a part of the processes of `fsdp_size`."""
+    shard, experts = values["shard"], values.pop("expert")
+    if shard % experts:
+        raise ConfigError(
+            f"The {shard} processes of fsdp_size cannot be grouped by {experts}.",
+            field=f"{field}.ep_size",
+            value=experts,
+            remedy=f"Give a divisor, or parallelism: {{shard: {shard}, expert: {experts}}} for groups with one batch.",
+        )
+    values["shard"], values["dispatch"] = shard // experts, experts
 
 
 def _read_size(field: str, value: Any) -> int:
@@ -263,35 +293,37 @@ def check_layout(args: ArgumentGroups) -> None:
             value=str(layout.sizes()),
             remedy="Keep one.",
         )
-    if args.fsdp and layout.shard == 1 and str(args.fsdp).split()[0] != "no_shard":
+    if args.fsdp and layout.shards == 1 and str(args.fsdp).split()[0] != "no_shard":
         raise ConfigError(
             f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
         )
-    if layout.expert > 1 and layout.tensor > 1:
+    divided = [name for name in ("dispatch", "expert", "tensor") if getattr(layout, name) > 1]
+    if len(divided) > 1:
         raise ConfigError(
-            "Experts are divided where all other layers are whole.",
-            field=f"{layout.field}.{'expert' if layout.field == FIELD else 'ep_size'}",
-            value=layout.expert,
-            remedy="Remove tensor, or give shard instead of it.",
+            "Experts are divided once, where all other layers are whole.",
+            field=f"{layout.field}.{divided[0] if layout.field == FIELD else 'ep_size'}",
+            value=getattr(layout, divided[0]),
+            remedy=f"Remove {divided[1]}, or give shard instead of it.",
         )
-    if layout.shard > 1 or layout.parts > 1:
+    if layout.shards > 1 or layout.parts > 1:
         refuse_unshardable(args, layout.field)
-    for size, unserved in (("sequence", _WITH_SEQUENCE), ("expert", _WITH_EXPERT), ("tensor", _WITH_TENSOR)):
+    for size, unserved in _UNSERVED_WITH.items():
         if getattr(layout, size) > 1:
             _refuse_with(size, layout, unserved, args)
 
 
 def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
-    for other in ("shard", "expert", "tensor") if size == "sequence" else ():
+    for other in ("dispatch", "expert", "tensor") if size == "sequence" else ():
         if getattr(layout, other) > 1:
             raise ConfigError(
                 f"This is not supported together with {other}.",
                 field=f"{layout.field}.{size}",
                 value=layout.sequence,
-                remedy="Give replicate and sequence, or shard and tensor.",
+                remedy="Give shard and sequence, or shard and tensor.",
             )
     for name, (why, remedy) in unserved.items():
-        if value := getattr(args, name, None):
+        value = getattr(args, name, None)
+        if value and not (name == "fsdp" and layout.shards > 1):
             raise ConfigError(
                 f"This is not supported together with {size}: {why}", field=name, value=value, remedy=remedy
             )
@@ -300,16 +332,16 @@ def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, st
 def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
     """Return the settings of sharding: those of `fsdp`, with the mode that the sizes ask for; None without either."""
     layout, settings = read_layout(args), read_settings(args)
-    if layout is None or (layout.shard == layout.parts == 1 and settings is None):
+    if layout is None or (layout.shards == layout.parts == 1 and settings is None):
         return settings
     kept = settings is not None and not settings.reshards
-    mode = "no_shard" if layout.shard == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"
+    mode = "no_shard" if layout.shards == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"
     if kept:
         mode = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}.get(mode, mode)
     if settings is None:
         formats = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if args.bf16 else {}
         settings = FsdpSettings(wrap="known", **formats)  # type: ignore[arg-type]
-    return replace(settings, mode=mode, hybrid_group=layout.shard if "hybrid" in mode else None)
+    return replace(settings, mode=mode, hybrid_group=layout.shards if "hybrid" in mode else None)
 
 
 def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) -> dict[str, int]:

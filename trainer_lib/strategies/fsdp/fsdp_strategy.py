@@ -194,9 +194,9 @@ class FsdpStrategy(Strategy):
             _form_world_of_one(device)
         sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
         self.mesh = Mesh(sizes, comm.rank, device.type)
-        if "hybrid" in settings.mode and self.mesh.sizes["shard"] == comm.world_size:
+        if "hybrid" in settings.mode and self.mesh.sizes["replicate"] == 1:
             _log.warning("FSDP %s has a single group of processes, so it is full_shard without copies.", settings.mode)
-        self._mesh = self.mesh.along("replicate", "shard") if "shard" in sizes else None
+        self._mesh = self.mesh.of_shards if "shard" in sizes else None
         self._names: dict[int, str] = {}
         self._counted: dict[int, bool] = {}  # by parameter: whether this rank holds the first of equal copies
 
@@ -248,6 +248,10 @@ class FsdpStrategy(Strategy):
     def _divide_layers(self, model: nn.Module) -> None:
         """Divide what each process computes, before the shards."""
 
+    def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that other dimensions have divided: their parameters are rows over `shard` alone."""
+        return []
+
     def _shard(self, model: nn.Module) -> None:
         # A warning about each output that is a view; neither the Trainer nor a loss changes outputs in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -287,6 +291,9 @@ class FsdpStrategy(Strategy):
             "ignored_params": ignored,
         }
         # Inner units first: what they take no longer belongs to the unit around them.
+        for unit in self._units_of_shards(model):
+            apart = {**options, "mesh": self.mesh.along("replicate", "shard")}
+            fully_shard(unit, reshard_after_forward=settings.reshards, **apart)
         for unit in find_units(model, settings):
             if settings.activation_checkpointing:
                 wrap_forward(unit, Recomputation())
@@ -324,7 +331,7 @@ class FsdpStrategy(Strategy):
 
     def _assert_sharded(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
         """Raise InfrastructureError unless this process holds the part of each parameter that the mode promises."""
-        shards = self.mesh.sizes["shard"]
+        shards = 1 if self._mesh is None else self._mesh.shape[-1]
         for name, parameter in model.named_parameters():
             if parameter in ignored or not parameter.ndim:
                 continue

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trainer_lib.arguments.configs.parallelism_config import STYLES
 from trainer_lib.errors import ConfigError
 
+Change = Callable[[Tensor], Tensor]
+"A change of a tensor, such as an exchange with other processes."
 _FIELD = "parallelism.plan"
 _BY_COLUMNS = ("rowwise", "rowwise_split_input", "embedding_colwise")
 _SUMS = ("rowwise", "rowwise_split_input", "embedding_rowwise")
@@ -232,6 +234,22 @@ def sum_outputs(part: Tensor, group: Group) -> Tensor:
 def sum_gradients(whole: Tensor, group: Group) -> Tensor:
     """Return a tensor ``[...]`` as it is; its gradient is summed over all processes. Collective in the backward."""
     return _SummedGradient.apply(whole, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def exchange(tensor: Tensor, change: Change, change_gradient: Change) -> Tensor:
+    """Return a tensor ``[...]`` changed, and change its gradient on the way back, as they are exchanged in a group."""
+    return _Exchange.apply(tensor, change, change_gradient)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, change: Change, change_gradient: Change) -> Tensor:
+        ctx.change_gradient = change_gradient
+        return change(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.change_gradient(gradients[0]), None, None
 
 
 class _Gather(torch.autograd.Function):

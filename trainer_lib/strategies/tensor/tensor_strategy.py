@@ -20,7 +20,7 @@ from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
-from trainer_lib.strategies.tensor.experts import divide_experts, plan_experts
+from trainer_lib.strategies.tensor.experts import dispatched_experts, divide_experts, plan_experts
 from trainer_lib.strategies.tensor.layers import divide_layers, plan_layers
 
 if TYPE_CHECKING:
@@ -39,13 +39,14 @@ class TensorStrategy(FsdpStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         layout = read_layout(args)
         self._plan = None if layout is None else layout.plan
+        self._experts = "dispatch" if self.mesh.sizes["dispatch"] > 1 else "expert"
         self._by_mesh: GroupsByMesh | None = None
 
     @override
     def check_model(self, model: nn.Module) -> None:
         if not self.is_divided(model):
-            if self.mesh.sizes["expert"] > 1:
-                plan_experts(model, self.mesh.sizes["expert"])
+            if self.mesh.sizes[self._experts] > 1:
+                plan_experts(model, self.mesh.sizes[self._experts])
             else:
                 plan_layers(model, self._plan, self.mesh.sizes["tensor"])
             super().check_model(model)
@@ -57,11 +58,16 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
-        if self.mesh.sizes["expert"] > 1:
-            divide_experts(model, plan_experts(model, self.mesh.sizes["expert"]), self.mesh.along("expert"))
+        if (parts := self.mesh.sizes[self._experts]) > 1:
+            names = plan_experts(model, parts)
+            divide_experts(model, names, self.mesh.along(self._experts), sends=self._experts == "dispatch")
             return
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
         divide_layers(model, styles, self.mesh.along("tensor"))
+
+    @override
+    def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:
+        return dispatched_experts(model) if self._experts == "dispatch" else []
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

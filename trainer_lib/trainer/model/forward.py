@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+_NO_TARGET = -100
 _STEPS = frozenset({"current_gradient_accumulation_steps", "gradient_accumulation_steps"})
 _RANKS = frozenset({"num_processes", "world_size"})
 
@@ -233,7 +234,11 @@ class Forward:
         run, sources, self.sources = self._internals.run, self.sources, None
         if sources is not None and run is not None and run.history.sources is not None:
             labels = self._labels(inputs) if labels is None else labels
-            run.history.sources.add(outputs, labels, sources, shifts=self._internals.facts.forward.shifts_labels)
+            shifts = self._internals.facts.forward.shifts_labels
+            part = self._internals.engine.strategy.part_of_targets(self._trainer.model_wrapped)
+            if part is not None:
+                labels, sources, shifts = part(labels, _NO_TARGET), part(sources, 0), False
+            run.history.sources.add(outputs, labels, sources, shifts=shifts)
 
     def _call_with_items(self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int) -> Any:
         """The outputs of a model that may divide its loss by the count; notes in `scale` if it did."""

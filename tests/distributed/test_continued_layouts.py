@@ -1,0 +1,140 @@
+"""A training in a layout is stopped, and continues in the same one to the bit, and in others to rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.test_layouts import HEADS, MODELS, RAGGED, ROWS, mixtral, mixture, qwen
+from tests.support.distributed import loaded, run_distributed
+from tests.support.tiny_models import llama, lm_rows
+from tests.support.training import StopAt, losses, trainer
+from trainer_lib.errors import Preempted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded(*(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "qwen3", "mixtral"))):
+        yield
+
+
+RESUMED: dict[str, dict[str, int]] = {
+    "tensor": {"tensor": 2},
+    "shards of tensor": {"shard": 2, "tensor": 2},
+    "replicas of tensor": {"replicate": 2, "tensor": 2},
+    "sequence": {"sequence": 2},
+    "replicas of sequence": {"replicate": 2, "sequence": 2},
+    "shards of sequence": {"shard": 2, "sequence": 2},
+    "sent": {"dispatch": 2},
+    "sent in shards": {"shard": 2, "dispatch": 2},
+    "experts": {"expert": 2},
+    "shards of experts": {"shard": 2, "expert": 2},
+}
+
+
+def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None) -> dict[str, Any]:
+    """Losses and weights of a training with dropout; with `stop`, one that is stopped there and resumed."""
+    out = {}
+    for name, sizes in layouts.items():
+        given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+        rows, path = lm_rows(22), f"{folder}/{name}"
+        for resume in (False, True) if stop else (False,):
+            made = mixture if {"expert", "dispatch"} & set(sizes) else llama
+            one = trainer(path, rows, model=made(**HEADS, attention_dropout=0.2), **given)
+            if stop and not resume:
+                one.add_callback(StopAt(stop))
+                with pytest.raises(Preempted):
+                    one.train()
+            else:
+                one.train(resume_from_checkpoint=resume)
+        state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
+        out[name] = losses(one), {key: _local(value) for key, value in state.items()}
+    return out
+
+
+#: Models and layouts in which others save one rank's part, or nothing, or resume with another state.
+MOVED: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
+    "experts": (mixtral, {"shard": 4}),
+    "experts in copies": (mixtral, {"replicate": 2, "shard": 2}),
+    "tied in both": (qwen, {"shard": 2, "tensor": 2}),
+    "tied over all": (qwen, {"tensor": 4}),
+}
+
+
+def saved(folder: str) -> None:
+    for name, (model, sizes) in MOVED.items():
+        one = trainer(f"{folder}/{name}", ROWS, model=model(), **RAGGED, parallelism=sizes, callbacks=[StopAt(2)])
+        with pytest.raises(Preempted):
+            one.train()
+
+
+def test_every_expert_and_tied_weight_is_saved_and_trains_on_as_on_one_process(tmp_path: Path) -> None:
+    run_distributed(saved, 4, str(tmp_path), timeout_s=120)
+    for name, (model, _) in MOVED.items():
+        whole = trainer(tmp_path / "whole" / name, ROWS, model=model(), **RAGGED)
+        whole.train()
+        moved = trainer(tmp_path / name, ROWS, model=model(), **RAGGED)
+        moved.train(resume_from_checkpoint=True)
+        assert losses(moved) == pytest.approx(losses(whole), rel=2e-6), name
+        state = moved.model.state_dict()
+        for key, value in whole.model.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-3, atol=2e-5, msg=f"{name}: {key}")
+
+
+def _local(value: Any) -> torch.Tensor:
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def test_a_stopped_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -> None:
+    for world in (2, 4):
+        layouts = {name: sizes for name, sizes in RESUMED.items() if math.prod(sizes.values()) == world}
+        through = run_distributed(resumed, world, str(tmp_path / f"through {world}"), layouts, None, timeout_s=120)
+        again = run_distributed(resumed, world, str(tmp_path / f"again {world}"), layouts, 2, timeout_s=120)
+        for one, other in zip(through, again, strict=True):
+            for name in layouts:
+                assert one[name][0] == other[name][0]
+                assert all(torch.equal(value, other[name][1][key]) for key, value in one[name][1].items())
+
+
+def continued(
+    folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None, model: str = "dropping"
+) -> list[float]:
+    """Losses of a training, stopped or from a checkpoint of another layout."""
+    given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+    one = trainer(folder, lm_rows(22), model=MODELS[model](), **given)
+    if stop:
+        one.add_callback(StopAt(stop))
+        with pytest.raises(Preempted):
+            one.train()
+    else:
+        one.train(resume_from_checkpoint=source)
+    return losses(one)
+
+
+#: A model, the layout that it is stopped in, and others. Only where samples are shared dropout is that of one process.
+CONTINUED: dict[str, tuple[str, dict[str, int], list[dict[str, int]]]] = {
+    "experts": ("dropping", {"expert": 2}, []),
+    "sent": ("mixtral", {"dispatch": 2}, [{"expert": 2}]),
+    "sequence": ("llama", {"sequence": 2}, [{"shard": 2}]),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_training_continues_under_another_layout(tmp_path: Path, name: str) -> None:
+    model, sizes, others = CONTINUED[name]
+    expected = continued(str(tmp_path / "through"), None, None, None, model)
+    continued(str(tmp_path / "alone"), None, None, 2, model)
+    run_distributed(continued, 2, str(tmp_path / "divided"), sizes, None, 2, model)
+    source = {name: str(tmp_path / name / "checkpoint-2") for name in ("alone", "divided")}
+    found = [continued(str(tmp_path / "divided alone"), None, source["divided"], None, model)]
+    found += run_distributed(continued, 2, str(tmp_path / "alone divided"), sizes, source["alone"], None, model)
+    for other in others:
+        found += run_distributed(continued, 2, str(tmp_path / str(other)), other, source["divided"], None, model)
+    for each in found:
+        assert each == pytest.approx(expected, rel=2e-6)
