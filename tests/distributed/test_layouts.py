@@ -316,6 +316,10 @@ def test_divided_experts_train_as_on_one_process(tmp_path: Path, world: int) -> 
         for results in ranks:
             close(results[name], alone[given["model"]])
     if world == 2:
+        at_once = trained(str(tmp_path / "at once"), model="mixtral", per_device_train_batch_size=8)
+        assert alone["mixtral"]["losses"] == pytest.approx(
+            at_once["losses"], rel=0.01
+        )  # the routers' part is once there
         names = [f"model.layers.{n}.mlp.experts.{part}" for n in range(2) for part in ("down_proj", "gate_up_proj")]
         assert ranks[0]["experts"]["divided"] == names
         whole = sum(alone["mixtral"]["state"][name].nbytes for name in names)

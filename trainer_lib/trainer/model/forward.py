@@ -228,7 +228,20 @@ class Forward:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
             return smoother(outputs, labels, shift_labels=forward.shifts_labels), outputs
-        return loss_of(outputs, inputs), outputs
+        loss = loss_of(outputs, inputs)
+        if self.scale is LossScale.SHARE and isinstance(outputs, MAPPINGS) and outputs.get("aux_loss") is not None:
+            loss = self._weigh_routers(loss, outputs["aux_loss"])
+        return loss, outputs
+
+    def _weigh_routers(self, loss: torch.Tensor, routers: torch.Tensor) -> torch.Tensor:
+        """A mixture's share ``[]`` of the step's loss, with a share of `routers` ``[]``, the mean over its batch."""
+        run, config = self._internals.run, getattr(self._trainer.model, "config", None)
+        factor = getattr(getattr(config, "text_config", config), "router_aux_loss_coef", 0.0)
+        weights = None if run is None else run.weights
+        if not factor or weights is None or not weights.num_items or weights.micro_step >= len(weights.items):
+            return loss
+        share = weights.items[weights.micro_step] / float(weights.num_items)
+        return loss + (share - 1) * factor * routers
 
     def _note_sources(self, outputs: Any, inputs: Any, labels: Any) -> None:
         run, sources, self.sources = self._internals.run, self.sources, None
