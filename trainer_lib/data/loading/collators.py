@@ -171,19 +171,11 @@ class DataCollatorWithPadding:
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         """The batch: tensors ``[batch, sequence]``; ``label`` or ``label_ids`` becomes ``labels`` ``[batch, …]``."""
-        batch = dict(
-            self.tokenizer.pad(
-                features,
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors=self.return_tensors,
-            )
-        )
+        batch = _pad(self, features)
         for name in ("label", "label_ids"):
             if name in batch:
                 batch["labels"] = batch.pop(name)
-        return batch
+        return returned_as(batch, self.return_tensors)
 
 
 @dataclass
