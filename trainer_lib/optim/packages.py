@@ -201,6 +201,7 @@ def _plain(request: OptimizerRequest) -> Served:
     cls = load(request, module, class_name, package)
     if request.name is OptimizerNames.ADAMW_TORCH_BF16_SR:
         _check_bfloat16(request)
+        cls = _round_alike(cls, request.args.seed)
     kwargs: dict[str, Any] = {**(request.adam if is_adam else request.lr)}
     for name, default in further.items():
         value = request.take(name, default)
@@ -222,6 +223,21 @@ def _check_bfloat16(request: OptimizerRequest) -> None:
                 value=request.name.value,
                 remedy="Load the model in bfloat16 (model.dtype: bfloat16 in a spec), or give adamw_torch.",
             )
+
+
+def _round_alike(cls: Any, seed: int) -> Any:
+    """The class of an optimizer that draws numbers in a step: here from the seed and the step alone.
+
+    Copies of a parameter on several processes then stay equal, whatever the processes drew before.
+    """
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        done = next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+            torch.manual_seed((seed << 32 ^ done) & 0x7FFFFFFFFFFFFFFF)
+            return cls.step(self, closure)
+
+    return type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
 
 
 def _galore(request: OptimizerRequest) -> Served:

@@ -22,7 +22,7 @@ from trainer_lib.optim import (
     parse_optim_args,
 )
 from trainer_lib.optim.optimizers import Lion, MuonAdamW
-from trainer_lib.optim.packages import PACKAGED, matches
+from trainer_lib.optim.packages import PACKAGED, _round_alike, matches
 
 SERVED = [name for name in OptimizerNames if name not in PACKAGED and not name.value.endswith("_layerwise")]
 
@@ -117,6 +117,34 @@ def test_weights_that_are_not_bfloat16_are_refused_where_they_would_be_rounded(m
     model.hidden.float()
     with pytest.raises(ConfigError, match=r"optim = adamw_torch_bf16_sr: .*hidden\.weight is torch\.float32.*bfloat16"):
         build_optimizer(_args(optim="adamw_torch_bf16_sr"), model)
+
+
+class Drawing(torch.optim.SGD):
+    """Steps as torchao's, with random numbers."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state.setdefault(param, {"step": torch.tensor(0.0)})
+                state["step"] += 1
+                param.data += torch.rand(param.shape, dtype=param.dtype)
+
+
+def test_copies_are_rounded_alike_whatever_their_processes_drew() -> None:
+    models = [Tiny().bfloat16(), Tiny().bfloat16()]
+    models[1].load_state_dict(models[0].state_dict())
+    drawn = []
+    for rank, model in enumerate(models):
+        optimizer = _round_alike(Drawing, 7)(model.parameters(), lr=0.1)
+        torch.manual_seed(rank)
+        torch.rand(rank)  # another rank drew other numbers before
+        before = torch.get_rng_state()
+        for _ in range(2):
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before)
+        drawn.append(model.hidden.weight.detach().clone())
+    assert torch.equal(*drawn)
+    assert not torch.equal(models[0].hidden.weight[0], models[0].hidden.weight[1])
 
 
 @pytest.mark.parametrize("name", [name for name in OptimizerNames if name.value.endswith("_layerwise")])
