@@ -47,13 +47,20 @@ class Range(Settings):
         """Whether its values are whole numbers."""
         return all(isinstance(each, int) for each in (self.low, self.high, self.step or 1))
 
-    def values(self) -> list[float] | None:
-        """All its values; None where they cannot be counted."""
-        step = self.step or (1 if self.is_whole and not self.log else None)
-        if step is None:
-            return None
-        count = int((self.high - self.low) / step + 1e-9) + 1
-        return [self.low + step * number for number in range(count)]
+    @property
+    def count(self) -> float:
+        """The number of its values; infinity where they cannot be counted."""
+        if self.step is None and not self.is_whole:
+            return math.inf
+        return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
+
+    def values(self) -> list[int | float]:
+        """All its values, which can be counted."""
+        return [self.rounded(self.low + (self.step or 1) * number) for number in range(int(self.count))]
+
+    def rounded(self, value: float) -> int | float:
+        """A value as it is meant: 0.3, and not the sum 0.30000000000000004."""
+        return value if self.is_whole or self.step is None else float(f"{value:.12g}")
 
 
 def _read_dimension(value: Any) -> Any:
@@ -155,7 +162,7 @@ class SweepSettings(Settings):
         if self.sampler != "grid" and self.trials is None:
             raise _problem("The sweep would never end.", "Set sweep.trials.")
         if self.sampler == "grid":
-            endless = [key for key, each in self.space.items() if isinstance(each, Range) and each.values() is None]
+            endless = [key for key, each in self.space.items() if isinstance(each, Range) and math.isinf(each.count)]
             if endless:
                 raise _problem(
                     f"A grid needs values that can be counted, and those of {endless[0]} cannot.",

@@ -12,8 +12,8 @@ from typing import Any
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
-from trainer_lib.search.ledger import TrialState
 from trainflow.flows.reports.report import load_template, number_text
+from trainflow.flows.sweeps.ledger import TrialState
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """A sweep: its ledger, its slots, its MLflow run, and what came of it.
 
     <storage>/sweeps/<pipeline>-<name>/
-        study.db        the ledger (`trainer_lib.search.ledger`); of a storage that is not a disk in a folder of this
+        study.db        the ledger (`sweeps.ledger`); of a storage that is not a disk in a folder of this
                         user's own, where MLflow's database is, too
         slot-<n>.log    what the processes that train printed outside of their runs
         report.html     trials, history, importance, values
@@ -27,17 +27,16 @@ from typing import Any
 
 from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
-from trainer_lib.search.ledger import Ledger, TrialState
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import read_record, run_folder, write_record
 from trainflow.flows.records.run_message import describe_error, state_of
 from trainflow.flows.server.api import quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import SWEEP
+from trainflow.flows.sweeps.ledger import Ledger, TrialState
 from trainflow.flows.sweeps.sweep_result import SWEEP_REPORT, SweepResult, count_words, reached_text, render_sweep
 from trainflow.flows.sweeps.trial_specs import (
     check_sweep,
-    design_of,
     identify,
     pruning_metric,
     require_same,
@@ -173,7 +172,7 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
     check_sweep(spec)
     Store.open(spec.storage).ensure_writable(field="storage")
     quiet_environment()
-    ledger = Ledger.open(ledger_folder(spec), design_of(settings))
+    ledger = Ledger.open(ledger_folder(spec), settings)
     try:
         _take_up(spec, ledger)
         return _Sweep(spec, ledger, listener, debug=debug).run()
@@ -264,7 +263,7 @@ class _Sweep:
         """
         self._shown, self._has_worked = trials, True
         self._open_run()
-        missing = self._ledger.design.num_trials - sum(
+        missing = self._ledger.num_trials - sum(
             each.state in ("complete", "pruned", "failed") for each in self._ledger.trials()
         )
         self._listener({"event": "planned", "missing": missing})
@@ -386,7 +385,7 @@ class _Sweep:
             self._spec.storage,
             settings.objective,
             settings.direction,
-            ledger.design.num_trials,
+            ledger.num_trials,
             trials=ledger.trials(),
             best=ledger.best(),
             report_url=f"{self._folder.url}/{SWEEP_REPORT}",

@@ -37,7 +37,6 @@ from trainer_lib.errors import (
     from_exception,
 )
 from trainer_lib.launch.settings.gpu_selection import SHARED_BY
-from trainer_lib.search.ledger import Claim, Ledger
 from trainer_lib.storage import Store
 from trainflow.flows.records.ending import StopRequest
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, flat_metrics
@@ -45,9 +44,9 @@ from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import parse_spec
 from trainflow.flows.spec.sweep_settings import OBJECTIVE, SWEEP, TRIAL
+from trainflow.flows.sweeps.ledger import Claim, Ledger
 from trainflow.flows.sweeps.trial_specs import (
     PARENT,
-    design_of,
     missing_metric,
     pruning_metric,
     sweep_of,
@@ -83,7 +82,7 @@ class Slot:
         self._parent: str | None = None
         self._has_waited = False
         self._out = threading.Lock()
-        self.ledger = Ledger.open(Path(orders["folder"]), design_of(self._settings))
+        self.ledger = Ledger.open(Path(orders["folder"]), self._settings)
 
     def work(self) -> None:
         """Run trials until there is none left to claim.
@@ -131,12 +130,10 @@ class Slot:
             claim.complete(objective)
             self.emit({"event": "ended", "trial": claim.number, "state": "complete", "objective": objective})
         elif isinstance(error, Pruned):
-            claim.note(reason=error.message)
-            claim.prune()
+            claim.end("pruned", error.message)
             self.emit({"event": "ended", "trial": claim.number, "state": "pruned", "reason": error.message})
         elif isinstance(error, _OF_THE_TRIAL) and not self._ends_the_sweep(error):
-            claim.note(reason=str(error))
-            claim.fail()
+            claim.end("failed", str(error))
             self.emit({"event": "ended", "trial": claim.number, "state": "failed", "reason": str(error)})
         else:
             raise error

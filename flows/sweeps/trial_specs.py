@@ -11,7 +11,6 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.search.ledger import Axis, Design
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import find_measured, names_no_split
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
@@ -45,21 +44,6 @@ def sweep_of(spec: PipelineSpec) -> SweepSettings:
             remedy="Add space, objective, direction and trials; docs/sweeps.md shows one.",
         )
     return spec.sweep
-
-
-def design_of(settings: SweepSettings) -> Design:
-    """The study that a sweep section describes."""
-    pruner = settings.pruner
-    ending: dict[str, Any] = {} if pruner is None else pruner.model_dump(exclude={"kind", "metric"})
-    return Design(
-        axes=tuple(_axis(name, each) for name, each in settings.space.items()),
-        directions=tuple(settings.direction),
-        sampler=settings.sampler,
-        trials=settings.trials,
-        seed=settings.seed,
-        pruner=None if pruner is None else pruner.kind,
-        **ending,
-    )
 
 
 def with_values(spec: PipelineSpec, values: Mapping[str, Any]) -> PipelineSpec:
@@ -168,19 +152,6 @@ def missing_metric(name: str, there: Sequence[str]) -> ConfigError:
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _axis(name: str, dimension: list[Any] | Range) -> Axis:
-    if not isinstance(dimension, Range):
-        return Axis(name, choices=tuple(dimension))
-    return Axis(
-        name,
-        low=dimension.low,
-        high=dimension.high,
-        step=dimension.step,
-        is_log=dimension.log,
-        is_whole=dimension.is_whole,
-    )
 
 
 def _candidates(dimension: list[Any] | Range) -> list[Any]:

@@ -22,9 +22,9 @@ from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.refusal import require_torch
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.recipes.shared.model_places import import_transformers, quantized
-from trainer_lib.search.ledger import Ledger
 from trainer_lib.search.trials import default_hp_space_ray
 from trainer_lib.storage import Store
+from trainflow.flows.sweeps.ledger import Ledger
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runner
 
@@ -71,7 +71,7 @@ USES = [
     Use("ray", "ray", lambda: resolve_config(LaunchConfig(engine="ray", processes=1)), "train.launch.engine"),
     Use("ray", "ray", lambda: default_hp_space_ray(None), "backend"),
     Use("benchmarks", "lm_eval", require_lm_eval, FIELD),
-    Use("search", "optuna", lambda: Ledger(Path("unused"), design=None), "sweep"),  # type: ignore[arg-type]
+    Use("search", "optuna", lambda: Ledger(Path("unused"), settings=None), "sweep"),  # type: ignore[arg-type]
 ]
 
 

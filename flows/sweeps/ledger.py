@@ -6,7 +6,7 @@
 
 A trial is written in one step, with all its values; who works on it holds its lock, which the kernel releases however
 the process ends. So a trial whose lock is free and that has not ended was interrupted: it is claimed again, with the
-same values. No torch is imported here.
+same values.
 """
 
 from __future__ import annotations
@@ -26,98 +26,14 @@ from typing import Any, Literal
 from trainer_lib.base.json_text import parse_json, seal_of
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError, StorageError, first_line
 from trainer_lib.locks.file_lock import try_lock
-
-_FEW = 100_000
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One field that is varied.
-
-    Attributes:
-        choices: the values, for a list of them; None: a range of numbers.
-        step: distance of two values; None: any value.
-        is_whole: whether the values of a range are whole numbers.
-    """
-
-    name: str
-    choices: tuple[Any, ...] | None = None
-    low: float = 0.0
-    high: float = 0.0
-    step: float | None = None
-    is_log: bool = False
-    is_whole: bool = False
-
-    @property
-    def num_points(self) -> float:
-        """The number of values; infinity for a range without a step."""
-        if self.choices is not None:
-            return len(self.choices)
-        if self.step is None and not self.is_whole:
-            return math.inf
-        return int((self.high - self.low) / (self.step or 1) + 1e-9) + 1
-
-    def points(self) -> list[Any]:
-        """All values of a list, or of a range with a step."""
-        if self.choices is not None:
-            return list(self.choices)
-        values = [self.low + (self.step or 1) * number for number in range(int(self.num_points))]
-        return [int(value) if self.is_whole else float(f"{value:.12g}") for value in values]
-
-
-@dataclass(frozen=True)
-class Design:
-    """Settings of a study: varied values, objectives, pruning.
-
-    Attributes:
-        trials: how many; None: all points of a grid.
-        pruner: "asha", "median" or None; `after`, `factor` and `startup` count evaluations, rungs and trials.
-    """
-
-    axes: tuple[Axis, ...]
-    directions: tuple[str, ...]
-    sampler: str = "tpe"
-    trials: int | None = None
-    seed: int = 0
-    pruner: str | None = None
-    after: int = 1
-    factor: int = 3
-    startup: int = 5
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether there are few enough points to try none twice."""
-        return self.sampler == "grid" or math.prod(axis.num_points for axis in self.axes) <= _FEW
-
-    @property
-    def num_trials(self) -> int:
-        """The number of trials to run: at most the number of points."""
-        if not self.is_finite:
-            return self.trials or 1
-        points = int(math.prod(axis.num_points for axis in self.axes))
-        return points if self.trials is None else min(points, self.trials)
-
-
-def encode_value(axis: Axis, value: Any) -> Any:
-    """A value as Optuna keeps it: lists and mappings as JSON text."""
-    return value if axis.choices is None or _is_plain(axis) else json.dumps(value, sort_keys=True)
-
-
-def decode_value(axis: Axis, value: Any) -> Any:
-    """The value that Optuna keeps as the field has it."""
-    if axis.choices is None and axis.step is not None and not axis.is_whole:
-        return float(f"{value:.12g}")  # 0.3, and not the sum 0.30000000000000004
-    return value if axis.choices is None or _is_plain(axis) else parse_json(value)
-
-
-def _is_plain(axis: Axis) -> bool:
-    return all(isinstance(each, bool | int | float | str | None) for each in axis.choices or ())
-
+from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 
 DATABASE = "study.db"
 _STUDY = "sweep"
 _IDENTITY, _NOTES, _SEAL = "trainflow:identity", "trainflow:notes", "trainflow:seal"
 _BUSY_S = 60
+_FEW = 100_000
+"""Points of a space in which none is tried twice."""
 
 State = Literal["waiting", "running", "complete", "pruned", "failed"]
 
@@ -129,7 +45,6 @@ class TrialState:
     Attributes:
         values: field -> value.
         objective: what it reached, in the order of the objectives; None before its end.
-        reports: evaluation -> the objective there.
         notes: what its process wrote down: run, steps, seconds, reason.
     """
 
@@ -137,7 +52,6 @@ class TrialState:
     state: State
     values: Mapping[str, Any]
     objective: tuple[float, ...] | None
-    reports: Mapping[int, float]
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -187,23 +101,17 @@ class Claim:
     def complete(self, objective: Sequence[float]) -> None:
         """The trial has reached its end."""
         with _reached(self._file):
-            # Before the end: a trial that ends without its seal could not be told from an old one.
+            # Before the end: a trial that ends without its seal would count as changed.
             self._trial.set_user_attr(_SEAL, _seal(self._study.get_trials(deepcopy=False)[self.number], objective))
             self._study.tell(self.number, list(objective))
 
-    def prune(self) -> None:
-        """The trial was ended early."""
+    def end(self, state: Literal["pruned", "failed"], reason: str) -> None:
+        """The trial was ended early, or cannot reach its end, however often it is tried."""
         from optuna.trial import TrialState as States
 
+        self.note(reason=reason)
         with _reached(self._file):
-            self._study.tell(self.number, state=States.PRUNED)
-
-    def fail(self) -> None:
-        """The trial cannot reach its end, however often it is tried."""
-        from optuna.trial import TrialState as States
-
-        with _reached(self._file):
-            self._study.tell(self.number, state=States.FAIL)
+            self._study.tell(self.number, state=States.PRUNED if state == "pruned" else States.FAIL)
 
     def release(self) -> None:
         """Give the lock back: a trial that has not ended can be claimed again."""
@@ -213,21 +121,21 @@ class Claim:
 class Ledger:
     """The study in a folder of this machine. `close` releases the database."""
 
-    def __init__(self, folder: Path, design: Design) -> None:
+    def __init__(self, folder: Path, settings: SweepSettings) -> None:
         self.folder = folder
-        self.design = design
+        self._settings = settings
         self._optuna = _optuna()
         self._storage: Any = None
         self._study: Any = None
 
     @classmethod
-    def open(cls, folder: Path, design: Design) -> Ledger:
+    def open(cls, folder: Path, settings: SweepSettings) -> Ledger:
         """Open the study, or make it.
 
         Raises:
             ConfigError: the file is not a study, or cannot be read or written.
         """
-        ledger = cls(folder, design)
+        ledger = cls(folder, settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "trials").mkdir(exist_ok=True)
@@ -247,6 +155,21 @@ class Ledger:
     def file(self) -> Path:
         """The file of the study."""
         return self.folder / DATABASE
+
+    @property
+    def num_trials(self) -> int:
+        """The number of trials to run: at most the number of points."""
+        if not self._is_small:
+            return self._settings.trials or 1
+        points = math.prod(map(len, map(_points, self._settings.space.values())))
+        return points if self._settings.trials is None else min(points, self._settings.trials)
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether there are few enough points to try none twice."""
+        dimensions = self._settings.space.values()
+        counts = (each.count if isinstance(each, Range) else len(each) for each in dimensions)
+        return self._settings.sampler == "grid" or math.prod(counts) <= _FEW
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -284,7 +207,7 @@ class Ledger:
         """The numbers of the best trial, or of all that no other beats in every objective; none before one ended."""
         if not any(trial.state == "complete" for trial in self.trials()):
             return []
-        if len(self.design.directions) > 1:
+        if len(self._settings.direction) > 1:
             return sorted(trial.number for trial in self._study.best_trials)
         return [int(self._study.best_trial.number)]
 
@@ -302,7 +225,7 @@ class Ledger:
                     again = self._optuna.trial.Trial(self._study, trial._trial_id)
                     return Claim(self.file, self._study, again, self._suggest(again), lock, is_resumed=True)
             if not any(trial.state.name == "WAITING" for trial in trials):
-                if len(trials) >= self.design.num_trials:
+                if len(trials) >= self.num_trials:
                     return None
                 self._study.enqueue_trial(self._propose(trials))
             new = self._study.ask()
@@ -315,15 +238,12 @@ class Ledger:
         """Whether every trial has ended."""
         with _reached(self.file):
             trials = self._study.get_trials(deepcopy=False)
-        return len(trials) >= self.design.num_trials and all(trial.state.is_finished() for trial in trials)
+        return len(trials) >= self.num_trials and all(trial.state.is_finished() for trial in trials)
 
     def _read_trials(self) -> list[Any]:
         trials = list(self._study.get_trials(deepcopy=False))
         for trial in trials:
-            seal = trial.user_attrs.get(_SEAL)
-            if seal is None or trial.state.name != "COMPLETE":
-                continue
-            if seal != _seal(trial, trial.values):
+            if trial.state.name == "COMPLETE" and trial.user_attrs.get(_SEAL) != _seal(trial, trial.values):
                 raise DamagedError(
                     f"The ledger's values of trial {trial.number} were changed after the trial had ended.",
                     field=str(self.file),
@@ -356,18 +276,18 @@ class Ledger:
         self._study = self._optuna.create_study(
             storage=self._storage,
             study_name=_STUDY,
-            directions=list(self.design.directions),
+            directions=self._settings.direction,
             pruner=self._pruner(),
             load_if_exists=True,
         )
 
     def _pruner(self) -> Any:
-        pruners, design = self._optuna.pruners, self.design
-        if design.pruner == "asha":
-            return pruners.SuccessiveHalvingPruner(min_resource=design.after, reduction_factor=design.factor)
-        if design.pruner == "median":
-            return pruners.MedianPruner(n_startup_trials=design.startup, n_warmup_steps=design.after)
-        return pruners.NopPruner()
+        pruners, chosen = self._optuna.pruners, self._settings.pruner
+        if chosen is None:
+            return pruners.NopPruner()
+        if chosen.kind == "asha":
+            return pruners.SuccessiveHalvingPruner(min_resource=chosen.after, reduction_factor=chosen.factor)
+        return pruners.MedianPruner(n_startup_trials=chosen.startup, n_warmup_steps=chosen.after)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -386,64 +306,86 @@ class Ledger:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _propose(self, trials: Sequence[Any]) -> dict[str, Any]:
-        """The values of the next trial: a function of the design and of the trials so far, written nowhere."""
-        proposed = self._ask(trials) if self.design.sampler != "grid" else None
+        """The values of the next trial: a function of the settings and of the trials so far, written nowhere."""
+        space, is_grid = self._settings.space, self._settings.sampler == "grid"
+        proposed = {} if is_grid else self._ask(trials)
         tried = [self._state(trial).values for trial in trials]
-        own = {axis.name: decode_value(axis, proposed[axis.name]) for axis in self.design.axes} if proposed else None
-        if proposed is not None and (own not in tried or not self.design.is_finite):
+        decoded = {name: _decode(space[name], value) for name, value in proposed.items()}
+        if not is_grid and (decoded not in tried or not self._is_small):
             return proposed
-        names = [axis.name for axis in self.design.axes]
-        points = itertools.product(*(axis.points() for axis in self.design.axes))
-        new = next(point for point in points if dict(zip(names, point, strict=True)) not in tried)
-        return {axis.name: encode_value(axis, value) for axis, value in zip(self.design.axes, new, strict=True)}
+        points = (dict(zip(space, point, strict=True)) for point in itertools.product(*map(_points, space.values())))
+        new = next(point for point in points if point not in tried)
+        return {name: _encode(space[name], value) for name, value in new.items()}
 
     def _ask(self, trials: Sequence[Any]) -> dict[str, Any]:
         """The sampler's proposal, which may have been tried before."""
-        samplers, seed = self._optuna.samplers, self.design.seed + len(trials)
-        sampler = samplers.RandomSampler(seed) if self.design.sampler == "random" else samplers.TPESampler(seed=seed)
-        draft = self._optuna.create_study(directions=list(self.design.directions), sampler=sampler)
+        settings, samplers = self._settings, self._optuna.samplers
+        seed = settings.seed + len(trials)
+        sampler = samplers.RandomSampler(seed) if settings.sampler == "random" else samplers.TPESampler(seed=seed)
+        draft = self._optuna.create_study(directions=settings.direction, sampler=sampler)
         for trial in trials:
             draft.add_trial(trial)
-        return dict(draft.ask(_distributions(self.design.axes)).params)
+        distributions = {name: _distribution(dimension) for name, dimension in settings.space.items()}
+        return dict(draft.ask(distributions).params)
 
     def _suggest(self, trial: Any) -> dict[str, Any]:
         """The values of a trial, which were written with it; Optuna notes them when they are asked for."""
-        found = {}
-        for axis, (name, distribution) in zip(self.design.axes, _distributions(self.design.axes).items(), strict=True):
-            found[axis.name] = decode_value(axis, trial._suggest(name, distribution))
-        return found
+        return {
+            name: _decode(dimension, trial._suggest(name, _distribution(dimension)))
+            for name, dimension in self._settings.space.items()
+        }
 
     def _state(self, trial: Any) -> TrialState:
-        names = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned"}
-        by_name = {axis.name: axis for axis in self.design.axes}
+        names: dict[str, State] = {
+            "WAITING": "waiting",
+            "RUNNING": "running",
+            "COMPLETE": "complete",
+            "PRUNED": "pruned",
+            "FAIL": "failed",
+        }
         params = trial.params or trial.system_attrs.get("fixed_params", {})
-        values = {name: decode_value(by_name[name], value) for name, value in params.items() if name in by_name}
-        has_ended = trial.state.name == "COMPLETE"
+        state = names[trial.state.name]
         return TrialState(
             trial.number,
-            names.get(trial.state.name, "failed"),  # type: ignore[arg-type]
-            values,
-            tuple(trial.values) if has_ended and trial.values is not None else None,
-            dict(trial.intermediate_values),
+            state,
+            {name: _decode(self._settings.space[name], value) for name, value in params.items()},
+            tuple(trial.values) if state == "complete" else None,
             dict(trial.user_attrs.get(_NOTES, {})),
         )
 
 
-def _distributions(axes: Sequence[Axis]) -> dict[str, Any]:
-    """Optuna's distribution of each field."""
+def _points(dimension: list[Any] | Range) -> list[Any]:
+    return dimension.values() if isinstance(dimension, Range) else dimension
+
+
+def _encode(dimension: list[Any] | Range, value: Any) -> Any:
+    """A value as Optuna keeps it: lists and mappings as JSON text."""
+    return value if _is_plain(dimension) else json.dumps(value, sort_keys=True)
+
+
+def _decode(dimension: list[Any] | Range, value: Any) -> Any:
+    """The value that Optuna keeps as the field has it."""
+    if isinstance(dimension, Range):
+        return dimension.rounded(value)
+    return value if _is_plain(dimension) else parse_json(value)
+
+
+def _is_plain(dimension: list[Any] | Range) -> bool:
+    return isinstance(dimension, Range) or all(
+        isinstance(value, bool | int | float | str | None) for value in dimension
+    )
+
+
+def _distribution(dimension: list[Any] | Range) -> Any:
+    """Optuna's distribution of a field."""
     from optuna import distributions as kinds
 
-    found: dict[str, Any] = {}
-    for axis in axes:
-        if axis.choices is not None:
-            found[axis.name] = kinds.CategoricalDistribution([encode_value(axis, value) for value in axis.choices])
-        elif axis.is_whole:
-            found[axis.name] = kinds.IntDistribution(
-                int(axis.low), int(axis.high), log=axis.is_log, step=int(axis.step or 1)
-            )
-        else:
-            found[axis.name] = kinds.FloatDistribution(axis.low, axis.high, log=axis.is_log, step=axis.step)
-    return found
+    if not isinstance(dimension, Range):
+        return kinds.CategoricalDistribution([_encode(dimension, value) for value in dimension])
+    bounds: dict[str, Any] = {"low": dimension.low, "high": dimension.high, "log": dimension.log}
+    if dimension.is_whole:
+        return kinds.IntDistribution(**bounds, step=int(dimension.step or 1))
+    return kinds.FloatDistribution(**bounds, step=dimension.step)
 
 
 def _seal(trial: Any, objective: Sequence[float]) -> str:

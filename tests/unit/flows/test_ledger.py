@@ -8,18 +8,23 @@ import sqlite3
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
-from trainer_lib.search.ledger import DATABASE, Axis, Claim, Design, Ledger
+from trainflow.flows.spec.sweep_settings import SweepSettings
+from trainflow.flows.sweeps.ledger import DATABASE, Claim, Ledger
 
-RATE = Axis("train.args.learning_rate", low=1e-4, high=1e-1, is_log=True)
-WIDTH = Axis("train.model.width", choices=(16, 32, 64))
-DESIGN = Design((RATE, WIDTH), ("minimize",), trials=3)
+RATE, WIDTH = "train.args.learning_rate", "train.model.width"
+RATES = {RATE: {"low": 1e-4, "high": 1e-1, "log": True}}
+
+
+def design(**changes: Any) -> SweepSettings:
+    """A sweep of three trials of two fields, unless `changes` say otherwise."""
+    usual = {"space": {**RATES, WIDTH: [16, 32, 64]}, "objective": "loss", "direction": "minimize", "trials": 3}
+    return SweepSettings.model_validate({**usual, **changes})
 
 
 class Opened(list[Ledger]):
@@ -46,8 +51,8 @@ def opened() -> Iterator[Opened]:
         each.close()
 
 
-def ledger(opened: Opened, folder: Path, design: Design = DESIGN) -> Ledger:
-    opened.append(Ledger.open(folder, design))
+def ledger(opened: Opened, folder: Path, **changes: Any) -> Ledger:
+    opened.append(Ledger.open(folder, design(**changes)))
     return opened[-1]
 
 
@@ -88,24 +93,24 @@ def test_an_interrupted_trial_is_claimed_again_with_its_values(opened: Opened, t
 
 def test_values_follow_from_the_seed_and_the_trials_before(opened: Opened, tmp_path: Path) -> None:
     def values(folder: str, seed: int) -> list[dict[str, Any]]:
-        return work(ledger(opened, tmp_path / folder, replace(DESIGN, seed=seed)), lambda values: values[RATE.name])
+        return work(ledger(opened, tmp_path / folder, seed=seed), lambda values: values[RATE])
 
     first = values("a", 0)
     assert first == values("b", 0)
     assert first != values("c", 1)
-    assert all(1e-4 <= each[RATE.name] <= 1e-1 for each in first)
+    assert all(1e-4 <= each[RATE] <= 1e-1 for each in first)
 
 
 def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: Opened, tmp_path: Path) -> None:
     def off(values: dict[str, Any]) -> float:
         """How far off the best rate, 0.001, a trial is, in powers of ten."""
-        return abs(math.log10(values[RATE.name]) + 3)
+        return abs(math.log10(values[RATE]) + 3)
 
     def worked(folder: str, *parts: int) -> list[float]:
         tried: list[dict[str, Any]] = []
         for trials in parts:  # the command stops in between
-            of = ledger(opened, tmp_path / folder, replace(DESIGN, trials=30))
-            tried += work(of, lambda values: off(values) + (values[WIDTH.name] != 32), trials)
+            of = ledger(opened, tmp_path / folder, trials=30)
+            tried += work(of, lambda values: off(values) + (values[WIDTH] != 32), trials)
         return list(map(off, tried))
 
     whole = worked("whole", 30)
@@ -116,46 +121,46 @@ def test_after_ten_random_trials_values_are_proposed_near_what_did_well(opened: 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_no_point_of_a_small_space_is_tried_twice(opened: Opened, tmp_path: Path, sampler: str) -> None:
-    for number, axis in enumerate(
-        (
-            Axis("a", choices=(1, [2], None)),
-            Axis("a", low=1, high=3, is_whole=True),
-            Axis("a", low=0.1, high=0.3, step=0.1),
-        )
-    ):
-        of = ledger(opened, tmp_path / str(number), Design((axis,), ("maximize",), sampler=sampler, trials=9))
+    dimensions: list[tuple[Any, list[Any]]] = [
+        ([1, [2], None], [1, [2], None]),
+        ({"low": 1, "high": 3}, [1, 2, 3]),
+        ({"low": 1, "high": 3, "log": True}, [1, 2, 3]),
+        ({"low": 0.1, "high": 0.3, "step": 0.1}, [0.1, 0.2, 0.3]),
+    ]
+    for number, (dimension, points) in enumerate(dimensions):
+        of = ledger(opened, tmp_path / str(number), space={"a": dimension}, sampler=sampler, trials=9)
         tried = [values["a"] for values in work(of, lambda values: 1.0)]
-        assert sorted(map(str, tried)) == sorted(map(str, axis.points()))
+        assert sorted(map(str, tried)) == sorted(map(str, points))
         assert of.is_done()
 
 
 def test_a_grid_takes_every_point_once(opened: Opened, tmp_path: Path) -> None:
-    axes = (Axis("a", choices=([1], {"b": 2})), Axis("c", low=0, high=1, step=0.5))
-    of = ledger(opened, tmp_path, Design(axes, ("maximize",), sampler="grid"))
+    space = {"a": [[1], {"b": 2}], "c": {"low": 0, "high": 1, "step": 0.5}}
+    of = ledger(opened, tmp_path, space=space, sampler="grid", trials=None)
     points = []
     while (claim := of.claim()) is not None:
         points.append(claim.values)
-        claim.fail()
+        claim.end("failed", "It cannot be trained.")
         claim.release()
     assert points == [{"a": a, "c": c} for a in ([1], {"b": 2}) for c in (0, 0.5, 1)]
     assert of.best() == []
-    assert [trial.state for trial in of.trials()] == ["failed"] * 6
+    assert {(trial.state, trial.notes["reason"]) for trial in of.trials()} == {("failed", "It cannot be trained.")}
 
 
 def test_successive_halving_ends_what_is_behind(opened: Opened, tmp_path: Path) -> None:
-    of = ledger(opened, tmp_path, replace(DESIGN, trials=4, pruner="asha", factor=2))
+    of = ledger(opened, tmp_path, trials=4, pruner={"kind": "asha", "factor": 2})
     leader = opened.claim(of)
     assert not any(leader.report(10 * evaluation, 0.1) for evaluation in (1, 2, 3))
     leader.complete([0.1])
     behind = opened.claim(of)
     assert behind.report(7, 0.9), "its first evaluation, whatever the step"
-    behind.prune()
+    behind.end("pruned", "Others were better.")
     assert [trial.state for trial in of.trials()] == ["complete", "pruned"]
-    assert of.trials()[0].reports == {1: 0.1, 2: 0.1, 3: 0.1}
+    assert of.study().trials[0].intermediate_values == {1: 0.1, 2: 0.1, 3: 0.1}
 
 
 def test_the_median_ends_who_is_worse_than_half_of_those_that_are_complete(opened: Opened, tmp_path: Path) -> None:
-    of = ledger(opened, tmp_path, replace(DESIGN, trials=9, pruner="median", startup=3, after=2))
+    of = ledger(opened, tmp_path, trials=9, pruner={"kind": "median", "startup": 3, "after": 2})
     for value in (0.1, 0.5, 0.9):
         complete = opened.claim(of)
         assert not any(complete.report(10 * evaluation, value) for evaluation in (1, 2, 3)), "of too few"
@@ -172,11 +177,11 @@ def test_a_training_that_goes_on_may_report_an_evaluation_again(opened: Opened, 
     claim.report(20, 0.4)
     claim.report(10, 0.6)
     claim.report(30, 0.3)
-    assert opened[-1].trials()[0].reports == {1: 0.5, 2: 0.4, 3: 0.3}
+    assert opened[-1].study().trials[0].intermediate_values == {1: 0.5, 2: 0.4, 3: 0.3}
 
 
 def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) -> None:
-    of = ledger(opened, tmp_path, replace(DESIGN, directions=("minimize", "maximize")))
+    of = ledger(opened, tmp_path, objective=["loss", "size"], direction=["minimize", "maximize"])
     for values in ([1.0, 1.0], [2.0, 2.0], [3.0, 1.5]):
         claim = opened.claim(of)
         claim.complete(values)
@@ -187,7 +192,7 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The database of a sweep of one axis with two trials that have ended."""
     folder = tmp_path_factory.mktemp("ended")
-    first = Ledger.open(folder, replace(DESIGN, axes=(RATE,)))
+    first = Ledger.open(folder, design(space=RATES))
     for value in (0.5, 1e-300):
         claim = first.claim()
         assert claim is not None
@@ -216,24 +221,16 @@ def test_a_trial_whose_values_were_changed_after_its_end_is_named_and_decides_no
     shutil.copy(ended, tmp_path)
     with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
         assert database.execute(f"{change}{' AND' if 'WHERE' in change else ' WHERE'} trial_id = 2").rowcount == 1
-    last = ledger(opened, tmp_path, replace(DESIGN, axes=(RATE,)))
+    last = ledger(opened, tmp_path, space=RATES)
     for decide in (last.best, last.trials, last.claim):
         with pytest.raises(DamagedError, match="values of trial 1 were changed"):
             decide()
 
 
-def test_a_trial_of_an_earlier_version_has_no_seal_and_counts(opened: Opened, tmp_path: Path) -> None:
-    claim = opened.claim(ledger(opened, tmp_path))
-    claim.complete([0.5])
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as database, database:
-        database.execute("DELETE FROM trial_user_attributes WHERE key = 'trainflow:seal'")
-    assert ledger(opened, tmp_path).best() == [0]
-
-
 def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_text("not a database, and long enough to be looked at as one" * 20)
     with pytest.raises(ConfigError, match=r"cannot be opened.*not a database"):
-        Ledger.open(tmp_path, DESIGN)
+        Ledger.open(tmp_path, design())
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
