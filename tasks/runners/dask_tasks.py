@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
-import os
-import platform
 import socket
 import tempfile
 import warnings
@@ -20,15 +17,11 @@ from prefect.client.schemas.objects import State
 from prefect_dask import DaskTaskRunner
 from typing_extensions import override
 
-from trainer_lib.errors import ConfigError
-from trainer_lib.launch.settings.refusal import unshared
-from trainer_lib.storage import Store
 from trainflow.tasks.prefect.prefect_internals import send_queued
 from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 
 CONNECT_S = 20.0
-PACKAGE = "trainflow"
 
 
 class Dask(Cluster):
@@ -49,12 +42,11 @@ class Dask(Cluster):
 
 
 @contextlib.contextmanager
-def connect(settings: RunnerSettings, store: Store, *, section: str) -> Iterator[Dask]:
+def connect(settings: RunnerSettings, *, section: str) -> Iterator[Dask]:
     """Connect to the scheduler, or start one with workers on this machine; the block's end ends those."""
-    field = f"{section}.runner.address"
     address = settings.address
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore", VersionMismatchWarning)  # those that matter are refused below
+        warnings.simplefilter("ignore", VersionMismatchWarning)  # those that matter, workers refuse
         with no_cluster("Dask", address, section, (OSError, ValueError)):
             if address is None:
                 address = stack.enter_context(_start_here(settings.workers, stack)).scheduler_address
@@ -63,8 +55,8 @@ def connect(settings: RunnerSettings, store: Store, *, section: str) -> Iterator
             runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_S})
             stack.enter_context(runner)
             client: Client = runner.client
-        if settings.address is not None:
-            _check_machines(client, store, field, settings.address)
+        hosts = set(client.run(socket.gethostname).values())
+        require_api(sorted(hosts - {socket.gethostname()}))
         yield Dask(runner)
         if settings.address is None:  # they end now: what Prefect has to send, it sends before
             client.run(send_queued, CONNECT_S)
@@ -93,34 +85,3 @@ def _knock(address: str) -> None:
     """Raises OSError where nothing listens: Dask itself would try for half a minute."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-
-
-def _check_machines(client: Client, store: Store, field: str, address: str) -> None:
-    """Check the workers that are there, by functions of Python's own; those that come later fail by themselves."""
-    ours = platform.python_version_tuple()[:2]
-    versions = client.get_versions()["workers"]
-    for worker, found in versions.items():
-        theirs = tuple(str(found["host"]["python"]).split(".")[:2])
-        if theirs != ours:
-            raise ConfigError(
-                f"The worker {worker} of the cluster has Python {'.'.join(theirs)}, and this is {'.'.join(ours)}.",
-                field=field,
-                value=address,
-                remedy="Use the same version of Python on all machines: what Dask sends can be read by no other.",
-            )
-    version = importlib.metadata.version(PACKAGE)
-    for worker, theirs in client.run(importlib.metadata.version, PACKAGE, on_error="return").items():
-        if theirs != version:
-            what = "no trainflow" if isinstance(theirs, Exception) else f"trainflow {theirs}"
-            raise ConfigError(
-                f"The worker {worker} of the cluster has {what}, and this is {version}.",
-                field=field,
-                value=address,
-                remedy="Use the same Python environment on all machines.",
-            )
-    hosts = client.run(socket.gethostname)
-    if store.is_local:
-        for worker, sees in client.run(os.path.exists, str(store.local_path())).items():
-            if not sees:
-                raise unshared(hosts[worker], store.url)
-    require_api(sorted({host for host in hosts.values() if host != socket.gethostname()}))

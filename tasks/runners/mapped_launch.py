@@ -53,7 +53,7 @@ def work_elsewhere(number: int, text: str) -> State[Any]:
     return Completed(data=answer) if failure is None else Failed(message=failure["message"], data=answer)
 
 
-def open_cluster(runner: RunnerSettings, store: Store, *, section: str) -> AbstractContextManager[Cluster]:
+def open_cluster(runner: RunnerSettings, *, section: str) -> AbstractContextManager[Cluster]:
     """Connect to the cluster, or start one on this machine, which ends with the block. Imports its package.
 
     Raises:
@@ -62,10 +62,10 @@ def open_cluster(runner: RunnerSettings, store: Store, *, section: str) -> Abstr
     if runner.kind == "dask":
         from trainflow.tasks.runners import dask_tasks
 
-        return dask_tasks.connect(runner, store, section=section)
+        return dask_tasks.connect(runner, section=section)
     from trainflow.tasks.runners import ray_tasks
 
-    return ray_tasks.connect(runner, store, section=section)
+    return ray_tasks.connect(runner, section=section)
 
 
 def launch_mapped(
@@ -82,9 +82,8 @@ def launch_mapped(
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
     """
-    store = Store.open(request.output)
     config = replace(launch.to_config(), kind="process", processes=1, threads=launch.threads or 1)
-    with Owner(store) as owner, open_cluster(runner, store, section=request.verb) as cluster:
+    with Owner(Store.open(request.output)) as owner, open_cluster(runner, section=request.verb) as cluster:
         texts = [owner.job(request, config, number) for number in range(runner.workers)]
         futures = send_little(lambda: cluster.map(work_elsewhere, texts))
         mapped = _Mapped(cluster, futures, owner, config, Progress(on_event), on_line, on_event)

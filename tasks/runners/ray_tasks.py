@@ -17,7 +17,6 @@ from prefect_ray.context import remote_options
 from typing_extensions import override
 
 from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
-from trainer_lib.storage import Store
 from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
 from trainflow.tasks.settings.runner_settings import RunnerSettings
 
@@ -51,7 +50,7 @@ class RayTasks(Cluster):
 
 
 @contextlib.contextmanager
-def connect(settings: RunnerSettings, store: Store, *, section: str) -> Iterator[RayTasks]:
+def connect(settings: RunnerSettings, *, section: str) -> Iterator[RayTasks]:
     """Join the cluster, or start one on this machine; the block's end leaves it, and ends that."""
     with no_cluster("Ray", settings.address, section, NO_CLUSTER):
         if settings.address is None:

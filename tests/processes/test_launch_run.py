@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -335,31 +334,3 @@ def test_workers_hold_the_device_themselves_also_where_they_waited(tmp_path: Pat
         )
     assert [line for line in lines if line.startswith("holds")] == ["holds 1"] * 2
     assert not warm._waiting
-
-
-def test_threads_of_one_process_wait_for_each_other_in_the_order_of_asking(tmp_path: Path) -> None:
-    order: list[int] = []
-    never = threading.Event()
-
-    def use(number: int) -> None:
-        queue = tickets.Queue()
-        try:
-            with queue.draw(["GPU 0"], str(number), never.is_set) as place:
-                while queue.find_before(place, 1, never.is_set):
-                    never.wait(0.01)
-                order.append(number)
-        finally:
-            queue.close()
-
-    queue = tickets.Queue()
-    with queue.draw(["GPU 0"], "first", never.is_set) as place:
-        assert queue.find_before(place, 1, never.is_set) == []
-        threads = []
-        for number in range(3):
-            threads.append(threading.Thread(target=use, args=(number,)))
-            threads[-1].start()
-            wait_until(lambda number=number: len(waiting()) == number + 1, 20)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(20)
-    queue.close()
-    assert order == [0, 1, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from tests.support.repository import ROOT
 from tests.support.shared_sources import SOURCES, calls, data_of, project
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.lease import Holder
-from trainer_lib.storage import Store
 
 pytestmark = pytest.mark.timeout(400)
 DASK, RAY = (pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ("dask", "ray"))
@@ -184,45 +182,11 @@ def test_without_an_address_a_cluster_is_started_and_ended(tmp_path: Path) -> No
     assert data_of(folder / "store") == data_of_one_process(folder)
 
 
-class _Machines:
-    """The answers of a cluster with one worker."""
+def test_an_api_on_loopback_is_refused_where_other_machines_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainflow.tasks.runners import clusters
 
-    def __init__(self, **answers: Any) -> None:
-        self._answers = {"python": "3.11.4.final.0", "version": None, "gethostname": "here", "exists": True, **answers}
-
-    def get_versions(self) -> dict[str, Any]:
-        return {"workers": {"tcp://a:1": {"host": {"python": self._answers["python"]}}}}
-
-    def run(self, function: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        from importlib import metadata
-
-        found = self._answers[function.__name__]
-        return {"tcp://a:1": metadata.version("trainflow") if found is None else found}
-
-
-@pytest.mark.needs("dask")
-@pytest.mark.parametrize(
-    ("answers", "field", "message"),
-    [
-        ({"python": "3.9.1.final.0"}, "prepare.runner.address", "has Python 3.9"),
-        ({"version": "0.0.1"}, "prepare.runner.address", "has trainflow 0.0.1"),
-        ({"version": ModuleNotFoundError("x")}, "prepare.runner.address", "has no trainflow"),
-        ({"exists": False}, "storage", "does not see this folder"),
-        ({"gethostname": "node7"}, "PREFECT_API_URL", "cannot be reached from node7"),
-    ],
-)
-def test_machines_that_cannot_do_the_work_are_refused_before_anything_is_placed(
-    tmp_path: Path, answers: dict[str, Any], field: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import platform
-
-    from trainflow.tasks.runners import clusters, dask_tasks
-
-    monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "11", "9"))
-    monkeypatch.setattr(clusters, "PREFECT_API_URL", SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api"))
-    machines: Any = _Machines(**answers)
-    with pytest.raises(ConfigError) as caught:
-        dask_tasks._check_machines(machines, Store.open(tmp_path), "prepare.runner.address", "tcp://a:8786")
-    assert caught.value.field == field
-    assert message in caught.value.message
-    assert os.environ.get("PREFECT_API_URL") is None
+    loopback = SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api")
+    monkeypatch.setattr(clusters, "PREFECT_API_URL", loopback)
+    clusters.require_api([])
+    with pytest.raises(ConfigError, match="cannot be reached from node7"):
+        clusters.require_api(["node7"])

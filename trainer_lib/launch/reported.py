@@ -11,18 +11,21 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import platform
 import re
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import metadata
 from types import TracebackType
 from typing import Any, Self
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
-from trainer_lib.errors import StorageError, from_exception
+from trainer_lib.errors import ConfigError, StorageError, from_exception
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 from trainer_lib.launch.settings.refusal import unshared
@@ -63,9 +66,8 @@ class Owner:
 
     def job(self, request: Request[Any], config: LaunchConfig, number: int) -> str:
         """Return what a worker needs, as a text for `launch_reported`. It holds no secret."""
-        return json.dumps(
-            {"request": request.to_json(), "config": asdict(config), "folder": self._name, "number": number}
-        )
+        place = {"folder": self._name, "number": number, "installation": _installation()}
+        return json.dumps({"request": request.to_json(), "config": asdict(config), **place})
 
     def stop(self) -> None:
         """Have the workers save and end."""
@@ -96,8 +98,7 @@ class Reporter:
         self._number = number
         self._messages: list[dict[str, Any]] = [{"started": socket.gethostname()}]
         self._lock = threading.Lock()
-        self._sent = threading.Event()
-        self._thread = threading.Thread(target=self._keep_sending, name="trainflow-reports", daemon=True)
+        self._sending = Heartbeat(self._send, FLUSH_S, "a worker")
         self._sign: bytes | None = None
         self._seen = self._looked = time.monotonic()
         self._is_ended = False
@@ -106,14 +107,14 @@ class Reporter:
         self._sign = self._folder.read_if_exists(_OWNER, limit=_LIMIT)
         if self._sign is None:
             raise unshared(socket.gethostname(), self._folder.url.partition(f"/{CLAIMS}/")[0])
-        self._thread.start()
+        self._sending.start()  # it sends at once: the owner names the machine of a worker that is lost, however soon
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sent.set()
-        self._thread.join()
+        self._sending.stop()
+        self._send()
 
     def line(self, text: str) -> None:
         """Report a line that the work has printed."""
@@ -139,12 +140,6 @@ class Reporter:
         self._is_ended = sign is None or sign == _STOP or now - self._seen > SILENT_S
         return self._is_ended
 
-    def _keep_sending(self) -> None:
-        self._send()  # at once: the owner names the machine of a worker that is lost, however soon
-        while not self._sent.wait(FLUSH_S):
-            self._send()
-        self._send()
-
     def _send(self) -> None:
         with self._lock:
             messages, self._messages = self._messages, []
@@ -162,6 +157,7 @@ def launch_reported(text: str) -> str:
     """Carry out a request as the text of `Owner.job` says, on this machine; return as text how it ended."""
     asked = parse_json(text)
     try:
+        _require_installation(asked["installation"], field=f"{asked['request']['verb']}.runner")
         request = read_request(asked["request"])
         folder = Store.open(request.output).child(CLAIMS, asked["folder"])
         with Reporter(folder, asked["number"]) as reporter:
@@ -177,3 +173,18 @@ def launch_reported(text: str) -> str:
     except Exception as error:
         return json.dumps({"failure": from_exception(error).to_record()})
     return json.dumps({"result": to_record(answer)})
+
+
+def _installation() -> dict[str, str]:
+    """The versions that have to be the same on all machines: with others, a key would name other bytes."""
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "trainflow": metadata.version("trainflow")}
+
+
+def _require_installation(owners: Mapping[str, str], *, field: str) -> None:
+    for name, here in _installation().items():
+        if owners[name] != here:
+            raise ConfigError(
+                f"The machine {socket.gethostname()} of the cluster has {name} {here}, and the command {owners[name]}.",
+                field=field,
+                remedy="Use the same Python environment on all machines.",
+            )

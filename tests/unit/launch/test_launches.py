@@ -80,6 +80,18 @@ def test_a_failure_comes_back_as_json(tmp_path: Path) -> None:
     assert "does not see this folder" in failure["message"]
 
 
+@pytest.mark.parametrize(("name", "theirs"), [("Python", "3.9"), ("trainflow", "0.0.1")])
+def test_a_machine_with_another_installation_is_refused_before_it_works(tmp_path: Path, name: str, theirs: str) -> None:
+    asked = request(tmp_path, RECIPE)
+    with Owner(Store.open(asked.output)) as owner:
+        job = json.loads(owner.job(asked, LaunchConfig(kind="in_process"), 0))
+        job["installation"][name] = theirs
+        failure = json.loads(launch_reported(json.dumps(job)))["failure"]
+        assert owner.read() == []
+    assert (failure["class"], failure["field"]) == ("ConfigError", "prepare.runner")
+    assert f"has {name} " in failure["message"] and theirs in failure["message"]
+
+
 def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
