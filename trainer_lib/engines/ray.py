@@ -37,8 +37,6 @@ ANSWER_S = 5.0  # for the answers of agents that are asked together
 LOOK_S = 1.0  # between two looks at the machines that follow, and at those that are drained
 SILENT_S = 15.0  # for an agent that does not answer while its machine counts as alive
 WAIT_S = 0.2  # for what comes next, in one poll
-_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # how a client of HTTP/2 begins, with no settings
-_FRAME_HEAD, _SETTINGS = 9, b"\4"  # how its server answers: bytes of a frame's head, and the type in it
 _NAMES = {"cpus": "CPU", "gpus": "GPU"}
 _NOT_IMPORTED = "failed to import on the worker"  # what Ray's stand-in for a class raises in every call
 
@@ -52,7 +50,8 @@ def join_cluster(address: str, **settings: Any) -> Any:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if address not in ("auto", "local"):
         host, _, port = address.rpartition(":")
-        _require_handshake(host, int(port))
+        # Where nothing listens, Ray itself tries for six minutes.
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     ray = importlib.import_module("ray")
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -63,27 +62,6 @@ def join_cluster(address: str, **settings: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
     return ray
-
-
-def _require_handshake(host: str, port: int) -> None:
-    """Require a server of gRPC: where another program listens, or one that hangs, Ray tries for six minutes."""
-    silent = f"{host}:{port} accepts connections, but does not answer as Ray does within {CONNECT_S:g} s"
-    with socket.create_connection((host, port), timeout=CONNECT_S) as probe:
-        if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
-            return
-        head, deadline = b"", time.monotonic() + CONNECT_S
-        try:
-            probe.sendall(_HTTP2)
-            while len(head) < _FRAME_HEAD and (left := deadline - time.monotonic()) > 0:
-                probe.settimeout(left)
-                data = probe.recv(_FRAME_HEAD - len(head))
-                if not data:
-                    break
-                head += data
-        except OSError as error:
-            raise ConnectionError(silent) from error
-    if head[3:4] != _SETTINGS:
-        raise ConnectionError(silent)
 
 
 class Ray:
