@@ -33,7 +33,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,6 @@ MADE_BY = "TRAINFLOW_SERVER_MADE_BY"  # what its starter was: versions, interpre
 CLIENTS_LOCK = "clients.lock"
 SERVER_LOCK = "server.lock"
 DESCRIPTION = "server.json"
-SERVED_TAG = "trainflow-serve"  # deployments that live as long as a `trainflow serve` on this server
 SIGN_IN = "/trainflow-sign-in"  # see `trainflow.flows.server.membership.sign_in_link`
 ANOTHER_SERVES = 75  # exit code (EX_TEMPFAIL); uvicorn ends a failed start with 3
 
@@ -116,10 +114,9 @@ class _Server:
         self._running.run(sockets=[self._listener])
 
     def _open(self) -> None:
-        """Wait until the server answers, pause stale schedules, then describe it in one step, for its owner only."""
+        """Wait until the server answers, then describe it in one step, for its owner only."""
         while self._running is None or not self._running.started:
             time.sleep(0.02)
-        self._pause_unserved()
         draft = self._folder / f"{DESCRIPTION}.draft"
         draft.unlink(missing_ok=True)
         about = {"pid": os.getpid(), "url": self._url, "auth": self._password, "linger_s": _linger_s()}
@@ -127,28 +124,10 @@ class _Server:
             json.dump({**about, "made_by": os.environ.get(MADE_BY, "")}, file)
         draft.replace(self._folder / DESCRIPTION)
 
-    def _pause_unserved(self) -> None:
-        """Pause the schedules of processes that are gone: a server without clients has no serving process.
-
-        Runs would pile up for an active schedule that no process serves, and the next `serve` of that name would start
-        them all.
-        """
-        from prefect.client.orchestration import SyncPrefectClient
-        from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
-
-        served = DeploymentFilter(tags=DeploymentFilterTags(all_=[SERVED_TAG]))
-        try:
-            with SyncPrefectClient(f"{self._url}/api", auth_string=self._password) as client:
-                for deployment in client.read_deployments(deployment_filter=served):
-                    if not deployment.paused:
-                        client.pause_deployment(deployment.id)
-        except Exception as error:  # the server serves all the same
-            sys.stderr.write(f"Schedules without a serving process could not be paused: {error!r}\n")
-
     def end_without_clients(self) -> None:
         """End this process when it has had no client for as long as it lingers, or its folder is gone."""
         descriptor = os.open(self._folder / CLIENTS_LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # kept until the process ends
-        wait_for_end(self._folder, descriptor, _linger_s(), self._leave_alone)
+        wait_for_end(self._folder, descriptor, _linger_s())
         (self._folder / DESCRIPTION).unlink(missing_ok=True)
         if self._running is not None:
             settle()
@@ -156,25 +135,14 @@ class _Server:
             time.sleep(_STOP_S)
         os._exit(0)  # still importing, so nothing is open yet; or the graceful end hangs
 
-    def _leave_alone(self) -> None:
-        if self._running is not None and self._running.started:
-            self._pause_unserved()
 
-
-def wait_for_end(folder: Path, descriptor: int, linger_s: float, on_alone: Callable[[], None]) -> None:
-    """Return, with the clients' lock, when no client has come for `linger_s` or the folder or the database is gone.
-
-    Args:
-        on_alone: called when the last client has gone, before another one can come.
-    """
+def wait_for_end(folder: Path, descriptor: int, linger_s: float) -> None:
+    """Return, with the clients' lock, when no client has come for `linger_s`, or none could: the folder is gone."""
     alone_since: float | None = None
     while True:
         if try_lock(descriptor):
-            if alone_since is None:
-                alone_since = time.monotonic()
-                if linger_s:
-                    on_alone()
-            if time.monotonic() - alone_since >= linger_s or not _is_at_home(folder, descriptor):
+            alone_since = alone_since or time.monotonic()
+            if time.monotonic() - alone_since >= linger_s or not _is_there(folder, descriptor):
                 return
             unlock(descriptor)
         else:
@@ -182,22 +150,12 @@ def wait_for_end(folder: Path, descriptor: int, linger_s: float, on_alone: Calla
         time.sleep(_LOOK_S)
 
 
-def _is_at_home(folder: Path, descriptor: int) -> bool:
-    """Whether clients still find this server: its folder was not removed, nor its database."""
+def _is_there(folder: Path, descriptor: int) -> bool:
+    """Whether clients still find this lock; a folder that was made again has another one."""
     try:
-        return os.path.samestat((folder / CLIENTS_LOCK).stat(), os.fstat(descriptor)) and _has_database()
+        return os.path.samestat((folder / CLIENTS_LOCK).stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _has_database() -> bool:
-    if "prefect.settings" not in sys.modules:  # still loading
-        return True
-    from prefect.settings import get_current_settings
-
-    url = get_current_settings().server.database.connection_url
-    scheme, _, path = (url.get_secret_value() if url else "").partition(":///")
-    return "sqlite" not in scheme or not path.startswith("/") or Path(path.partition("?")[0]).exists()
 
 
 def settle() -> None:

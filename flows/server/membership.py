@@ -95,11 +95,13 @@ class Membership:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def _end_unfit(self) -> None:
-        """End a server that lingers if it is another installation's, has other settings, or does not answer."""
+        """End a server that lingers if it is another installation's, does not answer, or lost its database."""
         described = self.description()
         if described is None:  # none is there, or it is still starting
             return
-        if is_healthy(described["url"]) and described.get("made_by") == self._made_by:
+        # sqlite would write into a file that was removed, without a word.
+        has_database = self._database is None or self._database.exists()
+        if has_database and described.get("made_by") == self._made_by and is_healthy(described["url"]):
             return
         self._kill()
         deadline = time.monotonic() + _STOP_S

@@ -35,7 +35,6 @@ from trainer_lib.storage import Store
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import run_environment, set_retries
-from trainflow.flows.server.embedded import SERVED_TAG
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.new_data import EVERY_S, Watch
 from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
@@ -185,8 +184,7 @@ def serve(
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into each run's process.
         _forget_planned_runs(name)
-        deployment = _deployment(spec, name, when, tags=[SERVED_TAG] if server_folder(url) else [])
-        deployment_id = runner.add_deployment(deployment)
+        deployment_id = runner.add_deployment(_deployment(spec, name, when))
         set_retries(deployment_id, name, retry_crashed, by_worker=False)
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
