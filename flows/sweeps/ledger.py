@@ -30,7 +30,7 @@ from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 
 DATABASE = "study.db"
 _STUDY = "sweep"
-_IDENTITY, _NOTES, _SEAL = "trainflow:identity", "trainflow:notes", "trainflow:seal"
+_NOTES, _SEAL = "trainflow:notes", "trainflow:seal"
 _BUSY_S = 60
 _FEW = 100_000
 """Points of a space in which none is tried twice."""
@@ -170,17 +170,6 @@ class Ledger:
         dimensions = self._settings.space.values()
         counts = (each.count if isinstance(each, Range) else len(each) for each in dimensions)
         return self._settings.sampler == "grid" or math.prod(counts) <= _FEW
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The study's identity, as `identify` wrote it; empty for a new study."""
-        with _reached(self.file):
-            return dict(self._study.user_attrs.get(_IDENTITY, {}))
-
-    def identify(self, identity: Mapping[str, Any]) -> None:
-        """Write down what the study is of."""
-        with _reached(self.file):
-            self._study.set_user_attr(_IDENTITY, dict(identity))
 
     def read_note(self, name: str) -> Any:
         """The note of `write_note`; None before."""

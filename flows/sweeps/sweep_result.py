@@ -74,28 +74,13 @@ class SweepResult:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         return {
-            "name": self.name,
-            "pipeline": self.pipeline,
-            "storage": self.storage,
-            "objective": list(self.objective),
-            "direction": list(self.direction),
-            "wanted": self.wanted,
-            "best": list(self.best),
+            **vars(self),
             "best_specs": {str(number): url for number, url in self.best_specs.items()},
             "saved_share": self.saved_share,
-            "report_url": self.report_url,
-            "mlflow_run_id": self.mlflow_run_id,
-            "run_url": self.run_url,
-            "seconds": self.seconds,
             "trials": [
-                {
-                    "number": each.number,
-                    "state": each.state,
-                    "values": dict(each.values),
-                    "objective": None if each.objective is None else list(each.objective),
-                    **{key: value for key, value in each.notes.items() if key != "objective"},
-                }
-                for each in self.trials
+                {**trial.notes, "number": trial.number, "state": trial.state, "values": dict(trial.values)}
+                | {"objective": None if trial.objective is None else list(trial.objective)}
+                for trial in self.trials
             ],
             "error": None if self.error is None else self.error.to_record(),
         }

@@ -47,6 +47,7 @@ from trainflow.flows.sweeps.trial_tasks import Events, SlotProcess, UnseenTrials
 from trainflow.tasks.tracking import mlflow_run as tracking
 
 _log = logging.getLogger(__name__)
+_IDENTITY, _TRACKED = "identity", "tracked_run"
 _LEAST = 2
 """Complete trials that a picture needs."""
 
@@ -182,14 +183,14 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
 
 def _take_up(spec: PipelineSpec, ledger: Ledger) -> None:
     """Make sure that the ledger's trials are those of this spec."""
-    known = ledger.identity
+    known = ledger.read_note(_IDENTITY)
     if known and any(each.state in ("complete", "pruned", "failed") for each in ledger.trials()):
         require_same(spec, known)
         return
     now = identify(spec)
     if known and known != now:
         ledger.start_again()  # nothing has come of it
-    ledger.identify(now)
+    ledger.write_note(_IDENTITY, now)
 
 
 class _Sweep:
@@ -338,7 +339,7 @@ class _Sweep:
         return Store.open(self._spec.storage)
 
     def _token(self) -> str | None:
-        found = self._ledger.read_note("tracked_run")
+        found = self._ledger.read_note(_TRACKED)
         return None if found is None else str(found)
 
     def _open_run(self) -> None:
@@ -359,7 +360,7 @@ class _Sweep:
             project=Path(self._spec.root or "."),
         )
         if self._run is not None:
-            self._ledger.write_note("tracked_run", self._run.handle.token)
+            self._ledger.write_note(_TRACKED, self._run.handle.token)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

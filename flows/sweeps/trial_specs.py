@@ -212,7 +212,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
         _check_measured(name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
         return
     if name.startswith(_TRAINED):
-        _check_trained(spec, name, resolver, field)
+        _check_trained(spec, name, field)
         return
     if not spec.evaluate.enabled:
         raise ConfigError(
@@ -229,41 +229,17 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
         _check_measured(name, names, field)
 
 
-def _check_trained(spec: PipelineSpec, name: str, resolver: Resolver, field: str) -> None:
-    """Refuse a metric that train does not report, unless the recipe may add it."""
-    trained = {each: f"{_TRAINED}{each}" for each in _of_training(spec, resolver)}
-    measured = _measured(spec, resolver)
-    splits = spec.evaluate.splits if spec.evaluate.enabled else []
-    # A split may be called train as well: its metrics have the same prefix.
-    is_open = "train" in splits and not measured
-    evaluated = [f"{split}_{each}" for split in splits for each in measured]
-    if is_open or name in (*trained.values(), *evaluated) or _may_train_otherwise(spec):
-        return
+def _check_trained(spec: PipelineSpec, name: str, field: str) -> None:
+    """Refuse what looks like another metric of train; whether it is one of the recipe's, only a trial shows."""
     # Without the prefix, which would make all of them alike.
-    own = nearest(name.removeprefix(_TRAINED), trained)
-    near = nearest(name, evaluated) if own is None else trained[own]
+    near = nearest(name.removeprefix(_TRAINED), [*_ALWAYS, "tokens_per_second"])
+    recipes = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
+    adds_some = any(names is None or names & {"Trainer", "callbacks"} for names in recipes)
+    if near is None or name == f"{_TRAINED}{near}" or adds_some or _TRAINED.rstrip("_") in spec.evaluate.splits:
+        return
     raise ConfigError(
-        "Train does not report this metric.",
-        field=field,
-        value=name,
-        remedy=f'Did you mean "{near}"?' if near else f"Choose one of: {', '.join(trained.values())}.",
+        "Train does not report this metric.", field=field, value=name, remedy=f'Did you mean "{_TRAINED}{near}"?'
     )
-
-
-def _of_training(spec: PipelineSpec, resolver: Resolver) -> Iterator[str]:
-    """Metrics of the train stage, without its prefix, and the rows that prepare counts of a split called train."""
-    args = resolver.arguments(spec.train.args)
-    yield from _ALWAYS
-    if args.include_tokens_per_second:
-        yield "tokens_per_second"
-    if not args.skip_memory_metrics:
-        yield from (f"mem_{device}_{what}_delta" for device in ("cpu", "gpu") for what in ("alloc", "peaked"))
-
-
-def _may_train_otherwise(spec: PipelineSpec) -> bool:
-    """Whether the recipe may have a `Trainer` or callbacks of its own, which can add to what train reports."""
-    found = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
-    return any(names is None or names & {"Trainer", "callbacks"} for names in found)
 
 
 def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
