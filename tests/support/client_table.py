@@ -90,12 +90,14 @@ def achievements(outcome: Outcome, other: Outcome) -> dict[str, bool]:
 
 
 def row(name: str, ours: Outcome, theirs: Outcome) -> str:
-    """Return a client's row of docs/clients.md: a column on our Trainer, and on that of transformers if it differs."""
-    here, there = achievements(ours, theirs), achievements(theirs, ours)
-    words = {True: "yes", False: "no"}
-    pairs = ((words[here[column]], words[there[column]]) for column in COLUMNS)
-    cells = (first if first == second else f"{first} / {second}" for first, second in pairs)
+    """Return a client's row of docs/clients.md: what it does on our Trainer, and on that of transformers."""
+    cells = (_summarize(achievements(ours, theirs)), _summarize(achievements(theirs, ours)))
     return f"| {name} | {' | '.join(cells)} |"
+
+
+def _summarize(done: Mapping[str, bool]) -> str:
+    missing = [column for column in COLUMNS if not done[column]]
+    return f"all but {', '.join(missing)}" if missing else "all"
 
 
 def write_rows(runs: Runs) -> None:
