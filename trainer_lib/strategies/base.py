@@ -21,6 +21,7 @@ from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
+    from trainer_lib.strategies.tensor.vocabulary import DividedLoss
 
 
 class Strategy:
@@ -54,6 +55,10 @@ class Strategy:
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Return the module whose forward trains, on the device: `model` itself or a wrapper around it."""
         return model
+
+    def divided_loss(self, model: nn.Module) -> DividedLoss | None:
+        """Return the model's loss over divided logits, which it has in a `with` of it; None: logits are whole."""
+        return None
 
     def precision(self, args: TrainingArguments) -> Precision:
         """Return how forward passes are computed, and how gradients are scaled."""

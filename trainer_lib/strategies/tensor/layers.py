@@ -13,6 +13,8 @@ exchange that its style asks for: DTensor's dispatch of every operation would co
     embedding_rowwise      rows      whole                     summed: a part has zeros for the others' tokens
     embedding_colwise      columns   whole                     gathered
 
+The output layer of a causal language model keeps its part where the loss alone reads it (`vocabulary`).
+
 A weight that stays whole between divided layers (`replicated_with_grad_allreduce`) gets the sum of its gradients, each
 of which knows some heads only.
 
@@ -309,7 +311,7 @@ def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
             output = output.masked_fill(absent.unsqueeze(-1), 0)
         if style in _SUMS:
             output = _Sum.apply(output, group)  # type: ignore[no-untyped-call]
-        elif style != "colwise":
+        elif style != "colwise" and not layer.__dict__.get("keeps_part"):
             output = _Gather.apply(output, group, features)  # type: ignore[no-untyped-call]
         return output if bias is None else output + bias  # type: ignore[no-any-return]
 

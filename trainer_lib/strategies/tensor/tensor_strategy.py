@@ -21,7 +21,8 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 from trainer_lib.strategies.tensor.experts import dispatched_experts, divide_experts, plan_experts
-from trainer_lib.strategies.tensor.layers import divide_layers, plan_layers
+from trainer_lib.strategies.tensor.layers import Group, divide_layers, plan_layers
+from trainer_lib.strategies.tensor.vocabulary import DividedLoss, find_divided_head
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -63,7 +64,15 @@ class TensorStrategy(FsdpStrategy):
             divide_experts(model, names, self.mesh.along(self._experts), sends=self._experts == "dispatch")
             return
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
-        divide_layers(model, styles, self.mesh.along("tensor"))
+        mesh = self.mesh.along("tensor")
+        divide_layers(model, styles, mesh)
+        if head := find_divided_head(model, styles):
+            DividedLoss(model, head, Group(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+
+    @override
+    def divided_loss(self, model: nn.Module) -> DividedLoss | None:
+        loss = getattr(self.unwrap(model), "loss_function", None)
+        return loss if isinstance(loss, DividedLoss) else None
 
     @override
     def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:

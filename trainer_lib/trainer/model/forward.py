@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,12 @@ from torch import nn
 from trainer_lib.data.loading.items import MAPPINGS, count_items
 from trainer_lib.errors import ConfigError, DataError, is_out_of_memory
 from trainer_lib.evaluation import nested
+from trainer_lib.trainer.model.trained_model import LabelSmoother
 from trainer_lib.trainer.overrides import is_set, own_classes
 from trainer_lib.trainer.weighting import CountedItems, LossScale, plain_items
 
 if TYPE_CHECKING:
+    from trainer_lib.strategies.tensor.vocabulary import DividedLoss
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 
@@ -135,6 +138,7 @@ class Forward:
         self.past: Any = None
         self.sources: torch.Tensor | None = None
         self._needs_autograd = False
+        self._divided: DividedLoss | None = None  # while the logits are
 
     def _keep_past(self, outputs: Any) -> None:
         """Keep the output at `past_index` for the next batch, without its graph."""
@@ -193,6 +197,10 @@ class Forward:
         """The loss ``[]`` from the Trainer's `compute_loss`; notes in `scale` what it is."""
         trainer, signatures, rule = self._trainer, self._internals.signatures, self.rule
         loss: torch.Tensor
+        divided = None if self._divided is not None else self._divisible_loss(model)
+        if divided is not None:
+            with self._dividing(divided):
+                return self.training_loss(model, inputs, num_items)
         self.scale = rule.undivided
         if num_items is None or not signatures.compute_loss_takes_items or not rule.passes_items:
             loss = trainer.compute_loss(model, inputs)
@@ -227,7 +235,8 @@ class Forward:
         if func is not None:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
-            return smoother(outputs, labels, shift_labels=forward.shifts_labels), outputs
+            over: dict[str, Any] = {} if self._divided is None else {"cross_entropy": self._divided.cross_entropy}
+            return smoother(outputs, labels, shift_labels=forward.shifts_labels, **over), outputs
         loss = loss_of(outputs, inputs)
         if self.scale is LossScale.SHARE and isinstance(outputs, MAPPINGS) and outputs.get("aux_loss") is not None:
             loss = self._weigh_routers(loss, outputs["aux_loss"])
@@ -242,6 +251,24 @@ class Forward:
             return loss
         share = weights.items[weights.micro_step] / float(weights.num_items)
         return loss + (share - 1) * factor * routers
+
+    def _divisible_loss(self, model: nn.Module) -> DividedLoss | None:
+        """The model's loss over divided logits, unless something else reads them: then they are gathered."""
+        divided = self._internals.engine.strategy.divided_loss(model)
+        if divided is None or self.sources is not None or "compute_loss" in self._internals.signatures.overridden:
+            return None
+        trainer = self._trainer
+        is_own = trainer.compute_loss_func is None and type(trainer.label_smoother) in (LabelSmoother, type(None))
+        return divided if is_own and trainer.args.past_index < 0 else None
+
+    @contextlib.contextmanager
+    def _dividing(self, divided: DividedLoss) -> Iterator[None]:
+        self._divided = divided
+        try:
+            with divided:
+                yield
+        finally:
+            self._divided = None
 
     def _note_sources(self, outputs: Any, inputs: Any, labels: Any) -> None:
         run, sources, self.sources = self._internals.run, self.sources, None
@@ -312,7 +339,9 @@ class Forward:
             with trainer.compute_loss_context_manager():
                 return self._loss_and_outputs(model, inputs, computes_loss)
 
-        loss, outputs, first_is_loss = self.without_gradients(compute)
+        divided = self._divisible_loss(model) if loss_only and computes_loss else None
+        with contextlib.nullcontext() if divided is None else self._dividing(divided):
+            loss, outputs, first_is_loss = self.without_gradients(compute)
         if loss_only:
             return loss, None, None
         logits = _logits(outputs, ignore_keys, first_is_loss=first_is_loss)

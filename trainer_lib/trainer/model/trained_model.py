@@ -252,6 +252,7 @@ class LabelSmoother:
         labels: torch.Tensor,
         shift_labels: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
+        cross_entropy: Callable[..., torch.Tensor] = nn.functional.cross_entropy,
     ) -> torch.Tensor:
         """The loss, 0-dim, of ``logits [..., classes]`` against ``labels [...]``.
 
@@ -260,13 +261,14 @@ class LabelSmoother:
             labels: target classes; -100 is ignored.
             shift_labels: position t is compared with label t + 1.
             num_items_in_batch: the sum of the losses is divided by this number; else by the number of labels.
+            cross_entropy: torch's, or one over logits that are divided over processes.
         """
         logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
         if shift_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         flat = logits.reshape(-1, logits.shape[-1])
         # In float32: in 16 bits, a sum over tens of thousands of classes loses its last digits.
-        loss = nn.functional.cross_entropy(
+        loss = cross_entropy(
             *(flat.float(), labels.reshape(-1)),
             ignore_index=IGNORED,
             label_smoothing=self.epsilon,

@@ -1,0 +1,94 @@
+"""The loss of a divided vocabulary is that of one process, and no process has the logits of all classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from tests.support.distributed import loaded, run_distributed
+from tests.support.tiny_models import llama, lm_rows
+from tests.support.training import LOGGED, losses, trainer
+from trainer_lib import Trainer
+
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
+CLASSES = 35  # the last process has fewer than the others, and no other tensor of the model has this size
+#: Unequal numbers of tokens in global batches of 8.
+RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
+
+
+class ReadsLogits(Trainer):
+    """A loss of the user's own, which needs logits."""
+
+    @override
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 1e-3 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"per_device_train_batch_size": 1},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "tied": {"tied": True},
+    "bf16": {"bf16": True},
+    "own loss": {"cls": ReadsLogits},
+}
+
+
+class LastSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the last sizes of all tensors that are made, but for vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[int] = set()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.seen |= {part.shape[-1] for part in tree_leaves(made) if isinstance(part, torch.Tensor) and part.ndim > 1}
+        return made
+
+
+def trained(folder: str, cases: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
+    """Losses, norms and evaluations; whether logits were whole in training and evaluation, without and with metrics."""
+    results = {}
+    for number, (name, given) in enumerate(cases.items()):
+        settings = {**RAGGED, **given, "parallelism": sizes or None}
+        model = llama(**HEADS, vocab_size=CLASSES, tie_word_embeddings=settings.pop("tied", False))
+        one = trainer(f"{folder}/{number}", lm_rows(22), model=model, **settings)
+        with LastSizes() as training:
+            one.train()
+        with LastSizes() as evaluation:
+            evaluated = one.evaluate(lm_rows(9, seed=3))["eval_loss"]
+        one.compute_metrics = lambda _: {}
+        with LastSizes() as measured:
+            whole = one.evaluate(lm_rows(9, seed=3))["eval_loss"]
+        results[name] = {
+            "losses": losses(one),
+            "norms": [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry],
+            "evaluated": [evaluated, whole],
+            "has_all_classes": [CLASSES in noted.seen for noted in (training, evaluation, measured)],
+        }
+    return results
+
+
+def test_no_process_has_the_logits_of_all_classes_unless_they_are_read(tmp_path: Path) -> None:
+    expected = trained(str(tmp_path / "alone"), CASES, {})
+    with loaded("transformers.models.llama.modeling_llama"):
+        for sizes in ({"tensor": 4}, {"shard": 2, "tensor": 2}):
+            some = CASES if sizes == {"tensor": 4} else {"smoothed": CASES["smoothed"]}
+            for results in run_distributed(trained, 4, str(tmp_path / str(sizes)), some, sizes, timeout_s=180):
+                for name, one in results.items():
+                    digits = 0.02 if name == "bf16" else 2e-6
+                    for series in ("losses", "norms", "evaluated"):
+                        assert one[series] == pytest.approx(expected[name][series], rel=digits), (name, series)
+                    assert one["has_all_classes"] == [name == "own loss", name == "own loss", True], name
