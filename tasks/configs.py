@@ -322,7 +322,7 @@ class EvaluateConfig(StageSettings):
     slices: list[str] = setting(
         affects="result",
         default_factory=list,
-        description="Columns of the prepared rows: each metric is also measured on the rows of each value, and named "
+        description="Columns of the prepared rows: metrics are also measured on the rows of every value, and named "
         "<metric>/<column>/<value>.",
     )
     show_inputs: bool = setting(

@@ -29,7 +29,7 @@ class RunnerSettings(Settings):
     """prepare.runner: the cluster whose machines prepare the sources."""
 
     kind: Literal["dask", "ray"] = Field(
-        description="Cluster that runs the workers, each a task of Prefect: dask or ray (the extras of these names)."
+        description="Cluster that runs the workers as tasks of Prefect: dask or ray (the extras of these names)."
     )
     address: str | None = Field(
         default=None,
@@ -37,7 +37,7 @@ class RunnerSettings(Settings):
         "this machine, started for the stage and ended with it.",
     )
     workers: int = Field(
-        ge=1, le=1000, description="Worker processes, each a mapped task that pulls sources until none is left."
+        ge=1, le=1000, description="Worker processes: mapped tasks that pull sources until none is left."
     )
 
 

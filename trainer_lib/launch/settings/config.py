@@ -55,7 +55,7 @@ class LaunchConfig:
     )
     processes: Annotated[int, _Rule("ge", 1)] | Literal["auto"] = _option(
         "auto",
-        "Number of worker processes on each machine; auto: one per GPU, or on a CPU two where there are two cores.",
+        "Worker processes on a machine; auto: one per GPU, or on a CPU two where there are two cores.",
     )
     threads: Annotated[int, _Rule("ge", 1)] | None = _option(
         None, "CPU threads per process; unset: cores are shared out."
@@ -104,7 +104,7 @@ class LaunchConfig:
         default_factory=dict,
         metadata={
             "description": "Slurm: options of sbatch by their long names (partition, account, time), and folder. "
-            "Ray: cpus, gpus, memory, and custom resources by name, of each machine."
+            "Ray: cpus, gpus, memory, and custom resources by name, per machine."
         },
     )
 
