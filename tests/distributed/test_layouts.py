@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from benchmarks.step_overhead import CallCounter
+from tests.support import seq2seq
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import bert, llama, lm_rows
 from tests.support.training import LOGGED, losses, trainer
-from trainer_lib import Trainer, TrainerCallback
+from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.data.rows.mixture import Mixture, Piece
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
@@ -492,6 +493,39 @@ def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(kind: str, 
             for name, (_, _, allowed) in PARTS[kind].items():
                 assert found[name][0] == pytest.approx(expected[name][0], rel=allowed), name
                 assert found[name][1] == expected[name][1], name
+
+
+#: The model, of which some answers end before others, what divides it, and whether ranks may have other prompts.
+ANSWERED: dict[str, tuple[Callable[[], Any], dict[str, Any], bool]] = {
+    "sent": (lambda: mixture(eos_token_id=[*range(5, 12)]), {"parallelism": {"dispatch": 2}}, True),
+    "encoder": (seq2seq.t5, {"fsdp": "full_shard auto_wrap"}, True),
+    "tensor": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"parallelism": {"tensor": 2}}, False),
+    "zero": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"deepspeed": {"zero_optimization": {"stage": 3}}}, False),
+}
+
+
+def answers(folder: str, name: str, is_divided: bool) -> tuple[float, Any, list[int]]:
+    """The loss and the answers of evaluations, then a rank's answer to a prompt."""
+    model, given, differ = ANSWERED[name]
+    rows: list[Any] = seq2seq.rows(7) if name == "encoder" else lm_rows(7, seed=3, ragged=False)
+    collate = {} if name == "encoder" else {"data_collator": default_data_collator}
+    given = {**collate, **(given if is_divided else {}), "generation_max_length": 20}
+    one = seq2seq.seq2seq_trainer(folder, model(), eval_dataset=rows, **given)
+    loss, without = one.evaluate()["eval_loss"], [{"input_ids": row["input_ids"]} for row in rows]
+    prompt = rows[torch.distributed.get_rank() if is_divided and differ else 0]["input_ids"]
+    predicted = one.predict(without).predictions
+    return loss, predicted, one.model.generate(torch.as_tensor(prompt)[None], max_length=20, num_beams=1)[0].tolist()
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_answers_end_at_other_tokens_on_other_ranks(name: str, tmp_path: Path) -> None:
+    loss, expected, _ = answers(str(tmp_path / "alone"), name, False)
+    ranks = run_distributed(answers, 2, str(tmp_path / "ranks"), name, True)
+    assert ranks[0][1].tolist() == expected.tolist()
+    for rank, (measured, _, answer) in enumerate(ranks):
+        assert measured == pytest.approx(loss, rel=2e-6)
+        row = expected[rank if ANSWERED[name][2] else 0].tolist()
+        assert answer == row[: len(answer)] and set(row[len(answer) :]) <= {0}
 
 
 UNDIVIDED = [

@@ -137,8 +137,9 @@ class Seq2SeqTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         tokens, length = generation.generate(inputs, settings)
         labels = next((inputs[name] for name in self.label_names if inputs.get(name) is not None), None)
-        # A second forward, for the loss alone: generation does not compute it.
-        loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys=ignore_keys)
+        loss = None
+        if labels is not None:  # a second forward, for the loss alone: generation does not compute it
+            loss, _, _ = super().prediction_step(model, dict(inputs), True, ignore_keys=ignore_keys)
         # One label per sample has no length to pad.
         if labels is not None and labels.ndim > 1:
             labels = self._pad_tensors_to_max_len(labels, length)
@@ -189,6 +190,8 @@ class Generation:
             given["max_length"] = self._trainer.args.generation_max_length
         if "num_beams" not in given and self._trainer.args.generation_num_beams is not None:
             given["num_beams"] = self._trainer.args.generation_num_beams
+        if self._trainer._trainflow.engine.strategy.forward_communicates:
+            given["synced_gpus"] = True  # a process whose sequences have ended computes on until all have
         return given
 
     def refuse_unusable(self, settings: Mapping[str, Any]) -> None:

@@ -62,10 +62,6 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
         ("bf16_full_eval", "fp16_full_eval"),
         ("sharded parameters keep their format.", "Remove it, or compute in bf16 with bf16=True."),
     ),
-    "predict_with_generate": (
-        "processes would generate different numbers of tokens and wait for each other.",
-        "Remove it, and generate with another Trainer without fsdp and the saved model.",
-    ),
 }
 
 

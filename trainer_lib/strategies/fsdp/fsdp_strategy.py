@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -304,6 +311,11 @@ class FsdpStrategy(Strategy):
         for part in parts:
             restore_class_name(part)
             _gather_as_plain_tensors(part)
+        if hasattr(model, "generate"):
+            # It calls an encoder by itself, which needs the parameters that encoder and decoder share.
+            register_fsdp_forward_method(model, "generate")
+            # By this mark of transformers, it computes on until all processes have their tokens.
+            model.__dict__["_is_fsdp_managed_module"] = self.mesh.sizes["replicate"] < self.mesh.size
         return parts
 
     def _take_values(self, model: nn.Module, first: Mapping[str, Tensor]) -> None:
