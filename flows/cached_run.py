@@ -34,7 +34,7 @@ def result_if_unchanged(
     if force:
         return None
     plan = Plan.of(spec, debug=debug, **choice)
-    if any(each.launch is not None and each.launch.several_nodes for each in plan.stages.values()):
+    if any(stage.launch is not None and stage.launch.several_nodes for stage in plan.stages.values()):
         return None  # other machines wait for the training, whose task lets them go
     folder = run_folder(spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
     # A sign belongs to a process at work on the run, or to one that died: Prefect may not know yet that it ended.

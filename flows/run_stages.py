@@ -58,7 +58,7 @@ def _run_groups(plan: Plan, run: _StageRun) -> None:
             if not plan.is_wanted(name):
                 run.leave_out(name)
         wanted = [plan.stages[name] for name in group if plan.is_wanted(name)]
-        if any(each.stage.name == "train" for each in wanted):
+        if any(planned.stage.name == "train" for planned in wanted):
             run.rehearse_evaluation()
         if len(wanted) > 1:
             run.run_together(wanted)
@@ -284,7 +284,7 @@ class _StageRun:
     def _track(self, manifest: StageManifest, *, ran: bool) -> None:
         if self._tracked is None:
             return
-        facts = (each.facts for each in self._manifests.values())
+        facts = (committed.facts for committed in self._manifests.values())
         # Evaluation and publication belong to the step at which training ended.
         step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
         track_stage(self._tracked, manifest, step=step or 0)

@@ -86,7 +86,7 @@ def _typed(name: str, rest: Sequence[str]) -> str:
 
 def _unknown_option(context: Any, name: str, rest: Sequence[str]) -> ConfigError:
     typed = _typed(name, rest)
-    options = [each.opts for each in context.command.get_params(context) if _is_option(each)]
+    options = [param.opts for param in context.command.get_params(context) if _is_option(param)]
     close = nearest(typed, [name for names in options for name in names])
     # Of an option with a short name, the list shows the long one.
     remedy = suggestion(typed, [close] if close else [max(names, key=len) for names in options])
@@ -97,7 +97,7 @@ def _unknown_option(context: Any, name: str, rest: Sequence[str]) -> ConfigError
 
 def _bad_usage(context: Any, name: str, rest: Sequence[str]) -> ConfigError:
     """An option without the value that it needs, or with one that it does not take."""
-    param = next((each for each in context.command.get_params(context) if name in each.opts), None)
+    param = next((param for param in context.command.get_params(context) if name in param.opts), None)
     if param is None or not param.is_flag:
         metavar = (param.metavar if param is not None else None) or "VALUE"
         return ConfigError("This option needs a value.", field=name, remedy=f"Write {name} {metavar}.")
@@ -111,7 +111,9 @@ def _missing(context: Any, param: Any) -> ConfigError:
         name = param.opts[0]
         remedy = f"Add it: {name} {param.metavar or 'VALUE'}."
         return ConfigError(f"{command} needs this option.", field=name, remedy=remedy)
-    needed = [_argument(each) for each in context.command.get_params(context) if each.required and not _is_option(each)]
+    needed = [
+        _argument(other) for other in context.command.get_params(context) if other.required and not _is_option(other)
+    ]
     remedy = f"Write {command} {' '.join(needed)}."
     return ConfigError(f"{command} needs this argument.", field=_argument(param), remedy=remedy)
 
@@ -148,7 +150,7 @@ def _declared(command: Any, name: str) -> tuple[type[Any] | None, float | None, 
     """The kind of number that a parameter takes, None if none, and its least and greatest value."""
     hint = get_type_hints(command.callback, include_extras=True).get(name)
     plain, *described = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-    kind = next((each for each in _KINDS if each is plain or each in get_args(plain)), None)
+    kind = next((kind for kind in _KINDS if kind is plain or kind in get_args(plain)), None)
     info = next(iter(described), None)
     return kind, getattr(info, "min", None), getattr(info, "max", None)
 

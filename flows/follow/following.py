@@ -231,7 +231,7 @@ class Followed:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         best = None if self.best is None else self.best.to_dict()
-        return {**vars(self), "evaluations": [each.to_dict() for each in self.evaluations], "best": best}
+        return {**vars(self), "evaluations": [evaluation.to_dict() for evaluation in self.evaluations], "best": best}
 
 
 def follow_training(

@@ -321,7 +321,7 @@ def _tracked_checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]
     except (ConfigError, StorageError) as error:
         yield LinkCheck("MLflow run", "not checked", why=error.message)
         return
-    names = ["MLflow run", *(f"{each['name']} version {each['version']}" for each in found.versions)]
+    names = ["MLflow run", *(f"{version['name']} version {version['version']}" for version in found.versions)]
     for name in names:
         mine = tuple(sentence for link, sentence in problems if link == name)
         where = f"{found.run_id} in {found.uri}" if name == names[0] else found.uri
@@ -405,7 +405,7 @@ def _find_run(client: Any, chain: Chain) -> Any:
         with contextlib.suppress(GoneError):
             return client.get_run(run_id)
         return None
-    experiments = [each.experiment_id for each in client.search_experiments()]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     query = f"tags.`{TOKEN_TAG}` = '{lineage.tracked_run}'"
     found = client.search_runs(experiments, query, max_results=1)
     return found[0] if found else None
@@ -413,10 +413,10 @@ def _find_run(client: Any, chain: Chain) -> Any:
 
 def _versions(client: Any, digest: str | None, run: Any) -> Iterator[dict[str, Any]]:
     """The versions that the run registered, and those of the same model."""
-    for each in list_versions(client):
-        if each["run_id"] == run.info.run_id or (digest is not None and each["digest"] == digest):
-            shown = {key: value for key, value in each["tags"].items() if key.startswith(_TAG)}
-            yield {"name": each["name"], "version": each["version"], "aliases": each["aliases"], "tags": shown}
+    for version in list_versions(client):
+        if version["run_id"] == run.info.run_id or (digest is not None and version["digest"] == digest):
+            shown = {key: value for key, value in version["tags"].items() if key.startswith(_TAG)}
+            yield {"name": version["name"], "version": version["version"], "aliases": version["aliases"], "tags": shown}
 
 
 def _model_digest(chain: Chain) -> str | None:

@@ -174,9 +174,9 @@ class Reproduction:
                 value=absent[0],
                 remedy="Put it there, as it was when the run prepared its data.",
             )
-        recorded = [each.digest for each in self._chain.lineage.sources]
+        recorded = [source.digest for source in self._chain.lineage.sources]
         now = fingerprints(sources, root=spec.root)
-        changed = [each["source"] for each, old in zip(now, recorded, strict=False) if each["digest"] != old]
+        changed = [source["source"] for source, old in zip(now, recorded, strict=False) if source["digest"] != old]
         if changed:
             self._refuse_data(f"the source {changed[0]} is not the one that the run's data was made from")
 
@@ -191,7 +191,7 @@ class Reproduction:
                 self._say(f"{name}: {version} in the run, {current} here")
         plan = Plan.of(self.spec)
         changes = describe_changes(self._storage, self.run, plan.early_keys)
-        self.outcome.settings = [str(each) for each in changes if ".versions." not in each.field]
+        self.outcome.settings = [str(change) for change in changes if ".versions." not in change.field]
         for sentence in self.outcome.settings:
             self._say(f"differs from the run: {sentence}")
         if not self.outcome.versions and not changes:
@@ -221,7 +221,7 @@ class Reproduction:
             if stage in _COMPARED:
                 self.outcome.compared += _compare_files(old, now[stage])
         self.outcome.metrics = _compare_metrics(then, now)
-        unequal = [each for each in self.outcome.compared if each["then"] != each["now"]]
+        unequal = [file for file in self.outcome.compared if file["then"] != file["now"]]
         self.outcome.tolerance = self._tolerance(then, now)
         if not unequal and not self.outcome.metrics:
             return
@@ -240,7 +240,7 @@ class Reproduction:
 
     def _tolerance(self, then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]) -> float | None:
         facts = [side["train"].facts for side in (then, now)]
-        devices = [each.device or _CPU for each in facts if isinstance(each, TrainFacts)]
+        devices = [training.device or _CPU for training in facts if isinstance(training, TrainFacts)]
         self.outcome.device = " and ".join(dict.fromkeys(devices))
         if self._question.tolerance is not None:
             return self._question.tolerance
@@ -248,18 +248,18 @@ class Reproduction:
 
     def _judge(self, unequal: list[dict[str, Any]]) -> None:
         outcome = self.outcome
-        measured = self._measure([each for each in unequal if each["then"] and each["now"]])
-        outcome.largest = max((each.largest for each in measured.values()), default=0.0)
+        measured = self._measure([file for file in unequal if file["then"] and file["now"]])
+        outcome.largest = max((difference.largest for difference in measured.values()), default=0.0)
         tolerance = outcome.tolerance
-        for each in unequal:
-            found = measured.get(each["path"])
+        for file in unequal:
+            found = measured.get(file["path"])
             if found is None:
-                outcome.differences.append(f"{each['path']} is in one of them only")
+                outcome.differences.append(f"{file['path']} is in one of them only")
             elif found.problem:
-                outcome.differences.append(f"{each['path']}: {found.problem}")
+                outcome.differences.append(f"{file['path']}: {found.problem}")
             elif tolerance is None or found.largest > tolerance:
                 count = f"{found.different:,} of {found.values:,} numbers"
-                outcome.differences.append(f"{each['path']}: {count} differ, by up to {found.largest:.2g} relatively")
+                outcome.differences.append(f"{file['path']}: {count} differ, by up to {found.largest:.2g} relatively")
         for name, (old, new) in outcome.metrics.items():
             if tolerance is None or not math.isclose(old, new, rel_tol=tolerance):
                 outcome.differences.append(f"{name}: {old:.6g} in the run, {new:.6g} here")
@@ -269,7 +269,7 @@ class Reproduction:
         if not files:
             return {}
         self._say("bytes differ; measuring how far the numbers are apart")
-        pairs = tuple(FilePair(each["folders"][0], each["folders"][1], each["path"]) for each in files)
+        pairs = tuple(FilePair(file["folders"][0], file["folders"][1], file["path"]) for file in files)
         result = launch(
             MeasureRequest(output=self.to, files=pairs),
             LaunchConfig(kind="process", processes=1),
@@ -277,7 +277,7 @@ class Reproduction:
             on_line=lambda line: None,
             on_event=lambda event: None,
         )
-        return {each.path: each for each in result.files}
+        return {difference.path: difference for difference in result.files}
 
 
 @contextlib.contextmanager
@@ -330,12 +330,12 @@ def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:
 
 
 def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
-    found = {each.stage: each.manifest for each in result.stages if each.manifest is not None}
+    found = {outcome.stage: outcome.manifest for outcome in result.stages if outcome.manifest is not None}
     return {stage: StageManifest.from_dict(manifest) for stage, manifest in found.items()}
 
 
 def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str, Any]]:
-    sides = [_compared(each) for each in (old, new)]
+    sides = [_compared(side) for side in (old, new)]
     for path in sorted(sides[0].keys() | sides[1].keys()):
         then, now = (side[path].sha256 if path in side else None for side in sides)
         yield {"stage": old.stage, "path": path, "then": then, "now": now, "folders": [old.url, new.url]}
@@ -343,7 +343,7 @@ def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str,
 
 def _compared(manifest: StageManifest) -> dict[str, FileEntry]:
     below = _COMPARED[manifest.stage]
-    return {each.path: each for each in manifest.files if each.path.startswith(below) and each.path.endswith(_FILES)}
+    return {file.path: file for file in manifest.files if file.path.startswith(below) and file.path.endswith(_FILES)}
 
 
 def _compare_metrics(

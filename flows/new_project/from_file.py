@@ -179,7 +179,7 @@ class Guesses(Guess):
         return table
 
     def _plain(self, table: Table, value: Any, name: str) -> Any:
-        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and all(isinstance(text, str) for text in value):
             self._lists.add(name)
             return _BETWEEN[0].join(value)
         try:
@@ -336,7 +336,7 @@ class Guesses(Guess):
                 )
 
     def _predicts_alone(self, name: str) -> float:
-        """How well a small tree predicts the labels of every other row by a column, learned from the rest."""
+        """The score of a small tree that predicts the labels of every other row by a column, learned from the rest."""
         from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
         values = self._numbers.get(name)
@@ -374,7 +374,7 @@ def _number(value: Any) -> float:
 def _yaml(value: Any) -> str:
     """A value in YAML's flow style."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_yaml(name)}: {_yaml(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{_yaml(name)}: {_yaml(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:

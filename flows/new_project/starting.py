@@ -7,6 +7,7 @@ import csv
 import functools
 import html.entities
 import io
+import itertools
 import json
 import keyword
 import random
@@ -43,22 +44,22 @@ def tagged_lines(source: str) -> Iterator[tuple[list[str], list[str]]]:
     parts = _parts(ast.parse(source))
     words: list[str] = []
     tags: list[str] = []
-    for each in tokenize.generate_tokens(io.StringIO(source).readline):
-        if each.type == token.NEWLINE:
+    for lexeme in tokenize.generate_tokens(io.StringIO(source).readline):
+        if lexeme.type == token.NEWLINE:
             if _FEWEST_WORDS <= len(words) <= _MOST_WORDS and max(map(len, words)) <= _LONGEST_WORD:
                 yield words, tags
             words, tags = [], []
-        elif each.type not in _LEFT_OUT:
-            words.append(each.string)
-            tags.append(_tag(each, parts))
+        elif lexeme.type not in _LEFT_OUT:
+            words.append(lexeme.string)
+            tags.append(_tag(lexeme, parts))
 
 
-def _tag(each: tokenize.TokenInfo, parts: dict[tuple[int, int], str]) -> str:
-    if each.type != token.NAME:
-        return _KINDS.get(each.type, "text")
-    if keyword.iskeyword(each.string):
+def _tag(lexeme: tokenize.TokenInfo, parts: dict[tuple[int, int], str]) -> str:
+    if lexeme.type != token.NAME:
+        return _KINDS.get(lexeme.type, "text")
+    if keyword.iskeyword(lexeme.string):
         return "keyword"
-    return parts.get((each.start[0], len(each.line[: each.start[1]].encode())), "name")
+    return parts.get((lexeme.start[0], len(lexeme.line[: lexeme.start[1]].encode())), "name")
 
 
 def _parts(tree: ast.Module) -> dict[tuple[int, int], str]:
@@ -107,11 +108,13 @@ def questions_about(source: str) -> Iterator[list[dict[str, Any]]]:
 
 
 def _ask(node: ast.FunctionDef) -> Iterator[tuple[str, ast.expr | ast.arg | None]]:
-    arguments = [each for each in node.args.args if each.arg not in ("self", "cls")]
-    own = [each for each in ast.walk(node) if isinstance(each, ast.Return | ast.Raise)]
-    own.sort(key=lambda each: (each.lineno, each.col_offset))
-    returned = (each.value for each in own if isinstance(each, ast.Return) and each.value is not None)
-    raised = (each.exc for each in own if isinstance(each, ast.Raise) and each.exc is not None)
+    arguments = [argument for argument in node.args.args if argument.arg not in ("self", "cls")]
+    own = [statement for statement in ast.walk(node) if isinstance(statement, ast.Return | ast.Raise)]
+    own.sort(key=lambda statement: (statement.lineno, statement.col_offset))
+    returned = (
+        statement.value for statement in own if isinstance(statement, ast.Return) and statement.value is not None
+    )
+    raised = (statement.exc for statement in own if isinstance(statement, ast.Raise) and statement.exc is not None)
     error = next(raised, None)
     yield "Which parameter comes first?", arguments[0] if arguments else None
     yield "What does it return first?", next(returned, None)
@@ -214,10 +217,10 @@ def code_lines() -> str:
 def code_questions() -> str:
     """A question about each of 800 functions of this interpreter's standard library, as JSON lines (PSF licence)."""
     found: dict[str, None] = {}
-    functions = (each for source in _sources(_MODULES + _MORE) for each in questions_about(source))
+    functions = itertools.chain.from_iterable(map(questions_about, _sources(_MODULES + _MORE)))
     for number, questions in enumerate(functions):
         # Each sixth function is asked for what it does not have.
-        fitting = [each for each in questions if bool(each["answers"]["text"]) != (number % 6 == 0)]
+        fitting = [question for question in questions if bool(question["answers"]["text"]) != (number % 6 == 0)]
         if fitting:
             found[json.dumps(fitting[number % len(fitting)])] = None
     return "\n".join([*_evenly(list(found), 800), ""])
@@ -229,7 +232,7 @@ def code_chats() -> str:
     A user shows the function and asks up to three questions; what it does not have is answered by "nothing".
     """
     found: dict[str, None] = {}
-    for questions in (each for source in _sources(_MODULES + _MORE) for each in questions_about(source)):
+    for questions in itertools.chain.from_iterable(map(questions_about, _sources(_MODULES + _MORE))):
         if not questions or len(questions[0]["context"]) > 200:
             continue
         turns = []
@@ -254,7 +257,7 @@ def word_orders() -> str:
             *rest, last = words[len(words) // 3 :]
             other = draw.sample(rest, len(rest))
             if other != rest:
-                chosen, rejected = (" " + " ".join([*each, last]) for each in (rest, other))
+                chosen, rejected = (" " + " ".join([*middle, last]) for middle in (rest, other))
                 row = {"prompt": " ".join(words[: len(words) // 3]), "chosen": chosen, "rejected": rejected}
                 found[json.dumps(row)] = None
     return "\n".join([*_evenly(list(found), 1200), ""])
@@ -289,7 +292,7 @@ def entity_names() -> str:
     """HTML's names of 1,500 characters and Unicode's names of them, as CSV (WHATWG and Unicode licences)."""
     found: dict[str, str] = {}
     for name, characters in sorted(html.entities.html5.items()):
-        names = [unicodedata.name(each, "") for each in characters]
+        names = [unicodedata.name(char, "") for char in characters]
         if name.endswith(";") and all(names):
             found.setdefault(" and ".join(names).lower(), name.removesuffix(";"))
     return _csv(["entity", "character"], [(name, character) for character, name in found.items()][:1500])
@@ -333,13 +336,13 @@ _SAMPLES: dict[str, Callable[[], str | dict[str, bytes]]] = {
         *(ranked_lines, marked_lines, entity_names, character_names),
     )
 }
-"""What makes the text of a project's data, or its files, by the names in templates.yaml."""
+"""Makers of a project's data, as a text or as files, by their names in templates.yaml."""
 _GITIGNORE = ".trainflow/\npredictions/\n__pycache__/\n.pytest_cache/\n"
 
 
 @functools.cache
 def templates() -> dict[str, dict[str, Any]]:
-    """What the projects of the recipes have, by the recipes' names (templates.yaml)."""
+    """The facts of projects in templates.yaml, by the names of their recipes."""
     found: dict[str, dict[str, Any]] = parse_yaml(Path(__file__).with_name("templates.yaml").read_text("utf-8"))
     return {name: {"by": "random", "column": "label", **facts} for name, facts in found.items() if name != "_"}
 
@@ -355,7 +358,7 @@ def check_target(folder: Path, recipe: str) -> None:
     if recipe not in (known := templates()):
         raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, known))
     name = folder.absolute().name
-    pattern = next(each.pattern for each in PipelineSpec.model_fields["name"].metadata if hasattr(each, "pattern"))
+    pattern = next(rule.pattern for rule in PipelineSpec.model_fields["name"].metadata if hasattr(rule, "pattern"))
     if not re.match(pattern, name):
         remedy = str(PipelineSpec.model_fields["name"].description)
         raise ConfigError("A pipeline cannot have this name.", field="NAME", value=name, remedy=remedy)
@@ -383,7 +386,9 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
     }
     data, made = facts["data"], _SAMPLES[facts["make"]]()
     contents = {file: text.encode() for file, text in texts.items()}
-    contents |= {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": each for at, each in made.items()}
+    contents |= (
+        {data: made.encode()} if isinstance(made, str) else {f"{data}/{at}": content for at, content in made.items()}
+    )
     _write(folder, contents)
     return [folder / file for file in (*texts, data)]
 

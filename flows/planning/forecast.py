@@ -61,7 +61,11 @@ def find_similar(plan: Plan) -> PastTraining | None:
     """
     reason, launch = plan.reasons["train"], plan.stages["train"].launch
     manifest = reason.manifest
-    if manifest is None and reason.nearest is not None and all(_is_timeless(each.field) for each in reason.differences):
+    if (
+        manifest is None
+        and reason.nearest is not None
+        and all(_is_timeless(change.field) for change in reason.differences)
+    ):
         manifest = look_up_in(plan.spec.storage, "train", reason.nearest)
     if manifest is None or not isinstance(manifest.facts, TrainFacts):
         return None
@@ -254,7 +258,9 @@ class Forecast:
     @property
     def own(self) -> Footprint | None:
         """The bytes of a rank as the spec says it."""
-        return next((each for each in self._footprints(self.processes) if each.strategy == self.strategy), None)
+        return next(
+            (footprint for footprint in self._footprints(self.processes) if footprint.strategy == self.strategy), None
+        )
 
     def _footprints(self, processes: int, *, alone: int | None = None) -> list[Footprint]:
         if self.estimate is None:
@@ -297,7 +303,7 @@ class Forecast:
             "processes": self.processes,
             **{name: None if part is None else to_record(part) for name, part in parts.items()},
             "tokens": self.tokens,
-            "ranks": [{**to_record(each), "total": each.total} for each in self.footprints()],
+            "ranks": [{**to_record(rank), "total": rank.total} for rank in self.footprints()],
             "peak_bytes": self.peak_bytes,
             "room": None if self.room is None else {**to_record(self.room), "needed_bytes": self.room.needed_bytes},
             "seconds": self.seconds,
@@ -395,7 +401,7 @@ def free_bytes(storage: str) -> int | None:
     if not store.is_local:
         return None
     folder: Path = store.local_path()
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 

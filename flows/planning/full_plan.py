@@ -43,16 +43,16 @@ class FullPlan:
     @property
     def warnings(self) -> list[str]:
         """Likely mistakes that stop nothing."""
-        return [each for several in self.plan.warnings.values() for each in several]
+        return [warning for several in self.plan.warnings.values() for warning in several]
 
     @property
     def can_work(self) -> bool:
         """Whether no obstacle is fatal."""
-        return not any(each.is_fatal for each in self.obstacles)
+        return not any(obstacle.is_fatal for obstacle in self.obstacles)
 
     @property
     def summary(self) -> Sequence[str]:
-        """What the recipe says of the prepared data; empty before it is prepared."""
+        """Sentences of the recipe about the prepared data; empty before it is prepared."""
         prepared = self.plan.reasons["prepare-data"].manifest
         return () if prepared is None else getattr(prepared.facts, "info", {}).get("summary", ())
 
@@ -71,7 +71,7 @@ class FullPlan:
             "stages": [reason.to_dict() for reason in self.plan.reasons.values()],
             "arguments": effective_arguments(self.plan),
             **self.forecast.to_dict(),
-            "obstacles": [vars(each) for each in self.obstacles],
+            "obstacles": [vars(obstacle) for obstacle in self.obstacles],
             "warnings": self.warnings,
             "data": list(self.summary),
             "conversations": self.conversations,
@@ -90,10 +90,10 @@ def read_conversations(prepared: StageManifest | None) -> list[dict[str, Any]]:
         shown = parse_json(content, list)
         return [
             {
-                "place": mask(str(each["place"])),
-                "parts": [[mask(str(text)), bool(is_trained)] for text, is_trained in each["parts"]],
+                "place": mask(str(conversation["place"])),
+                "parts": [[mask(str(text)), bool(is_trained)] for text, is_trained in conversation["parts"]],
             }
-            for each in shown
+            for conversation in shown
         ]
     except (TrainflowError, LookupError, TypeError, ValueError):
         return []  # the file is damaged, or another recipe's
@@ -170,7 +170,7 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
 def _keep(full: FullPlan) -> None:
     """Keep the plan where the run will be recorded, so that its report can compare both."""
     found, plan = full.forecast, full.plan
-    if found.length is None or any(each.field == "storage" for each in full.obstacles):
+    if found.length is None or any(obstacle.field == "storage" for obstacle in full.obstacles):
         return
     planned = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "probe": found.probe is not None}
     try:

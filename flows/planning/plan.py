@@ -195,11 +195,11 @@ class Plan:
         """The key by which a later command finds this run: all of the spec that is known before any stage has run."""
         fields: dict[str, Any] = {name: key.digest for name, key in self.early_keys.items()}
         # Results of another run that this spec would not give make another run.
-        taken = {name: each.key for name, each in self.reasons.items() if self.takes(name) and each.differences}
+        taken = {name: reason.key for name, reason in self.reasons.items() if self.takes(name) and reason.differences}
         if taken:
             fields["taken"] = taken
         # A stage that runs again because of its age makes another run, with a record and an MLflow run of its own.
-        if follows := {name: each.follows for name, each in self.reasons.items() if each.follows is not None}:
+        if follows := {name: reason.follows for name, reason in self.reasons.items() if reason.follows is not None}:
             fields["follows"] = follows
         return stage_key("pipeline", {"name": self.spec.name, **fields}).digest
 
@@ -281,7 +281,7 @@ class Plan:
         """
         first = self.only or self.start
         wanted = [plan.stage for name, plan in self.stages.items() if first is not None and self.is_wanted(name)]
-        for name in dict.fromkeys(each for stage in wanted for each in stage.inputs.values()):
+        for name in dict.fromkeys(source for stage in wanted for source in stage.inputs.values()):
             reason = self.reasons.get(name)
             if reason is None or reason.hit or self.is_wanted(name):
                 continue
@@ -328,7 +328,7 @@ class Plan:
                 return StageReason(name, False, f"held back by the gate, which {verdict}", held_back=True)
         inputs = plan.stage.inputs.values()
         # Without the content of its inputs the stage's key is not known.
-        missing = [each for each in inputs if each in self.stages and each not in committed]
+        missing = [source for source in inputs if source in self.stages and source not in committed]
         if self.past is not None and self.takes(name):
             return self._explain_taken(self.past, name, committed, missing)
         if missing:
@@ -358,23 +358,25 @@ class Plan:
 
     def _explain_early(self, name: str, missing: Sequence[str], found: Mapping[str, StageReason]) -> StageReason:
         """Explain a stage whose inputs are not made yet: it surely runs if more than those differs."""
-        known = {each: reason.manifest for each, reason in found.items() if reason.manifest is not None}
+        known = {stage: reason.manifest for stage, reason in found.items() if reason.manifest is not None}
 
         def key_with(letter: str) -> StageKey:
             facts = {"train": TrainFacts(metrics_code=letter)}
             made = {
-                each: StageManifest(each, found[each].key or letter, "", letter, facts=facts.get(each, StageFacts()))
-                for each in missing
+                stage: StageManifest(
+                    stage, found[stage].key or letter, "", letter, facts=facts.get(stage, StageFacts())
+                )
+                for stage in missing
             }
             return self.key_of(name, {**known, **made})
 
         key = key_with("a")
-        unknown = [each.field for each in differences(key.fields, key_with("b").fields)]
+        unknown = [change.field for change in differences(key.fields, key_with("b").fields)]
         miss = _manifests.explain_certain_miss(self.spec.storage, key, unknown)
         if miss is None:
             reason = f"{missing[0]} runs first; if its result is the same, this is kept"
             return StageReason(name, False, reason, certain=False)
-        if all(each.field.startswith("stage_keys.") for each in miss.differences) and miss.differences:
+        if all(change.field.startswith("stage_keys.") for change in miss.differences) and miss.differences:
             return StageReason(name, False, f"{missing[0]} runs first", nearest=miss.nearest)
         return StageReason(name, False, miss.reason, nearest=miss.nearest, differences=miss.differences)
 

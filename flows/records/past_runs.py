@@ -365,10 +365,12 @@ def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -
     """
     try:
         recorded = parse_record(run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES))
-        found = [each for name, key in keys.items() if name in recorded for each in compare_keys(recorded[name], key)]
+        found = [
+            change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)
+        ]
     except (KeyError, TypeError):
         return []  # of another version
-    return list({str(each): each for each in found}.values())
+    return list({str(change): change for change in found}.values())
 
 
 def take_result(storage: str, run: PastRun, stage: str) -> tuple[StageManifest | None, str]:

@@ -124,11 +124,11 @@ def _newest_checkpoint_bytes(manifest: StageManifest, facts: TrainFacts) -> int 
         return None
     try:
         folder = manifest.store().child("checkpoints", facts.checkpoints[0])
-        return sum(each.size for each in folder.list())
+        return sum(file.size for file in folder.list())
     except StorageError:
         return None
 
 
 def _stages(half: object) -> dict[str, Mapping[str, Any]]:
     stages = half.get("stages") if isinstance(half, Mapping) else None
-    return {str(name): each for name, each in (stages or {}).items() if isinstance(each, Mapping)}
+    return {str(name): stage for name, stage in (stages or {}).items() if isinstance(stage, Mapping)}

@@ -150,6 +150,6 @@ def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[s
 
 
 def evaluation_warnings(result: PipelineResult) -> list[str]:
-    """What evaluate found wrong with the model, also in an earlier run whose result is used again."""
+    """Warnings of evaluate about the model, also of an earlier run whose result is used again."""
     noted = [(outcome.manifest or {}).get("meta", {}) for outcome in result.stages if outcome.stage == "evaluate"]
     return [str(text) for meta in noted for text in meta.get("warnings") or ()]

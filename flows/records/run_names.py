@@ -92,7 +92,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:g}"
     if isinstance(value, list):
-        return f"-{_slug('+'.join(_last_part(str(each)) for each in value))}"
+        return f"-{_slug('+'.join(_last_part(str(part)) for part in value))}"
     return f"-{_slug(_last_part(mask(str(value))))}"
 
 

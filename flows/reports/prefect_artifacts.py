@@ -104,12 +104,12 @@ class _Writer:
     def _write(self) -> None:
         now = time.monotonic()
         running = [
-            {"stage": name, "status": "running", "reason": each.get("reason") or "", "seconds": now - each["since"]}
-            for name, each in list(self._running.items())
+            {"stage": name, "status": "running", "reason": stage.get("reason") or "", "seconds": now - stage["since"]}
+            for name, stage in list(self._running.items())
         ]
         plain = self._result.to_dict()
         known = {outcome["stage"] for outcome in plain["stages"]}
-        stages = [*plain["stages"], *(each for each in running if each["stage"] not in known)]
+        stages = [*plain["stages"], *(stage for stage in running if stage["stage"] not in known)]
         url = f"{self._folder.url}/{REPORT}"
         state = {**plain, "stages": stages, "seconds": now - self._began, "started": self._moment, "report_url": url}
         page = render_report(

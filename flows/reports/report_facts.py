@@ -170,7 +170,7 @@ def _describe_column(found: Mapping[str, Any]) -> str:
         more = f" and {len(counts) - _VALUES:,} more" if len(counts) > _VALUES else ""
         texts.append(", ".join(f"{value}: {count:,}" for value, count in counts[:_VALUES]) + more)
     elif "sum" in found:
-        least, most, mean = (number_text(each) for each in (found["min"], found["max"], found["sum"] / rows))
+        least, most, mean = (number_text(number) for number in (found["min"], found["max"], found["sum"] / rows))
         texts.append(f"{least} to {most}, on average {mean}")
     return "; ".join(texts)
 
@@ -199,7 +199,7 @@ def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Le
         try:
             if name in manifests:
                 found[name] = Ledger(manifests[name].store())
-            elif all(each in manifests or each not in plan.stages for each in stage.stage.inputs.values()):
+            elif all(source in manifests or source not in plan.stages for source in stage.stage.inputs.values()):
                 found[name] = Ledger(stage_store(plan.spec.storage, plan.key_of(name, manifests)))
         except TrainflowError:
             continue

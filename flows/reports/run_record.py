@@ -191,7 +191,7 @@ class RunRecord:
         self.result.run_name = None if finished else known.get("run_name")
         self.result.run_name = self.result.run_name or name_run(spec, self.id)
         self._worked_in = dict(known.get("worked_in") or {})
-        hits = {name: each.manifest for name, each in plan.reasons.items() if name not in plan.context.force}
+        hits = {name: reason.manifest for name, reason in plan.reasons.items() if name not in plan.context.force}
         self._stages = {name: manifest.key for name, manifest in hits.items() if manifest is not None}
         self._tracking = RunTracking.open(plan, self.result, self.id, known=known)
         if self._tracking is not None:
@@ -241,8 +241,13 @@ class RunRecord:
 
     def _write_actual(self) -> None:
         """Keep what the stages took beside what was planned."""
-        outcomes = [each for each in self.result.stages if each.status == "ran" and each.manifest is not None]
-        ran = {each.stage: actual_of(StageManifest.from_dict(each.manifest or {}), each.seconds) for each in outcomes}
+        outcomes = [
+            outcome for outcome in self.result.stages if outcome.status == "ran" and outcome.manifest is not None
+        ]
+        ran = {
+            outcome.stage: actual_of(StageManifest.from_dict(outcome.manifest or {}), outcome.seconds)
+            for outcome in outcomes
+        }
         if ran:
             write_half(self.folder, "actual", {"stages": ran})
 
@@ -361,7 +366,7 @@ class RunRecord:
         self.folder.write_bytes(SPEC_FILE, self.plan.spec_text.encode())
         keys = {name: parse_json(key.to_json()) for name, key in self.plan.early_keys.items()}
         self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
-        arguments = {name: each.arguments.to_dict() for name, each in self.plan.stages.items() if each.arguments}
+        arguments = {name: stage.arguments.to_dict() for name, stage in self.plan.stages.items() if stage.arguments}
         self.folder.write_bytes(ARGUMENTS_FILE, json.dumps(arguments).encode())
         own = {getattr(stage.config(spec), "recipe", None) for stage in all_stages()}
         for recipe in sorted({spec.recipe, *(name for name in own if name)}):

@@ -88,7 +88,7 @@ def describe_start(result: PipelineResult, run_id: str) -> dict[str, str]:
 
 def describe_end(result: PipelineResult, run_id: str) -> dict[str, str | None]:
     """The tags of a run that ends: its summary, and why it failed; None takes a tag away."""
-    failed = next((each.stage for each in result.stages if each.status == "failed"), None)
+    failed = next((outcome.stage for outcome in result.stages if outcome.status == "failed"), None)
     reason = None
     note = f"{_heading(result, run_id)}\n\n{render_summary(result)}"
     pruned = result.error.message if isinstance(result.error, Pruned) else None

@@ -164,9 +164,11 @@ class Registry:
             versions = list_model_versions(connect(uri))
         except Exception as error:  # whatever mlflow raises
             raise _unreachable(uri, first_line(error)) from error
-        for each in versions:
-            folders = {*self._folder_of(each.source), *_folders_of_tags(each.tags)}
-            yield Referrer(f"registered as {each.name} version {each.version}", frozenset(folders), each.run_id)
+        for version in versions:
+            folders = {*self._folder_of(version.source), *_folders_of_tags(version.tags)}
+            yield Referrer(
+                f"registered as {version.name} version {version.version}", frozenset(folders), version.run_id
+            )
 
     def _folder_of(self, source: str) -> set[Folder]:
         """The stage's folder that a version's source lies in."""
@@ -215,7 +217,7 @@ def _unreachable(uri: str, why: str) -> InfrastructureError:
 
 def collect_folders(runs: Iterable[PastRun], others: Sequence[Referrer]) -> dict[Folder, str]:
     """Every folder that something refers to, and what does."""
-    found = {folder: each.what for each in others for folder in each.folders}
+    found = {folder: referrer.what for referrer in others for folder in referrer.folders}
     return found | {folder: f"run {run.id}" for run in runs for folder in folders_of(run)}
 
 
@@ -352,7 +354,7 @@ def _why_runs_stay(
             found[run.id] = f"the newest of {run.name} that finished"
         elif tags := folder.child(run.id).children(TAGS):
             found[run.id] = f"tagged {', '.join(tags)}"
-        elif referrer := next((each for each in others if each.is_of(run)), None):
+        elif referrer := next((other for other in others if other.is_of(run)), None):
             found[run.id] = referrer.what
     return found
 
@@ -420,10 +422,10 @@ def _add_publications(garbage: Garbage, root: Store) -> None:
     for name in root.children("hub"):
         target = root.child("hub", name)
         revisions = target.child("revisions")
-        open_ones = [each for each in revisions.children() if not revisions.exists(f"{each}/{COMMIT}")]
+        open_ones = [revision for revision in revisions.children() if not revisions.exists(f"{revision}/{COMMIT}")]
         if open_ones and find_holder(target) is None:
-            for each in open_ones:
-                store = revisions.child(each)
+            for revision in open_ones:
+                store = revisions.child(revision)
                 garbage.items.append(Item("publication", store, _size(store), "left by an interrupted publication"))
 
 

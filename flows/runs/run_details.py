@@ -132,7 +132,7 @@ class RunDetails:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
-            "compared": [each.to_dict() for each in self.compared],
+            "compared": [comparison.to_dict() for comparison in self.compared],
             "spec": dict(self.spec),
             "code": dict(run.sources),
             "versions": self.versions,

@@ -268,7 +268,7 @@ def describe_progress(status: RunStatus, runs: Sequence[PastRun]) -> list[StageP
 
 def estimate_rest(stages: Sequence[StageProgress]) -> float | None:
     """Seconds until the run ends; None where a stage gives no estimate."""
-    open_ones = [each.eta_s for each in stages if each.state in ("running", "waiting")]
+    open_ones = [stage.eta_s for stage in stages if stage.state in ("running", "waiting")]
     known = [eta_s for eta_s in open_ones if eta_s is not None]
     return sum(known) if open_ones and len(known) == len(open_ones) else None
 

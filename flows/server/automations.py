@@ -139,7 +139,7 @@ def _automation(deployment_id: UUID, name: str, when: _When, state: str, message
             for_each={"prefect.resource.id"},
             threshold=1,
             after={f"prefect.flow-run.{when['after']}"},
-            expect={f"prefect.flow-run.{each}" for each in when["expect"]},
+            expect={f"prefect.flow-run.{expected}" for expected in when["expect"]},
             posture=Posture.Proactive if when["is_absence"] else Posture.Reactive,
             within=when["within"],
         ),

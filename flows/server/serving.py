@@ -240,7 +240,7 @@ def watch_for(
             try:
                 found = client.read_deployment_by_name(full)
             except (ObjectNotFound, ValueError) as error:
-                known = [each.name for each in client.read_deployments()]
+                known = [served.name for served in client.read_deployments()]
                 raise ConfigError(
                     "This deployment does not exist.",
                     field="DEPLOYMENT",

@@ -139,7 +139,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
         wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
-        missing = all(each is not None and not wanted & set(each) for each in names)
+        missing = all(defined is not None and not wanted & set(defined) for defined in names)
         if stage.recipe_function is not None and missing:
             raise ConfigError(
                 f"The recipe has no function '{stage.recipe_function}'.",
@@ -380,7 +380,7 @@ def _check_compared(spec: PipelineSpec, resolver: Resolver, field: str, metric: 
     if split is None:
         raise names_no_split(metric, config.splits, field=field, value=metric)
     measured = find_measured(spec, resolver)
-    names = [f"{each}_{name}" for each in config.splits for name in measured or ()]
+    names = [f"{part}_{name}" for part in config.splits for name in measured or ()]
     if measured is not None and metric not in names:
         raise ConfigError(
             "compute_metrics returns no such metric."

@@ -159,7 +159,7 @@ def _settings_class(annotation: Any) -> Any:
     """The class with the fields of a section; an optional section is a union with None."""
     options = [annotation, *getattr(annotation, "__args__", ())]
     known = ("model_fields", "__pydantic_fields__")
-    return next((each for each in options if any(hasattr(each, name) for name in known)), None)
+    return next((option for option in options if any(hasattr(option, name) for name in known)), None)
 
 
 def _follow(raw: Any, location: Sequence[str | int]) -> tuple[str, Any]:

@@ -75,7 +75,7 @@ def argument_schemas() -> dict[str, dict[str, Any]]:
 
 
 def _schema_of(name: str, hint: Any, choices: tuple[Any, ...] | None) -> dict[str, Any]:
-    kinds = [each for each in typing.get_args(hint) if isinstance(each, type) and issubclass(each, enum.Enum)]
+    kinds = [kind for kind in typing.get_args(hint) if isinstance(kind, type) and issubclass(kind, enum.Enum)]
     if choices is not None or kinds:
         values = list(choices or ()) + [member.value for kind in kinds for member in kind]
         listed: dict[str, Any] = {"enum": [*dict.fromkeys(values), None]}

@@ -45,7 +45,7 @@ class Range(Settings):
     @property
     def is_whole(self) -> bool:
         """Whether its values are whole numbers."""
-        return all(isinstance(each, int) for each in (self.low, self.high, self.step or 1))
+        return all(isinstance(number, int) for number in (self.low, self.high, self.step or 1))
 
     @property
     def count(self) -> float:
@@ -162,7 +162,9 @@ class SweepSettings(Settings):
         if self.sampler != "grid" and self.trials is None:
             raise _problem("The sweep would never end.", "Set sweep.trials.")
         if self.sampler == "grid":
-            endless = [key for key, each in self.space.items() if isinstance(each, Range) and math.isinf(each.count)]
+            endless = [
+                key for key, values in self.space.items() if isinstance(values, Range) and math.isinf(values.count)
+            ]
             if endless:
                 raise _problem(
                     f"A grid needs values that can be counted, and those of {endless[0]} cannot.",

@@ -95,7 +95,7 @@ class Claim:
         """Write down more about the trial; None values are left out."""
         with _reached(self._file):
             known = self._trial.user_attrs.get(_NOTES, {})
-            new = {key: each for key, each in notes.items() if each is not None}
+            new = {key: value for key, value in notes.items() if value is not None}
             self._trial.set_user_attr(_NOTES, {**known, **new})
 
     def complete(self, objective: Sequence[float]) -> None:
@@ -168,7 +168,7 @@ class Ledger:
     def _is_small(self) -> bool:
         """Whether there are few enough points to try none twice."""
         dimensions = self._settings.space.values()
-        counts = (each.count if isinstance(each, Range) else len(each) for each in dimensions)
+        counts = (values.count if isinstance(values, Range) else len(values) for values in dimensions)
         return self._settings.sampler == "grid" or math.prod(counts) <= _FEW
 
     def read_note(self, name: str) -> Any:

@@ -57,7 +57,7 @@ class SweepResult:
     @property
     def saved_share(self) -> float | None:
         """The share of all optimizer steps that was not trained because trials were ended early; None: none was."""
-        ended = [each.notes for each in self.trials if each.state in ("complete", "pruned")]
+        ended = [trial.notes for trial in self.trials if trial.state in ("complete", "pruned")]
         planned = sum(int(notes.get("max_steps") or 0) for notes in ended)
         trained = sum(int(notes.get("steps") or 0) for notes in ended)
         return 1 - trained / planned if planned and self.count("pruned") else None

@@ -123,7 +123,7 @@ def _with_short_names(study: Any) -> Any:
     names = {name for trial in study.trials for name in trial.params}
     short: Mapping[str, str] = {
         name: name.rpartition(".")[2]
-        if sum(each.rpartition(".")[2] == name.rpartition(".")[2] for each in names) == 1
+        if sum(other.rpartition(".")[2] == name.rpartition(".")[2] for other in names) == 1
         else name
         for name in names
     }
@@ -135,7 +135,7 @@ def _with_short_names(study: Any) -> Any:
                     state=trial.state,
                     values=trial.values,
                     params={short[name]: value for name, value in trial.params.items()},
-                    distributions={short[name]: each for name, each in trial.distributions.items()},
+                    distributions={short[name]: distribution for name, distribution in trial.distributions.items()},
                     intermediate_values=trial.intermediate_values,
                 )
             )
@@ -184,7 +184,7 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
 def _take_up(spec: PipelineSpec, ledger: Ledger) -> None:
     """Make sure that the ledger's trials are those of this spec."""
     known = ledger.read_note(_IDENTITY)
-    if known and any(each.state in ("complete", "pruned", "failed") for each in ledger.trials()):
+    if known and any(trial.state in ("complete", "pruned", "failed") for trial in ledger.trials()):
         require_same(spec, known)
         return
     now = identify(spec)
@@ -239,7 +239,7 @@ class _Sweep:
         best = [result.trial(number) for number in result.best]
         lines = [
             count_words(result),
-            *(f"best: trial {each.number}, {reached_text(result.objective, each.objective or ())}" for each in best),
+            *(f"best: trial {trial.number}, {reached_text(result.objective, trial.objective or ())}" for trial in best),
             *describe_error(result.error),
             f"Report: {result.report_url}",
         ]
@@ -265,7 +265,7 @@ class _Sweep:
         self._shown, self._has_worked = trials, True
         self._open_run()
         missing = self._ledger.num_trials - sum(
-            each.state in ("complete", "pruned", "failed") for each in self._ledger.trials()
+            trial.state in ("complete", "pruned", "failed") for trial in self._ledger.trials()
         )
         self._listener({"event": "planned", "missing": missing})
         wanted = max(1, min(self._settings.parallel, missing))
@@ -346,7 +346,7 @@ class _Sweep:
         """The parent of the trials' runs; a repeated command goes on with the same one."""
         settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
         chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner", "limits"}, exclude_none=True)
-        chosen["space"] = {key: json.dumps(each) for key, each in chosen["space"].items()}
+        chosen["space"] = {key: json.dumps(values) for key, values in chosen["space"].items()}
         self._run = tracking.open_run(
             self._spec.tracking,
             self._storage(),

@@ -140,7 +140,7 @@ class Slot:
 
     def _ends_the_sweep(self, error: TrainflowError) -> bool:
         """Whether a mistake is one of the spec or the recipe, and not of the trial's values: none went through yet."""
-        return isinstance(error, _MISTAKES) and not any(each.state == "complete" for each in self.ledger.trials())
+        return isinstance(error, _MISTAKES) and not any(trial.state == "complete" for trial in self.ledger.trials())
 
     def _objective(self, result: PipelineResult) -> list[float]:
         """The trial's objective values. Raises ConfigError for a metric that no stage reports."""

@@ -108,7 +108,7 @@ def identify(spec: PipelineSpec) -> dict[str, Any]:
     settings = sweep_of(spec)
     fixed = settings.model_dump(mode="json", include=set(_FIXED))
     # The same values for every study of this space: what differs then lies outside of it.
-    first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+    first = {key: _candidates(values)[0] for key, values in settings.space.items()}
     keys = Plan.of(trial_spec(spec, first, {})).early_keys
     return {"settings": fixed, "keys": {name: parse_json(key.to_json()) for name, key in keys.items()}}
 
@@ -124,11 +124,13 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
     then = known.get("settings", {})
     changed = [f"{name} was {_short(was)}" for name, was in _changes(then, now)]
     if not changed:
-        first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+        first = {key: _candidates(values)[0] for key, values in settings.space.items()}
         keys = Plan.of(trial_spec(spec, first, {})).early_keys
         recorded = known.get("keys", {})
-        found = [each for name, key in keys.items() if name in recorded for each in compare_keys(recorded[name], key)]
-        changed = list(dict.fromkeys(str(each) for each in found if not each.field.startswith("stage_keys.")))
+        found = [
+            change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)
+        ]
+        changed = list(dict.fromkeys(str(change) for change in found if not change.field.startswith("stage_keys.")))
     if changed:
         raise ConfigError(
             f"The trials of this sweep were made with something else: {'; '.join(changed[:3])}"
@@ -161,7 +163,7 @@ def _candidates(dimension: list[Any] | Range) -> list[Any]:
 def _check_field(spec: PipelineSpec, key: str, dimension: list[Any] | Range, resolver: Resolver) -> None:
     section = key.partition(".")[0]
     if section not in _VARIED or "." not in key:
-        near = nearest(section, [each for each in PipelineSpec.model_fields if each in _VARIED])
+        near = nearest(section, [field for field in PipelineSpec.model_fields if field in _VARIED])
         known = section in PipelineSpec.model_fields
         raise ConfigError(
             "This field changes no training, so trials would be equal." if known else "The spec has no such field.",
@@ -194,9 +196,9 @@ def _about(key: str) -> Iterator[None]:
 
 def _check_read(spec: PipelineSpec, settings: SweepSettings, resolver: Resolver) -> None:
     """Refuse an option that no function of the recipe reads: it changes a key, and no training."""
-    first = {key: _candidates(each)[0] for key, each in settings.space.items()}
+    first = {key: _candidates(values)[0] for key, values in settings.space.items()}
     plan = Plan.of(with_values(spec, first).with_resolver(resolver))
-    for sentence in (each for found in plan.warnings.values() for each in found):
+    for sentence in (warning for found in plan.warnings.values() for warning in found):
         for key in settings.space:
             if f" {key}." in sentence:
                 what, dot, remedy = sentence.partition(f"{key}.")
@@ -209,7 +211,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     field = "sweep.objective"
     if name.startswith(_EVALUATED):
         _require_evaluations(spec, resolver, field=field, value=name)
-        _check_measured(name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], field)
+        _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], field)
         return
     if name.startswith(_TRAINED):
         _check_trained(spec, name, field)
@@ -224,7 +226,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     late = ("overall", *spec.benchmark_tasks)
     if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, *late)):
         raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
-    names = [f"{split}_{each}" for split in spec.evaluate.splits for each in _measured(spec, resolver)]
+    names = [f"{split}_{metric}" for split in spec.evaluate.splits for metric in _measured(spec, resolver)]
     if not name.startswith(tuple(f"{split}_" for split in late)):
         _check_measured(name, names, field)
 
@@ -256,7 +258,7 @@ def _check_measured(name: str, names: Sequence[str], field: str) -> None:
 def _check_pruner(spec: PipelineSpec, resolver: Resolver) -> None:
     name = pruning_metric(spec) or ""
     _require_evaluations(spec, resolver, field="sweep.pruner", value=None)
-    _check_measured(name, [f"{_EVALUATED}{each}" for each in _measured(spec, resolver)], "sweep.pruner.metric")
+    _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], "sweep.pruner.metric")
 
 
 def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:

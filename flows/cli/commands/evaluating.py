@@ -64,8 +64,8 @@ def evaluate(
     out = form.console()
     with stoppable(out.print, remedy="Run it again."):
         measured = [
-            _measure(each, address, files, confidence, resamples, out, wants_outcomes=report is not None)
-            for each, address in zip(found, addresses, strict=True)
+            _measure(judged, address, files, confidence, resamples, out, wants_outcomes=report is not None)
+            for judged, address in zip(found, addresses, strict=True)
         ]
     own = _metrics_of_run(found[0])
     if report is not None:
@@ -192,8 +192,8 @@ def describe(record: Mapping[str, Any], names: Sequence[str], confidence: float)
             rows.append((name, texts[name], of_test.get(name, "")))
             continue
         found = differences.get(name)
-        apart = "" if found is None else "{} ({} to {})".format(*(number_words(each, sign="+") for each in found))
-        both = [number_words(each[name]) if name in each else "" for each in (metrics, other)]
+        apart = "" if found is None else "{} ({} to {})".format(*(number_words(number, sign="+") for number in found))
+        both = [number_words(values[name]) if name in values else "" for values in (metrics, other)]
         rows.append((name, *both, apart))
     lines += presentation.table(rows, indent="  ")
     if against:

@@ -47,7 +47,7 @@ def describe(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list
 
 
 def _data(full: FullPlan) -> Iterator[Text]:
-    """What the recipe says of the prepared data, and conversations in which what is trained is coloured, or in ⟦⟧."""
+    """Sentences of the recipe about the prepared data, and conversations, trained parts coloured, or in ⟦⟧."""
     for number, sentence in enumerate(full.summary):
         yield _row("" if number else "data", sentence)
     out = terminal.console()
@@ -96,7 +96,7 @@ def _memory(found: Forecast) -> list[Text]:
     frozen = "" if size.trainable == size.parameters else f", {size.trainable:,} of them trained"
     lines = [_row("model", f"{size.parameters:,} parameters{frozen}")]
     ranks = found.footprints()
-    processes = max(each.processes for each in ranks)
+    processes = max(rank.processes for rank in ranks)
     heading = f"of a rank on {counted(processes, 'process', 'processes')} ({found.estimate.device}); * is the spec's"
     lines.append(_row("memory", f"{heading} strategy"))
     columns = [_cells(rank, marked=rank.strategy == found.strategy) for rank in ranks]
@@ -156,7 +156,7 @@ def _time(found: Forecast) -> Iterator[Text]:
 
 
 def _obstacle(obstacle: Obstacle) -> Iterator[Text]:
-    place = " = ".join(each for each in (obstacle.field, obstacle.value) if each)
+    place = " = ".join(text for text in (obstacle.field, obstacle.value) if text)
     style, word = ("bold red", "cannot work") if obstacle.is_fatal else ("yellow", "note")
     yield Text.assemble((f"  {word:<12} ", style), f"{place}: {obstacle.what}" if place else obstacle.what)
     if obstacle.remedy:

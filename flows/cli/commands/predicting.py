@@ -116,15 +116,15 @@ def predict(
 
 def _read_constants(given: Sequence[str]) -> dict[str, str]:
     """The columns of `--set`, with the texts of their values. Raises ConfigError for one without a value."""
-    for each in given:
-        if not each.partition("=")[1]:
+    for text in given:
+        if not text.partition("=")[1]:
             remedy = "Write --set COLUMN=VALUE."
-            raise ConfigError("There is no value.", field="--set", value=each, remedy=remedy)
-    return {name: value for name, _, value in (each.partition("=") for each in given)}
+            raise ConfigError("There is no value.", field="--set", value=text, remedy=remedy)
+    return {name: value for name, _, value in (text.partition("=") for text in given)}
 
 
 def read_trust(trust: str | None) -> bool | str:
-    """What is trusted by `--trust`: all code, the code of a digest, or none."""
+    """The code that `--trust` trusts: all, that of a digest, or none."""
     return (trust == "any" or trust) if trust else False
 
 

@@ -261,7 +261,7 @@ def reproduce(
 
 
 def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
-    same = sum(each["then"] == each["now"] for each in outcome.compared)
+    same = sum(file["then"] == file["now"] for file in outcome.compared)
     yield Text(outcome.verdict, "bold red" if outcome.verdict == "different" else "green")
     yield Text(f"  files    {same} of {len(outcome.compared)} have the same bytes")
     if outcome.largest is not None:

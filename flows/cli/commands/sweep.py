@@ -136,8 +136,8 @@ class SweepDisplay:
         """Estimate the time left from the trials that have ended."""
         if not self._ended or self._missing is None or self._missing <= self._ended:
             return ""
-        each = (time.monotonic() - self._began) / self._ended
-        return f", {describe_seconds(each * (self._missing - self._ended))} left"
+        seconds = (time.monotonic() - self._began) / self._ended
+        return f", {describe_seconds(seconds * (self._missing - self._ended))} left"
 
 
 def values_text(values: Mapping[str, Any]) -> str:
