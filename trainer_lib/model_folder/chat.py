@@ -62,7 +62,7 @@ class Chat:
         self._new_tokens = new_tokens
 
     def answer(self, text: str, show: Show, *, heading: Show | None = None) -> tuple[Spoken, Spoken | None]:
-        """What the model answers, which the conversation keeps, and what its base says in its place, if that is asked.
+        """The model's answer, which the conversation keeps, and that of its base in its place, if that is asked.
 
         Args:
             heading: asks for the answer of the base as well, which comes first; gets "base", and then "model".

@@ -152,7 +152,7 @@ def _to_onnx(loaded: LoadedModel, batch: Mapping[str, Tensor], folder: Path) -> 
     program = _trace(lambda: torch.onnx.export(_Outputs(loaded.model), dynamo=True, verbose=False, **settings))
     program.save(str(path))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_inputs()]
+    names = [tensor.name for tensor in session.get_inputs()]
 
     def call(part: Mapping[str, Tensor]) -> Any:
         values = part if set(names) <= set(part) else dict(zip(names, part.values(), strict=True))
@@ -187,8 +187,8 @@ def _to_transformers(loaded: LoadedModel, batch: Mapping[str, Tensor], folder: P
 
 def _compare(model: nn.Module, exported: Run, batch: Mapping[str, Tensor]) -> float:
     """The greatest difference of two outputs of a batch, relative to the largest output."""
-    wanted, got = (nested.to_numpy(each) for each in (_main(model(**batch)), exported(batch)))
-    wanted, got = (np.asarray(single_output(each), np.float64) for each in (wanted, got))
+    wanted, got = (nested.to_numpy(outputs) for outputs in (_main(model(**batch)), exported(batch)))
+    wanted, got = (np.asarray(single_output(outputs), np.float64) for outputs in (wanted, got))
     if wanted.shape != got.shape:
         return float("inf")
     return float(np.abs(wanted - got).max() / max(np.abs(wanted).max(), 1e-6))

@@ -112,7 +112,7 @@ class Lineage:
 
     def stage(self, name: str) -> StageLink | None:
         """The result of a stage; None where there is none."""
-        return next((each for each in self.stages if each.stage == name), None)
+        return next((stage for stage in self.stages if stage.stage == name), None)
 
     def to_json(self) -> bytes:
         """The contents of the file, without secrets; equal lineages have equal bytes. Its seal covers all of it."""
@@ -217,8 +217,12 @@ def make_statement(lineage: Lineage) -> dict[str, Any]:
     packages = {name: version for name, version in lineage.versions.items() if name != "processor"}
     metadata = {} if lineage.tracked_run is None else {"invocationId": lineage.tracked_run}
     checkpoints = [
-        {"name": each.name, "digest": {CONTENT: each.content_digest}, "annotations": {"step": each.step}}
-        for each in lineage.checkpoints
+        {
+            "name": checkpoint.name,
+            "digest": {CONTENT: checkpoint.content_digest},
+            "annotations": {"step": checkpoint.step},
+        }
+        for checkpoint in lineage.checkpoints
     ]
     statement: dict[str, Any] = {
         "_type": STATEMENT,
@@ -230,13 +234,13 @@ def make_statement(lineage: Lineage) -> dict[str, Any]:
                 "externalParameters": {"name": lineage.name, "arguments": lineage.arguments},
                 "internalParameters": {"versions": lineage.versions},
                 "resolvedDependencies": [
-                    {"name": each.source, "digest": {SOURCE: each.digest}} for each in lineage.sources
+                    {"name": source.source, "digest": {SOURCE: source.digest}} for source in lineage.sources
                 ],
             },
             "runDetails": {
                 "builder": {"id": BUILD_TYPE, "version": packages},
                 "metadata": metadata,
-                "byproducts": [*(_stage_digests(each) for each in lineage.stages), *checkpoints],
+                "byproducts": [*(_stage_digests(stage) for stage in lineage.stages), *checkpoints],
             },
         },
     }

@@ -112,7 +112,7 @@ class LoadedModel:
         return [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
 
     def measured_with(self, rows: Sequence[Mapping[str, Any]], labels: np.ndarray) -> EvalPrediction:
-        """What the recipe's metrics take, of rows as for `predict` and their labels ``[rows]``."""
+        """The input of the recipe's metrics, from rows as for `predict` and their labels ``[rows]``."""
         spool = PredictionSpool(None)
         try:
             self.add_outputs(GivenRows(self._read(rows), self.description.columns), spool)
@@ -124,7 +124,7 @@ class LoadedModel:
     def outcomes_of(
         self, given: EvalPrediction, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """What `given`, of `measured_with`, says of the rows beyond metrics; None for outputs of another kind.
+        """The outcomes of the rows by `given`, of `measured_with`; None for outputs of another kind.
 
         Args:
             names: of the rows, by which hardest rows and samples are called.

@@ -56,7 +56,7 @@ def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
     resampled = remembered.resampled(request.resamples)
     metrics |= remembered.intervals(resampled, request.confidence)
     outcomes = loaded.outcomes_of(given, places, rows) if request.wants_outcomes else None
-    samples = {name: tuple(each) for name, each in resampled.items()}
+    samples = {name: tuple(values) for name, values in resampled.items()}
     return MeasureRowsResult(len(rows), digest, metrics, samples, outcomes)
 
 
@@ -76,7 +76,7 @@ def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.nd
             what = f"{place}: the row has no column '{LABELS}'."
             raise DataError(what, field="DATA", remedy="Give each row a label.")
         value = row[LABELS] if form is None else form.read_answer(row, info["label"], place, kind=asked)
-        digest.update(repr(sorted((str(name), str(each)) for name, each in row.items())).encode())
+        digest.update(repr(sorted((str(name), str(cell)) for name, cell in row.items())).encode())
         if several is not None and classes:
             value = _mark(read_names(value, place, **several), classes, place)
         elif classes:

@@ -102,14 +102,14 @@ class Candidates:
 
 def _token_sets(batch: Any, sequences: Iterable[int]) -> list[np.ndarray]:
     ids, mask = batch["input_ids"].cpu().numpy(), batch["attention_mask"].cpu().numpy()
-    return [np.unique(ids[each][mask[each] > 0]) for each in sequences]
+    return [np.unique(ids[sequence][mask[sequence] > 0]) for sequence in sequences]
 
 
 def _overlap_ranks(queries: Sequence[np.ndarray], candidates: Sequence[np.ndarray], rights: np.ndarray) -> np.ndarray:
     """The ranks by the number of tokens in common, divided by the root of those that the candidate has."""
-    size = 1 + max(int(each.max(initial=0)) for each in (*queries, *candidates))
+    size = 1 + max(int(tokens.max(initial=0)) for tokens in (*queries, *candidates))
     own, other = _matrix(queries, size), _matrix(candidates, size)
-    lengths = np.sqrt(np.maximum(1, np.array([len(each) for each in candidates])))
+    lengths = np.sqrt(np.maximum(1, np.array([len(tokens) for tokens in candidates])))
     found = [np.zeros(0)]
     for start in range(0, len(queries), _AT_ONCE):
         scores = (own[start : start + _AT_ONCE] @ other.T).toarray() / lengths
@@ -129,7 +129,7 @@ def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray
 
     `mrr_over_overlap` is what the model is better by.
     """
-    mrr, overlap_mrr = (float((1 / np.asarray(each, np.float64)).mean()) for each in (ranks, overlap))
+    mrr, overlap_mrr = (float((1 / np.asarray(values, np.float64)).mean()) for values in (ranks, overlap))
     return {
         "mrr": mrr,
         **{f"recall_at_{most}": float((ranks <= most).mean()) for most in _MOST_RANKS},

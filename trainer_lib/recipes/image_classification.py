@@ -100,13 +100,13 @@ def find_image_settings(place: str, *, field: str) -> ImageSettings:
         sides = {"height": sides, "width": sides}
     sides = sides or {}
     edge = sides.get("shortest_edge")
-    size = [each for each in (sides.get("height", edge), sides.get("width", edge)) if each is not None]
+    size = [side for side in (sides.get("height", edge), sides.get("width", edge)) if side is not None]
     return _image_settings(size, settings.get("image_mean"), settings.get("image_std"))
 
 
 def _image_settings(size: Sequence[Any], mean: Sequence[Any] | None, spread: Sequence[Any] | None) -> ImageSettings:
-    normal = [float(each) for each in mean or ()], [float(each) for each in spread or ()]
-    return ([int(each) for each in size] if len(size) == 2 else None), (normal if all(normal) else None)
+    normal = [float(value) for value in mean or ()], [float(value) for value in spread or ()]
+    return ([int(side) for side in size] if len(size) == 2 else None), (normal if all(normal) else None)
 
 
 def _read_config(place: str) -> Mapping[str, Any]:

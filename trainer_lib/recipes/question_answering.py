@@ -167,8 +167,8 @@ def _read_answers(value: Any, where: str) -> list[Answer]:
         return [_answer(text, start, where) for text, start in zip(texts, starts or [None] * len(texts), strict=True)]
     if isinstance(value, list | tuple):
         pairs = [
-            (each.get("text"), each.get("answer_start")) if isinstance(each, Mapping) else (each, None)
-            for each in value
+            (answer.get("text"), answer.get("answer_start")) if isinstance(answer, Mapping) else (answer, None)
+            for answer in value
         ]
         return [_answer(text, start, where) for text, start in pairs]
     return [_answer(value, None, where)]
@@ -211,7 +211,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     table = QuestionRows(options, out)
     answers, chosen = table.answers(), table.options
     questions = table.texts_of("question")
-    contexts = [str(each) for each in table.table.columns[chosen["context"]]]
+    contexts = [str(context) for context in table.table.columns[chosen["context"]]]
     train = table.splits["train"].tolist()
     texts = (text for row in train for text in (questions[row], contexts[row]))
     tokenizer = find_tokenizer(chosen, texts, out, load=load_fast_tokenizer)
@@ -223,9 +223,9 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         **note_form({chosen["question"]: "text", chosen["context"]: "exact"}, chosen),
     )
     _require_room(questions, tokenizer, chosen, table.table.places)
-    texts_of = [[answer.text for answer in each] or [""] for each in answers]
+    texts_of = [[answer.text for answer in accepted] or [""] for accepted in answers]
     usual, most = find_usual((questions[row], texts_of[row][0]) for row in train)
-    spans = [_span(each[0]) if each else (-1, -1) for each in answers]
+    spans = [_span(accepted[0]) if accepted else (-1, -1) for accepted in answers]
     trivial = [
         # Exact match and F1 of the usual answer, and F1 of the nearest sentence.
         [
@@ -349,9 +349,9 @@ class Trainer(RowTrainer):
             return predictions, None
         true = [text.split("\0") for text in decode_texts(kept["answers"])]
         own = torch.tensor(
-            [score_answer(answer, each) for answer, each in zip(answers, true, strict=True)], device=device
+            [score_answer(answer, accepted) for answer, accepted in zip(answers, true, strict=True)], device=device
         )
-        answerable = torch.tensor([[float(each != [""])] for each in true], device=device)
+        answerable = torch.tensor([[float(accepted != [""])] for accepted in true], device=device)
         return predictions, (kept["answers"], torch.cat((own, kept["trivial"], answerable), dim=1))
 
 
@@ -367,7 +367,7 @@ def _best_answer(outputs: Sequence[Tensor], kept: Mapping[str, Tensor], row: int
     if not is_possible.any():
         return 0, 0, 0.0
     # Over all windows of the row together.
-    starts, ends = (each[mine].float().masked_fill(~is_possible, -torch.inf) for each in outputs)
+    starts, ends = (output[mine].float().masked_fill(~is_possible, -torch.inf) for output in outputs)
     starts, ends = starts - starts.logsumexp((0, 1)), ends - ends.logsumexp((0, 1))
     none = (starts + ends)[windows, nowhere].amin() if may_be_none else torch.tensor(-torch.inf)
     tokens = starts.shape[1]

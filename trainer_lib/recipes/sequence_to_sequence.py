@@ -187,7 +187,7 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
     """Measure generated tokens ``[rows, tokens]``, beside the first words of the texts to read."""
     wanted, lead = evaluation.label_ids
     known: dict[tuple[bytes, ...], np.ndarray] = data.once("scores", dict)  # a bootstrap measures each row many times
-    keys = [tuple(each.tobytes() for each in row) for row in zip(evaluation.predictions, wanted, lead, strict=True)]
+    keys = [tuple(tokens.tobytes() for tokens in row) for row in zip(evaluation.predictions, wanted, lead, strict=True)]
     new = [row for row, key in enumerate(keys) if key not in known]
     if new:
         texts = _decode(evaluation.predictions[new], data), decode_texts(wanted[new]), decode_texts(lead[new])

@@ -232,7 +232,8 @@ def _summarize(out: PrepareOutput, split: str, counts: dict[str, int], faults: F
 def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str, out: PrepareOutput) -> None:
     """Write the beginnings of conversations of training with what is trained, for people and for `trainflow plan`."""
     text, shown = "What is trained stands between ⟦ and ⟧.\n", list[dict[str, Any]]()
-    for conversation in islice((each for each in splits.read("train") if not each.fault), _SHOWN):
+    intact = (conversation for conversation in splits.read("train") if not conversation.fault)
+    for conversation in islice(intact, _SHOWN):
         try:
             parts = template.show(conversation, loss_on=loss_on, most=_SHOWN_TOKENS)
         except FaultyError as fault:

@@ -106,7 +106,8 @@ class TabularNet(nn.Module):
             self.register_buffer(f"codes_{index}", torch.tensor(codes, dtype=torch.int64))
             self.embeddings.append(nn.Embedding(len(codes) + 1, min(32, 2 + len(codes) // 2)))
         # A missing number is the mean, and a second input says that it was missing.
-        size = 2 * len(columns) + sum(each.embedding_dim for each in self.embeddings if isinstance(each, nn.Embedding))
+        widths = [layer.embedding_dim for layer in self.embeddings if isinstance(layer, nn.Embedding)]
+        size = 2 * len(columns) + sum(widths)
         layers: list[nn.Module] = []
         for width in hidden:
             layers += [nn.Linear(size, width), nn.GELU(), nn.Dropout(dropout)]

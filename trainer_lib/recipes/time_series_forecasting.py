@@ -265,15 +265,14 @@ class WindowSplits:
         shares = choose(options["split"], SPLIT, field=f"{FIELD}.split")
         require_shares(shares, options["split"])
         require_choice(shares["by"], ("time",), field=f"{FIELD}.split.by")
-        for each in series:
-            if len(each.times) < self._context + self._horizon:
-                of = f"The series '{each.name}'" if each.name else "The series"
-                what = (
-                    f"{of} has {counted(len(each.times), 'step')}, and a window needs {self._context + self._horizon}."
-                )
+        needed = self._context + self._horizon
+        for member in series:
+            if len(member.times) < needed:
+                of = f"The series '{member.name}'" if member.name else "The series"
+                what = f"{of} has {counted(len(member.times), 'step')}, and a window needs {needed}."
                 remedy = "Give a shorter context or horizon, or leave the series out."
                 raise DataError(what, field=f"{FIELD}.context", value=self._context, remedy=remedy)
-        times = np.unique(np.concatenate([each.times for each in series]))
+        times = np.unique(np.concatenate([member.times for member in series]))
         test = len(times) - round(len(times) * shares["test"])
         ends = {"train": test - round(len(times) * shares["validation"]), "validation": test, "test": len(times)}
         self.windows: dict[str, list[Window]] = {}
@@ -288,14 +287,14 @@ class WindowSplits:
             start = end
         held_out = times[ends["train"]] if ends["train"] < len(times) else None
         self.train_steps = [
-            len(each.times) if held_out is None else int(np.searchsorted(each.times, held_out)) for each in series
+            len(member.times) if held_out is None else int(np.searchsorted(member.times, held_out)) for member in series
         ]
 
     def _find(self, series: Sequence[Series], times: np.ndarray, start: int, end: int, stride: int) -> list[Window]:
         found: list[Window] = []
-        for number, each in enumerate(series):
-            low = np.searchsorted(each.times, times[start])
-            high = len(each.times) if end == len(times) else int(np.searchsorted(each.times, times[end]))
+        for number, member in enumerate(series):
+            low = np.searchsorted(member.times, times[start])
+            high = len(member.times) if end == len(times) else int(np.searchsorted(member.times, times[end]))
             first = max(int(low), self._context)
             found += [Window(number, origin) for origin in range(first, high - self._horizon + 1, stride)]
         return found
@@ -426,14 +425,14 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     series = read.series
     out.warnings += table.all_notes()
     splits = WindowSplits(series, chosen)
-    training = [each.values[:steps] for each, steps in zip(series, splits.train_steps, strict=True)]
+    training = [member.values[:steps] for member, steps in zip(series, splits.train_steps, strict=True)]
     covariates = np.concatenate(training)[:, len(targets) :]
     spreads = covariates.std(axis=0)
     described = np.stack((covariates.mean(axis=0), np.where(spreads > 0, spreads, 1.0)), axis=1)
     out.info.update(
         targets=targets,
         known=dict(zip(known, described.tolist(), strict=True)),
-        filled=sum(each.filled for each in series),
+        filled=sum(member.filled for member in series),
         new_steps={name: read.note[name] for name in (*_NOTED, *(["read"] if chosen["read"] else []))},
         split_starts={name: str(start) for name, start in splits.starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
@@ -457,27 +456,27 @@ def _rows(
     """The windows of a split as rows, numbered from `number` on."""
     (targets, known), context = _columns(chosen), chosen["context"]
     for row_id, window in enumerate(windows, number):
-        one, origin = series[window.series], window.origin
-        values = one.values[origin - context : origin + chosen["horizon"]].astype(np.float32)
+        member, origin = series[window.series], window.origin
+        values = member.values[origin - context : origin + chosen["horizon"]].astype(np.float32)
         yield {
             "row_id": row_id,
-            **({"series": one.name} if one.name else {}),
-            "time": one.labels[origin],
+            **({"series": member.name} if member.name else {}),
+            "time": member.labels[origin],
             **window_columns(values, context, targets, known),
             "labels": values[context:, : len(targets)],
-            "scale": scales[one.name],
+            "scale": scales[member.name],
         }
 
 
 def _scales(series: Sequence[Series], training: Sequence[np.ndarray], season: int) -> dict[str, np.ndarray]:
     """Series -> the unit of MASE ``[targets]``. Raises DataError for a series with hardly a step to train on."""
     found = {}
-    for each, values in zip(series, training, strict=True):
+    for member, values in zip(series, training, strict=True):
         if len(values) <= season:
-            of = f"The series '{each.name}'" if each.name else "The series"
+            of = f"The series '{member.name}'" if member.name else "The series"
             what = f"{of} has {counted(len(values), 'step')} to train on, and one season alone has {season}."
             raise DataError(what, field=f"{FIELD}.split", remedy="Leave the series out, or give smaller shares.")
-        found[each.name] = naive_error(values, season).astype(np.float32)
+        found[member.name] = naive_error(values, season).astype(np.float32)
     return found
 
 

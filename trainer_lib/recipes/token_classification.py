@@ -94,7 +94,7 @@ def _score_entities(predicted: np.ndarray, truth: np.ndarray, classes: tuple[str
     rows = zip(predicted, truth, strict=True)
     counts = np.array([_count_entities(own.tobytes(), other.tobytes(), own.dtype.str, other.dtype.str, classes)
                        for own, other in rows]).sum(axis=0)  # fmt: skip
-    right, guessed, real = (int(each) for each in counts)
+    right, guessed, real = (int(count) for count in counts)
     precision, recall = right / max(guessed, 1), right / max(real, 1)
     return precision, recall, 2 * right / max(guessed + real, 1)
 
@@ -186,7 +186,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     classes, chosen = table.classes(), table.options
     words, tags = table.columns()
     number = {name: index for index, name in enumerate(classes)}
-    labels = [[number[tag] for tag in each] for each in tags]
+    labels = [[number[tag] for tag in row] for row in tags]
     train = table.splits["train"].tolist()
     tokenizer = find_tokenizer(chosen, (" ".join(words[row]) for row in train), out, load=load_word_tokenizer)
     out.info.update(
@@ -198,7 +198,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         **note_form({chosen["words"]: "words"}, chosen),
     )
     usual, most = find_usual(pair for row in train for pair in zip(words[row], labels[row], strict=True))
-    expected = [[usual.get(word, most) for word in each] for each in words]
+    expected = [[usual.get(word, most) for word in row] for row in words]
     return table.rows(labels, {chosen["words"]: words, _USUAL: expected})
 
 
@@ -222,7 +222,9 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """
     words = [list(row[data.info["words"]]) for row in rows]
     encoded, places = _encode(words, data)
-    if unwritten := [(row, word) for row, each in enumerate(places) for word, place in enumerate(each) if place < 0]:
+    if unwritten := [
+        (row, word) for row, starts in enumerate(places) for word, place in enumerate(starts) if place < 0
+    ]:
         for row, word in unwritten:  # nothing is left of it by the tokenizer's normalization
             words[row][word] = kept_tokenizer(data).unk_token or "?"
         encoded, places = _encode(words, data)
@@ -248,7 +250,7 @@ def _encode(words: Sequence[Sequence[str]], data: DataInfo) -> tuple[dict[str, T
         return_overflowing_tokens=True,
         return_tensors="pt",
     )
-    places = [[-1] * len(each) for each in words]
+    places = [[-1] * len(row) for row in words]
     length = encoded["input_ids"].shape[1]
     for sequence, row in enumerate(encoded["overflow_to_sample_mapping"].tolist()):
         for token, word in enumerate(encoded.word_ids(sequence)):
@@ -284,7 +286,7 @@ def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
     (tags, confidence), (labels, _) = evaluation.predictions, evaluation.label_ids
     words = labels >= 0
     found = {"predictions": tags, "confidence": confidence, "labels": labels}
-    return {"rows": np.nonzero(words)[0], **{name: each[words] for name, each in found.items()}}
+    return {"rows": np.nonzero(words)[0], **{name: values[words] for name, values in found.items()}}
 
 
 def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dict[str, Sequence[Any]]:
@@ -293,5 +295,5 @@ def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dic
     classes = data.info["classes"]
     return {
         "prediction": [[classes[tag] for tag in row if tag >= 0] for row in tags.tolist()],
-        "confidence": [each[row >= 0].astype(np.float32).tolist() for row, each in zip(tags, confidence, strict=True)],
+        "confidence": [sure[row >= 0].astype(np.float32).tolist() for row, sure in zip(tags, confidence, strict=True)],
     }

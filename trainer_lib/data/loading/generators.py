@@ -158,8 +158,8 @@ class LoaderGenerators:
     def __init__(self, loader: Any) -> None:
         restores_itself = callable(getattr(loader, "state_dict", None))
         found = [getattr(part, "generator", None) for part in (loader, *parts_of_loader(loader))]
-        own = [] if restores_itself else [each for each in found if isinstance(each, torch.Generator)]
-        self._as_given = [(each, each.get_state()) for each in dict.fromkeys(own)]
+        own = [] if restores_itself else [generator for generator in found if isinstance(generator, torch.Generator)]
+        self._as_given = [(generator, generator.get_state()) for generator in dict.fromkeys(own)]
 
     def set_epoch(self, epoch: int) -> None:
         """Let epoch 0 draw from the generators as they were given, and epoch e from their seed + e."""

@@ -306,7 +306,8 @@ class DataCollatorWithFlattening(DataCollatorMixin):
         first = torch.tensor([separator])
         batch["labels"] = torch.cat([part for row in given for part in (first, row[1:])])[None]
         if self.return_position_ids:
-            batch["position_ids"] = torch.cat([torch.arange(each) for each in lengths])[None] + self.position_ids_start
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            batch["position_ids"] = positions[None] + self.position_ids_start
         if self.return_seq_idx:
             numbers = torch.arange(len(lengths), dtype=torch.int32)
             batch["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths))[None]

@@ -102,6 +102,6 @@ def _copy_sources(one: Any) -> Any:
     for name, value in vars(one).items():
         if callable(getattr(value, "_init_state_dict", None)):
             setattr(copied, name, _copy_sources(value))
-        elif isinstance(value, list) and any(callable(getattr(each, "_init_state_dict", None)) for each in value):
-            setattr(copied, name, [_copy_sources(each) for each in value])
+        elif isinstance(value, list) and any(callable(getattr(source, "_init_state_dict", None)) for source in value):
+            setattr(copied, name, [_copy_sources(source) for source in value])
     return copied

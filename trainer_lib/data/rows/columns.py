@@ -213,7 +213,7 @@ def _is_text(value: Any, column: Column) -> bool:
 
 def is_list_of_texts(value: Any) -> bool:
     """Whether a value is a list or a tuple of texts, perhaps empty."""
-    return isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
 
 
 def _as_array(value: Any) -> np.ndarray | None:

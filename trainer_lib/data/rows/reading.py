@@ -228,7 +228,7 @@ def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -
         raise MissingExtraError(what, extra="excel") from error
     book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
     names = list(book.sheetnames)
-    name = reading.sheet or next((each for each in names if _has_rows(book[each])), names[0])
+    name = reading.sheet or next((sheet for sheet in names if _has_rows(book[sheet])), names[0])
     if name not in names:
         remedy = suggestion(name, names)
         raise ConfigError("The workbook has no such sheet.", field=f"{FIELD}.sheet", value=name, remedy=remedy)

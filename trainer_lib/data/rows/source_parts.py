@@ -69,7 +69,7 @@ def _describe_column(column: pa.Array) -> dict[str, Any]:
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_large_string(kind):
         values = pc.value_counts(column)
         if len(values) <= MAX_VALUES:
-            counts = {str(each["values"]): int(each["counts"]) for each in values.to_pylist()}
+            counts = {str(pair["values"]): int(pair["counts"]) for pair in values.to_pylist()}
             found["counts"] = dict(sorted(counts.items()))
     return found
 
@@ -182,7 +182,7 @@ class SourceParts:
             and store.size(entry.path) == entry.size
             and (not compare_digests or store.digest(entry.path) == entry.sha256)
             for split in splits.values()
-            for entry in (FileEntry(**each) for each in split["files"])
+            for entry in (FileEntry(**file) for file in split["files"])
         )
 
 
@@ -324,7 +324,7 @@ def check_columns(split: str, first: str, expected: Mapping[str, str], source: s
     for name in {**expected, **found}:
         if expected.get(name) == found.get(name):
             continue
-        there, here = (each.get(name) or "no such column" for each in (expected, found))
+        there, here = (types.get(name) or "no such column" for types in (expected, found))
         others = sorted(expected.keys() - found.keys()) if name not in expected or name not in found else []
         meant = [(ours, near) for ours in sorted(found.keys() - expected.keys()) if (near := nearest(ours, others))]
         hint = f'Did you mean "{meant[0][1]}" by the column "{meant[0][0]}" of {source}? ' if meant else ""
@@ -463,7 +463,7 @@ def _compare_labels(column: str, counts: Mapping[str, Mapping[str, int]]) -> Ite
         apart = {value: own.get(value, 0) / rows - shares.get(value, 0.0) for value in {**shares, **own}}
         chance = 0.8 * math.sqrt(len(apart) / min(rows, most))  # twice what is to be expected of equal splits
         if sum(map(abs, apart.values())) / 2 > _APART + chance:
-            value = max(apart, key=lambda each: (abs(apart[each]), each))
+            value = max(apart, key=lambda label: (abs(apart[label]), label))
             yield (
                 f"Labels are distributed differently in split '{name}': '{column}' is {value} in "
                 f"{_percent(own.get(value, 0) / rows)} of its rows, and in {_percent(shares.get(value, 0.0))} of "

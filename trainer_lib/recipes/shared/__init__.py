@@ -1,1 +1,1 @@
-"""What recipes of several subjects share: options, targets, metrics, models of transformers."""
+"""Parts that recipes of several subjects share: options, targets, metrics, models of transformers."""

@@ -54,7 +54,7 @@ def measure_several(predictions: Any, labels: Any, *, threshold: float) -> dict[
     chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
     right, both = (truth & chosen).sum(axis=0), counts + chosen.sum(axis=0)
     known, precision = counts > 0, average_precisions(scores, truth)
-    mean, chance = (float(each[known].mean()) if known.any() else 0.0 for each in (precision, counts / len(truth)))
+    mean, chance = (float(values[known].mean()) if known.any() else 0.0 for values in (precision, counts / len(truth)))
     return {
         "micro_f1": float(2 * right.sum() / max(both.sum(), 1)),
         "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()) if both.any() else 0.0,
@@ -150,7 +150,7 @@ def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
     forecast = np.asarray(predictions, np.float64)
     truth, last, season, scale = np.moveaxis(np.asarray(labels, np.float64), 1, 0)
     error = forecast - truth
-    mase, naive, seasonal = (float((np.abs(each - truth) / scale).mean()) for each in (forecast, last, season))
+    mase, naive, seasonal = (float((np.abs(guess - truth) / scale).mean()) for guess in (forecast, last, season))
     return {
         "mae": float(np.abs(error).mean()),
         "rmse": float(np.sqrt((error**2).mean())),
@@ -175,12 +175,12 @@ def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str
     tokens, texts = np.asarray(labels), np.asarray(labels if whole is None else whole)
     counts = np.bincount(texts[texts >= 0])
     logs = np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
-    each, unigram = nats / max(targets, 1), float(-logs[tokens[tokens >= 0]].sum() / max((tokens >= 0).sum(), 1))
+    mean, unigram = nats / max(targets, 1), float(-logs[tokens[tokens >= 0]].sum() / max((tokens >= 0).sum(), 1))
     return {
-        "perplexity": float(np.exp(min(each, _MOST_NATS))),
-        "nats_per_token": float(each),
+        "perplexity": float(np.exp(min(mean, _MOST_NATS))),
+        "nats_per_token": float(mean),
         "unigram_perplexity": float(np.exp(unigram)),
-        "nats_below_unigram": float(unigram - each),
+        "nats_below_unigram": float(unigram - mean),
         "tokens": float(targets),
     }
 

@@ -219,7 +219,7 @@ def require_positions(place: str, length: int, *, field: str) -> None:
 def quantized(
     load_in: str | None, *, place: str | None, adapted: bool, task: str = "CAUSAL_LM", field: str = FIELD
 ) -> dict[str, Any]:
-    """What `from_pretrained` takes for weights in few bits: NF4 with double quantization (Dettmers et al., 2023), or 8.
+    """Arguments of `from_pretrained` for weights in 8 bits, or NF4 with double quantization (Dettmers et al., 2023).
 
     Args:
         load_in: one of `BITS`; None: nothing.

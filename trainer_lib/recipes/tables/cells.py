@@ -156,11 +156,11 @@ def read_texts(value: Any, where: str) -> list[str] | None:
     if not isinstance(value, list | tuple):
         what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
         raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")
-    for number, each in enumerate(value):
-        if isinstance(each, bool) or not isinstance(each, str | int) or not str(each).strip():
-            what = "is empty" if each is None or isinstance(each, str) else f"is a {type(each).__name__}, not a text"
+    for number, name in enumerate(value):
+        if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
+            what = "is empty" if name is None or isinstance(name, str) else f"is a {type(name).__name__}, not a text"
             raise DataError(f"{where}: number {number} of the list {what}.", field="rows")
-    return [str(each) for each in value]
+    return [str(name) for name in value]
 
 
 def read_names(value: Any, where: str, *, separator: str | None, folds: bool) -> list[str]:

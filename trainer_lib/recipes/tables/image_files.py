@@ -44,7 +44,7 @@ class ImageForm:
     """
 
     def __init__(self, size: Sequence[int], colours: str, fit: str) -> None:
-        self.height, self.width = (int(each) for each in size)
+        self.height, self.width = (int(side) for side in size)
         self._mode, self._fit = MODES[colours], fit
 
     @property
@@ -142,8 +142,8 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     parts = [file.address.split("/") for file in files]
     columns: dict[str, Values] = {
         IMAGE: [file.path for file in files],
-        FOLDER_LABEL: [each[-2] if len(each) > 1 else None for each in parts],
-        SPLIT: [each[-3] if len(each) > 2 else None for each in parts],
+        FOLDER_LABEL: [names[-2] if len(names) > 1 else None for names in parts],
+        SPLIT: [names[-3] if len(names) > 2 else None for names in parts],
         ADDRESS: [file.address for file in files],
     }
     return Table([file.address for file in files], columns)

@@ -354,7 +354,7 @@ class TabularRows:
         def cut(chosen: np.ndarray) -> Iterator[dict[str, Any]]:
             mask = self._mask(chosen)
             columns: dict[str, Iterator[Any]] = {name: compress(values, mask) for name, values in (more or {}).items()}
-            for name in [each for each in read if each not in columns]:
+            for name in [column for column in read if column not in columns]:
                 columns[name] = map(read[name], compress(self.table.columns[name], mask))
             names = ("row_id", *columns, "labels")
             known = map(as_number, compress(self.table.columns[self.label], mask))

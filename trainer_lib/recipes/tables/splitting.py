@@ -38,7 +38,7 @@ _ISO = "ISO8601"
 _AT_ONCE = 100_000
 _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
-_CLOCK_FORMATS = ("", *("".join(each) for each in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
+_CLOCK_FORMATS = ("", *("".join(pieces) for pieces in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
 _DIGITS = re.compile(r"\d{7,8}")
 
 
@@ -109,7 +109,7 @@ def cut_rows(
             remedy = "Give more rows, or other shares (a share of 0 leaves a split out)."
             raise DataError(f"The split '{name}' gets none of the {counted(rows, 'row')}.", field=FIELD, remedy=remedy)
     order = [name for name in ("train", "validation", "test") if name in found]
-    return {name: np.sort(found[name]) for name in (*order, *(each for each in found if each not in order))}
+    return {name: np.sort(found[name]) for name in (*order, *(name for name in found if name not in order))}
 
 
 def _by_class(classes: np.ndarray, shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -124,7 +124,7 @@ def _by_class(classes: np.ndarray, shares: Mapping[str, float], draw: np.random.
             parts[name].append(chosen[start:stop])
             start = stop
         parts["train"].append(chosen[start:])
-    return {name: np.concatenate(each) for name, each in parts.items()}
+    return {name: np.concatenate(pieces) for name, pieces in parts.items()}
 
 
 def _by_group(keys: Sequence[str], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -226,7 +226,7 @@ def find_forms(text: str) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the order of day and month, which is checked with all times
             guesses = [guess_datetime_format(text, dayfirst=first) for first in (False, True)]
-        return [each for each in dict.fromkeys(guesses) if each is not None]
+        return [form for form in dict.fromkeys(guesses) if form is not None]
     between = re.split(r"\d+", match[0])[1]
     year = "%Y" if max(len(match[1]), len(match[3])) == 4 else "%y"
     dates = [between.join(order) for order in itertools.permutations(("%d", "%m", year))]

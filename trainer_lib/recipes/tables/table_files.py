@@ -177,9 +177,9 @@ class Table:
         others = values - np.count_nonzero(np.isfinite(numbers))
         if not values or not others or 2 * others > values:
             return numbers if values and not others else None
-        texts = ((row, each) for row, each in enumerate(self.columns[name]) if each is not None)
-        wrong = ((row, each) for row, each in texts if number_of(each) is None)
-        first = next((row for row, each in wrong if each not in USUAL), None)
+        texts = ((row, value) for row, value in enumerate(self.columns[name]) if value is not None)
+        wrong = ((row, value) for row, value in texts if number_of(value) is None)
+        first = next((row for row, value in wrong if value not in USUAL), None)
         if first is None:
             self.notes.append(f"The column '{name}' is read as numbers, and {others:,} texts such as 'NA' as no value.")
             return numbers
@@ -452,7 +452,7 @@ class TableForm:
         Raises:
             DataError: the row has none.
         """
-        renamed = {self._rename.get(each, each): value for each, value in values.items()}
+        renamed = {self._rename.get(column, column): value for column, value in values.items()}
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")

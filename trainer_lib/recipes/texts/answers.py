@@ -170,7 +170,7 @@ class AnsweredPrompts(TextRows):
         noted = {name: chosen[name] for name in REFERENCE if name != "load_in" or chosen[name]}
         out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
         model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
-        scores = score_answers(model, [each for column in answers.values() for each in column], pad=pad)
+        scores = score_answers(model, [row for column in answers.values() for row in column], pad=pad)
         if not np.isfinite(scores).all():
             row = int(np.flatnonzero(~np.isfinite(scores))[0]) % len(self.table)
             what = f"{self.table.places[row]}: the reference gives this row no finite probability."
@@ -204,9 +204,9 @@ def split_prompts(*columns: Sequence[str]) -> list[list[str]]:
         turns = [_parse(answer) or [] for answer in answers]
         most, shared = min(map(len, turns)) - 1, 0
         if most >= 0 and _parse(prompt) is None:
-            while shared < most and all(each[shared] == turns[0][shared] for each in turns):
+            while shared < most and all(conversation[shared] == turns[0][shared] for conversation in turns):
                 shared += 1
-            prompt, *answers = map(json.dumps, (turns[0][:shared], *(each[shared:] for each in turns)))
+            prompt, *answers = map(json.dumps, (turns[0][:shared], *(conversation[shared:] for conversation in turns)))
         found.append((prompt, *answers))
     return [list(column) for column in zip(*found, strict=True)]
 
@@ -250,7 +250,7 @@ class AnswerReader:
         if self._template is None:
             end = self._tokenizer.eos_token_id
             made = self._tokenizer(list(prompts), verbose=False)["input_ids"] if prompts else []
-            made = [each[:-1] if end is not None and len(each) > 1 and each[-1] == end else each for each in made]
+            made = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in made]
         else:
             turns = [_with_system(turns_of(prompt, "user"), self._info["system"]) for prompt in prompts]
             made = list(map(self._template.ask, turns))
@@ -426,11 +426,11 @@ class AnswerTrainer(PlainTrainer):
         raise NotImplementedError
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
-        """What is predicted for rows without labels ``[rows, …]``."""
+        """The predictions for rows without labels ``[rows, …]``."""
         raise NotImplementedError
 
     def compare(self, inputs: Any) -> Tensor:
-        """What the reference says of the answers ``[rows, answers]``; without it the same of all."""
+        """The reference's values of the answers ``[rows, answers]``; zeros without a reference."""
         reference: Tensor = inputs.get("reference", torch.zeros_like(inputs["lengths"]))
         return reference
 
@@ -477,11 +477,11 @@ class PolicyTrainer(AnswerTrainer):
 
     def _require_reference(self) -> None:
         """Raise ConfigError where the model says something else of the first row than the reference did."""
-        if any(each.is_meta for each in self.model.parameters()):
+        if any(param.is_meta for param in self.model.parameters()):
             return  # without values there is nothing to compare
         rows: Any = self.train_dataset
         device = next(self.model.parameters()).device
-        inputs = {name: each.to(device) for name, each in self.data_collator([rows[0]]).items()}
+        inputs = {name: tensor.to(device) for name, tensor in self.data_collator([rows[0]]).items()}
         with evaluating(self.model):
             own, reference = self.log_probabilities(self.model, inputs), inputs["reference"]
         is_rough = self.args.bf16 or self.args.fp16 or own.dtype != next(self.model.parameters()).dtype

@@ -71,12 +71,12 @@ class Conversation(NamedTuple):
     shape: str = ""
 
     def texts(self) -> list[str]:
-        """What its turns say, or its text."""
+        """The texts of its turns, or its only text."""
         return [turn["content"] for turn in self.messages] if self.text is None else [self.text]
 
 
 class Faults:
-    """What is wrong with conversations, and how many may be left out for it.
+    """Faults of conversations, and the share that may be left out for them.
 
     Args:
         most: the share of the conversations that may have it, from 0 on and below 1 (of `faulty`), or up to 1.
@@ -94,7 +94,7 @@ class Faults:
 
     @property
     def count(self) -> int:
-        """How many are left out."""
+        """The number that is left out."""
         return self.kinds.total()
 
     def add(self, place: str, what: str, kind: str = "row") -> None:
@@ -237,7 +237,7 @@ def read_question(row: Mapping[str, Any], *, system: str | None = None) -> Conve
 
 
 def _find_row_fault(row: Mapping[str, Any], shape: str | None, *, asks: bool) -> str:
-    """What is wrong with the columns of a row; empty for nothing."""
+    """The fault of a row's columns; empty for none."""
     if all(_is_missing(value) and not isinstance(value, list) for value in row.values()):
         return "the row is empty"
     if shape is None:
@@ -334,7 +334,7 @@ def _add_calls(turn: dict[str, Any], text: str) -> str:
 
 
 def _find_fault(messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
-    """What is wrong with the order of turns; empty for nothing."""
+    """The fault of the order of turns; empty for none."""
     if not messages:
         return "it has no turn"
     if asks and messages[-1]["role"] not in ("user", "tool"):

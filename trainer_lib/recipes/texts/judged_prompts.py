@@ -43,7 +43,7 @@ _SHOWN_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked, and the answers that are expected; none: not judged."""
+    """A question, and the answers that are expected; none: not judged."""
 
     text: str
     expected: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def _plain(text: str) -> str:
 
 @dataclass(frozen=True)
 class Wording:
-    """How prompts become tokens.
+    """The conversion of prompts to tokens.
 
     Attributes:
         ask: the tokens of a prompt.

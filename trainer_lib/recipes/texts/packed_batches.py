@@ -83,7 +83,7 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
         labels[place, starts[:-1]] = NO_TARGET
         if "trained" in row:
             labels[place, :used][~np.asarray(row["trained"], bool)] = NO_TARGET
-    batch = {name: torch.from_numpy(each) for name, each in
+    batch = {name: torch.from_numpy(array) for name, array in
              (("input_ids", tokens), ("position_ids", positions), ("labels", labels))}  # fmt: skip
     if isolate == "mask":
         batch["attention_mask"] = _block_diagonal(torch.from_numpy(documents))
@@ -120,7 +120,7 @@ def flatten_batch(batch: Mapping[str, Tensor], *, isolate: str) -> dict[str, Ten
         remedy = "Let collate return it, or remove train.model.flatten."
         raise ConfigError(what, field="collate", value=sorted(batch), remedy=remedy)
     used = batch["attention_mask"].bool()
-    flat = {name: each[used][None] for name, each in batch.items() if name != "attention_mask"}
+    flat = {name: tensor[used][None] for name, tensor in batch.items() if name != "attention_mask"}
     positions = flat["position_ids"] = (used.cumsum(1) - 1)[used][None]
     if "labels" in flat:
         flat["labels"][positions == 0] = NO_TARGET
@@ -170,11 +170,11 @@ def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *
     needed = ("position_ids", "attention_mask") if isolate == "mask" else ("position_ids",)
     taken = inspect.signature(model.forward).parameters
     # A wrapper that takes anything (peft's) hands it on.
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    anything = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     lacking = next((name for name in needed if name not in taken and not anything), None)
     if lacking is not None:
         return f"it takes no {lacking}"
-    if any(each.is_meta for each in model.parameters()):
+    if any(param.is_meta for param in model.parameters()):
         return None  # without values there is nothing to compare
     window = getattr(getattr(model, "config", None), "sliding_window", None)
     if isolate == "mask" and window is not None and window < length:
@@ -221,12 +221,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, rows: int) -> Tensor:
-    row = {"input_ids": np.concatenate(documents), "lengths": [len(each) for each in documents]}
+    row = {"input_ids": np.concatenate(documents), "lengths": [len(document) for document in documents]}
     batch = collate_packed([row] * rows, pad=0, isolate=isolate)
     del batch["labels"]
     device = next(model.parameters()).device
     with evaluating(model):
-        outputs = model(**{name: each.to(device) for name, each in batch.items()})
+        outputs = model(**{name: tensor.to(device) for name, tensor in batch.items()})
     logits: Tensor = outputs["logits"]
     return logits.float()
 
@@ -301,7 +301,7 @@ def _refuse(column: str, what: str, remedy: str) -> DataError:
 def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor, Tensor]:
     """Tokens ``[texts, tokens]`` that a model continues, filled up at the beginning, and their mask."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(each)) + list(each) for each in prompts])
+    ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     used = torch.tensor(list(map(len, prompts)))
     return ids, (torch.arange(width) >= width - used[:, None]).long()
 

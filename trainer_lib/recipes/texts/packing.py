@@ -109,7 +109,7 @@ def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # room that is left -> the rows that have it
     rooms: list[int] = []  # ascending
-    for piece in sorted(range(len(lengths)), key=lambda each: -lengths[each]):
+    for piece in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         place = bisect_left(rooms, lengths[piece])
         if place < len(rooms):
             room = rooms[place]

@@ -188,7 +188,10 @@ def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Ite
     while some := list(islice(waiting, _TOGETHER)):
         # Without the warning that a text is longer than the model's input: packing says what becomes of it.
         made: list[list[int]] = tokenizer(
-            [each.text for each in some], return_attention_mask=False, return_token_type_ids=False, verbose=False
+            [document.text for document in some],
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )["input_ids"]
         made.reverse()
         for document in some:
