@@ -158,8 +158,8 @@ def _content(
         kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
         more = [entry for entry in kept if entry.path not in _MADE_HERE]
         files |= {f"{EVALUATION}/{entry.path}": Source(evaluation.store(), entry) for entry in more}
-    metrics = {split: values for one in rest for split, values in tidy_metrics(one.metrics).items()}
-    outcomes = [each for one in rest for each in read_outcomes(one, data.facts.info)]
+    metrics = {split: values for evaluation in rest for split, values in tidy_metrics(evaluation.metrics).items()}
+    outcomes = [outcome for evaluation in rest for outcome in read_outcomes(evaluation, data.facts.info)]
     published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
     described = None if trained is None else trained.description
     folder = context.folder or str(Path(context.recipe).parent)

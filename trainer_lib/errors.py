@@ -261,7 +261,7 @@ class PreemptedByNotice(Preempted):
 
 
 class NotReproducibleError(TrainflowError):
-    """What must be equal is not: a resumed or repeated run, a copy on another process. Names the first difference."""
+    """A run that was resumed or repeated, or a copy on another process, is not equal. Names the first difference."""
 
     exit_code = 20
     title = "not the same"

@@ -111,7 +111,8 @@ def send_signal(process: Process, number: int) -> None:
 
 def kill(processes: Iterable[Process]) -> None:
     """Send SIGKILL to all, the youngest first: none lives to see its parent's end and acts on it."""
-    for process in sorted(processes, key=lambda each: (len(each.start), each.start, each.pid), reverse=True):
+    by_age = sorted(processes, key=lambda process: (len(process.start), process.start, process.pid))
+    for process in reversed(by_age):
         send_signal(process, signal.SIGKILL)
 
 

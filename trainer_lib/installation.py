@@ -176,9 +176,9 @@ def _packages() -> Iterator[ModuleType]:
     While it is imported it replaces its entry in `sys.modules` by another object, more than once: code that imported it
     early holds an older one. Each imports names on demand and then keeps them.
     """
-    for each in gc.get_objects():
-        if issubclass(type(each), ModuleType) and each.__dict__.get("__name__") == "transformers":
-            yield each
+    for module in gc.get_objects():
+        if issubclass(type(module), ModuleType) and module.__dict__.get("__name__") == "transformers":
+            yield module
 
 
 def _ours(name: str) -> Any:

@@ -144,7 +144,7 @@ class TrainerState:
             raise DamagedError(
                 "The file trainer_state.json does not hold a mapping.", remedy="Resume from another checkpoint."
             )
-        known = {each.name for each in dataclasses.fields(cls)}
+        known = {attribute.name for attribute in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         # Checked here, because a wrong value would otherwise fail in the middle of the training that uses it.
         for name, value in given.items():
@@ -223,11 +223,11 @@ def _are_states(value: Any) -> bool:
     """Whether a value holds states by class name; those of the control must be switches that its constructor takes."""
     if not isinstance(value, Mapping):
         return value is None
-    listed = [each for state in value.values() for each in (state if isinstance(state, list) else [state])]
-    parts = [each.get(part, {}) if isinstance(each, Mapping) else None for each in listed for part in _STATE_PARTS]
+    listed = [saved for state in value.values() for saved in (state if isinstance(state, list) else [state])]
+    parts = [saved.get(part, {}) if isinstance(saved, Mapping) else None for saved in listed for part in _STATE_PARTS]
     control = value.get(TrainerControl.__name__, {})
     switches = control.get("args", {}) if isinstance(control, Mapping) else None
-    known = {each.name for each in dataclasses.fields(TrainerControl)}
+    known = {attribute.name for attribute in dataclasses.fields(TrainerControl)}
     return all(isinstance(part, Mapping) for part in (*parts, switches)) and all(
         name in known and isinstance(switch, bool) for name, switch in (switches or {}).items()
     )

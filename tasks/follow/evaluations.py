@@ -63,7 +63,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON: infinities and NaN as text."""
-        metrics = {name: each if math.isfinite(each) else str(each) for name, each in self.metrics.items()}
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
         return {**asdict(self), "metrics": metrics}
 
 
@@ -88,7 +88,7 @@ class Evaluations:
         """
         names = [name for name in self._folder.children() if name.endswith(".json")]
         self._read = {name: self._read.get(name) or self._parse(name) for name in names}
-        return sorted(self._read.values(), key=lambda each: (each.step, each.measured_ms))
+        return sorted(self._read.values(), key=lambda evaluation: (evaluation.step, evaluation.measured_ms))
 
     def has(self, info: CheckpointInfo) -> bool:
         """Whether a checkpoint is measured."""
@@ -184,8 +184,12 @@ class Standard:
     def choose(self, evaluations: Iterable[Evaluation]) -> Evaluation | None:
         """The best; of equal ones the earliest. None when none has a finite value."""
         sign = -1.0 if self.is_greater_better else 1.0
-        known = [each for each in evaluations if math.isfinite(each.metrics.get(self.metric, math.nan))]
-        return min(known, key=lambda each: (sign * each.metrics[self.metric], each.step), default=None)
+        known = [
+            evaluation for evaluation in evaluations if math.isfinite(evaluation.metrics.get(self.metric, math.nan))
+        ]
+        return min(
+            known, key=lambda evaluation: (sign * evaluation.metrics[self.metric], evaluation.step), default=None
+        )
 
 
 def keep_best(root: Store, standard: Standard, evaluations: Sequence[Evaluation]) -> Evaluation | None:
@@ -219,9 +223,9 @@ def _still_there(
     infos: Sequence[CheckpointInfo], evaluations: Sequence[Evaluation]
 ) -> Iterable[tuple[str, Evaluation]]:
     for info in infos:
-        for each in evaluations:
-            if each.is_of(info):
-                yield info.name, each
+        for evaluation in evaluations:
+            if evaluation.is_of(info):
+                yield info.name, evaluation
 
 
 def _why(standard: Standard, best: Evaluation) -> str:

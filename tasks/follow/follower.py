@@ -185,8 +185,8 @@ class Follower:
             StorageError: the storage cannot be read or written.
         """
         known = self._evaluations.read()
-        for each in known:
-            self._log(each)
+        for evaluation in known:
+            self._log(evaluation)
         self.best = keep_best(self._root, self._standard, known) if known else None
         return known
 

@@ -63,7 +63,7 @@ def describe_card(
         data_name=name,
         data_digest=data.content_digest,
         rows={split: facts.rows for split, facts in data.facts.splits.items()},
-        sources={each.source: each.digest for each in describe_lineage(name, [data]).sources},
+        sources={source.source: source.digest for source in describe_lineage(name, [data]).sources},
         stage_keys={one.stage: one.key for one in inputs},
         stage_digests={one.stage: one.content_digest for one in inputs},
         arguments=changed_arguments(model),

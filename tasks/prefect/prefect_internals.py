@@ -133,7 +133,7 @@ def send_queued(timeout_s: float) -> None:
         thread.submit(_confirm_events, timeout_s).result()
         for kind in (EventsWorker, APILogWorker):
             shared: Any = kind
-            at_work = [(each._loop, each._task) for each in list(shared._instances.values())]
+            at_work = [(worker._loop, worker._task) for worker in list(shared._instances.values())]
             late: Any = thread.submit(shared.drain_all, timeout=timeout_s).result()[1]
             # Prefect would wait for a server that is away at the end of the process: a minute for each event.
             for loop, task in at_work if late else ():

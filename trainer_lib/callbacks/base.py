@@ -132,7 +132,7 @@ def _is_one(callback: TrainerCallback, cls: type[Any]) -> bool:
     """Whether a callback is of a class, or ours of the name that transformers has for it."""
     if cls.__module__.partition(".")[0] != "transformers":
         return isinstance(callback, cls)
-    return isinstance(callback, cls) or any(each.__name__ == cls.__name__ for each in type(callback).__mro__)
+    return isinstance(callback, cls) or any(base.__name__ == cls.__name__ for base in type(callback).__mro__)
 
 
 class CallbackHandler(TrainerCallback):
@@ -233,7 +233,7 @@ class CallbackHandler(TrainerCallback):
             # Inherited methods do nothing and are left out: most events of a step have no listener.
             untouched = getattr(TrainerCallback, event, None)
             methods = [getattr(callback, event, None) for callback in self.callbacks]
-            found = [each for each in methods if each is not None and getattr(each, "__func__", None) is not untouched]
+            found = [call for call in methods if call is not None and getattr(call, "__func__", None) is not untouched]
             self._found[event] = found
         return found
 

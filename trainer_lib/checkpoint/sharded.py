@@ -57,7 +57,7 @@ _DIGESTED = 16 * 2**20
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What this rank writes, or compares with what another rank writes.
+    """The part that this rank writes, or compares with that of another rank.
 
     Attributes:
         parts: ``<group>/<name>`` → this rank's part. Rank 0 has every name, because it states the shapes.

@@ -238,7 +238,7 @@ class Ray:
             if self._leader is not None:
                 self._tell_leader()
             self._look_for_drains()
-        dead = {each["NodeID"] for each in self._ray.nodes() if not each["Alive"]} if self._silent else set()
+        dead = {node["NodeID"] for node in self._ray.nodes() if not node["Alive"]} if self._silent else set()
         for index, since in self._silent.items():
             if self._places[index]["node"] in dead or time.monotonic() - since > SILENT_S:
                 return Lost(self._lost(index))

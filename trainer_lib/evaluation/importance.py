@@ -107,7 +107,7 @@ class _Scores:
         self._usual, self._of_draws = self._score(usual), [self._score(usual, draw) for draw in draws]
 
     def losses(self, dealt: Sequence[EvalPrediction]) -> list[float]:
-        """What the metric loses by other outputs of the rows on average, and the ends of its interval."""
+        """The average loss of the metric by other outputs of the rows, and the ends of its interval."""
         value = float(np.mean([self._usual - self._score(outputs) for outputs in dealt]))
         draws = enumerate(zip(self._of_draws, self._draws, strict=True))
         lost = [usual - self._score(dealt[number % len(dealt)], draw) for number, (usual, draw) in draws]

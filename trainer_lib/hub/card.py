@@ -326,7 +326,7 @@ def _render_loading(card: Card) -> str:
 
 
 def _render_conversations(card: Card) -> str:
-    """What a conversation with the model needs, and what it was trained on; empty for a model of another kind."""
+    """The needs of a conversation with the model, and its training data; empty for a model of another kind."""
     chat = card.conversations
     if chat is None:
         return ""
@@ -370,7 +370,7 @@ def _literal(text: str) -> str:
 def _render_example(kind: str) -> str:
     """A value of a column's type, as Python: zeros, which show nothing of the data."""
     dtype, bracket, inside = kind.removesuffix("]").partition("[")
-    shape = [int(each) if each.strip().isdigit() else 1 for each in inside.split(",")] if bracket else []
+    shape = [int(size) if size.strip().isdigit() else 1 for size in inside.split(",")] if bracket else []
     if math.prod(shape) > _LITERAL_VALUES:
         return f"np.zeros({tuple(shape)}, {dtype!r})".replace("'", '"')
     return json.dumps(example_row({"": kind})[""]).replace("false", "False") if kind != "bytes" else 'b""'

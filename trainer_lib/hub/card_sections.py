@@ -112,8 +112,8 @@ def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], 
 def _results(head: dict[str, Any]) -> list[dict[str, Any]]:
     """The results of the head's model-index; what is not one is left out."""
     models = head.get("model-index")
-    found = [each.get("results") for each in models if isinstance(each, dict)] if isinstance(models, list) else []
-    return [each for results in found if isinstance(results, list) for each in results if isinstance(each, dict)]
+    found = [model.get("results") for model in models if isinstance(model, dict)] if isinstance(models, list) else []
+    return [result for results in found if isinstance(results, list) for result in results if isinstance(result, dict)]
 
 
 def _foreign_results(head: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,8 +122,8 @@ def _foreign_results(head: dict[str, Any]) -> list[dict[str, Any]]:
     digest = ours.get("data_digest") if isinstance(ours, dict) else None
     if digest is None:
         return []
-    datasets = [(each, each.get("dataset")) for each in _results(head)]
-    return [each for each, dataset in datasets if isinstance(dataset, dict) and dataset.get("revision") != digest]
+    datasets = [(result, result.get("dataset")) for result in _results(head)]
+    return [result for result, dataset in datasets if isinstance(dataset, dict) and dataset.get("revision") != digest]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -29,12 +29,12 @@ class SliceTable:
         """The table with each metric as a text that has its interval, in place of the columns of both ends."""
         ends = {name: (f"{name}_low", f"{name}_high") for name in self.columns}
         ends = {name: both for name, both in ends.items() if set(both) <= set(self.columns)}
-        bounds = {each for both in ends.values() for each in both}
+        bounds = {bound for both in ends.values() for bound in both}
         kept = [name for name in self.columns if name not in bounds]
         rows = []
         for value, *cells in self.cells:
-            found = {name: each for name, each in zip(self.columns, cells, strict=True) if each is not None}
-            texts = with_intervals({name: each for name, each in found.items() if name in bounds or name in ends})
+            found = {name: cell for name, cell in zip(self.columns, cells, strict=True) if cell is not None}
+            texts = with_intervals({name: cell for name, cell in found.items() if name in bounds or name in ends})
             rows.append([value, *(texts.get(name, found.get(name)) for name in kept)])
         return SliceTable(kept, rows)
 
@@ -49,7 +49,7 @@ def slice_tables(metrics: Mapping[str, Any]) -> dict[str, SliceTable]:
             found.setdefault(column, {}).setdefault(value, {})[metric] = measured
     tables = {}
     for column, slices in found.items():
-        names = dict.fromkeys(["rows", *sorted({metric for each in slices.values() for metric in each})])
+        names = dict.fromkeys(["rows", *sorted({metric for measured in slices.values() for metric in measured})])
         cells = [[value, *(slices[value].get(name) for name in names)] for value in sorted(slices)]
         tables[column] = SliceTable(list(names), cells)
     return tables

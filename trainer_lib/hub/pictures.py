@@ -82,7 +82,7 @@ def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]
     """At most `MAX_POINTS` of them, the last one included. Values that are not finite are kept, so that they show."""
     stride = math.ceil(len(points) / MAX_POINTS)
     last = len(points) - 1
-    return [each for n, each in enumerate(points) if n % stride == 0 or n == last or not _is_drawn(each[1])]
+    return [point for n, point in enumerate(points) if n % stride == 0 or n == last or not _is_drawn(point[1])]
 
 
 def _is_drawn(value: float) -> bool:
@@ -228,7 +228,7 @@ def _ticks(low: float, high: float) -> dict[float, str]:
     """About five round numbers of a range, with as many digits as differ."""
     rough = (high - low) / 5
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = unit * next(each for each in (1, 2, 2.5, 5, 10) if each * unit >= rough * 0.999)
+    step = unit * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * unit >= rough * 0.999)
     digits = max(6, 2 + math.ceil(math.log10(max(abs(low), abs(high)) / step)))
     first = math.ceil(low / step - 1e-9)
     values = (0.0 if number == 0 else number * step for number in range(first, math.floor(high / step + 1e-9) + 1))

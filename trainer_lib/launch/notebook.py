@@ -140,7 +140,7 @@ def _collect(children: Mapping[Connection, tuple[int, BaseProcess]]) -> Any:
         ready = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for connection in [each for each in waiting if each in ready]:
+        for connection in [connection for connection in waiting if connection in ready]:
             rank, child = waiting.pop(connection)
             result = _receive(connection)
             if result is not None and "error" not in result:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MeasureRowsResult:
-    """How a model does on labelled rows.
+    """Metrics of a model on labelled rows.
 
     Attributes:
         rows: number of rows.

@@ -113,7 +113,7 @@ def parse_directions(direction: Any) -> list[str]:
     """One direction or several, as a list of "minimize" and "maximize". Raises ConfigError for anything else."""
     given = list(direction) if isinstance(direction, list | tuple) else [direction]
     # Optuna's StudyDirection counts by its name.
-    texts = [str(getattr(each, "name", each)).lower() for each in given]
+    texts = [str(getattr(choice, "name", choice)).lower() for choice in given]
     # An empty list is refused like an unknown direction.
     for text in texts or [""]:
         if text not in DIRECTIONS:

@@ -237,7 +237,7 @@ class OptunaSearch:
                 remedy="Return a short text without slashes.",
             )
         # A name that an earlier trial used gets the number: checkpoints of two trials never mix.
-        taken = {each.user_attrs.get(_FOLDER) for each in self._study.get_trials(deepcopy=False)}
+        taken = {earlier.user_attrs.get(_FOLDER) for earlier in self._study.get_trials(deepcopy=False)}
         return f"{name}-{trial.number}" if name in taken else name
 
     def _train(self, plan: Mapping[str, Any], trial: Any) -> list[float]:
@@ -284,7 +284,7 @@ class OptunaSearch:
 
     def _best(self) -> BestRun | list[BestRun]:
         found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))
-        runs = [BestRun(each["run_id"], each["objective"], each["params"], found["trials"]) for each in found["best"]]
+        runs = [BestRun(run["run_id"], run["objective"], run["params"], found["trials"]) for run in found["best"]]
         return runs[0] if len(self._settings.directions) == 1 else runs
 
     def _summary(self) -> dict[str, Any] | None:

@@ -55,17 +55,17 @@ def best_run(trials: list[Any], direction: str) -> BestRun:
         ConfigError, InfrastructureError: none was completed.
     """
     summary = [_summary(trial) for trial in trials]
-    unfinished = [each["run_id"] for each in summary if each["state"] == "running"]
+    unfinished = [run["run_id"] for run in summary if run["state"] == "running"]
     if unfinished:
         raise Interrupted(
             f"The search was stopped with {len(unfinished)} of {len(summary)} trials under way.",
             remedy="What they saved is in their folders.",
         )
-    good = [each for each in summary if each["state"] != "fail"]
+    good = [run for run in summary if run["state"] != "fail"]
     if not good:
         raise _none_completed(trials)
     pick = min if direction == "minimize" else max
-    best = pick(good, key=lambda each: float(each["objective"]))
+    best = pick(good, key=lambda run: float(run["objective"]))
     return BestRun(best["run_id"], best["objective"], best["hyperparameters"], summary)
 
 
@@ -277,7 +277,7 @@ class RaySearch:
                 value="no",
                 remedy='Set it to "steps" or "epoch", or give no scheduler.',
             )
-        kinds = tuple(getattr(tune.schedulers, each) for each in _NEEDS_SAVES)
+        kinds = tuple(getattr(tune.schedulers, kind) for kind in _NEEDS_SAVES)
         if isinstance(scheduler, kinds) and str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
             raise ConfigError(
                 f"{name} has trials continue from checkpoints, and none is saved.",
@@ -292,14 +292,14 @@ class RaySearch:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         asked = self._options.get("resources_per_trial")
         if asked is None:
-            gpus = any(each.get("GPU") for each in machines) and not self._runner.args.use_cpu
+            gpus = any(machine.get("GPU") for machine in machines) and not self._runner.args.use_cpu
             asked = {"cpu": 1, "gpu": 1} if gpus else {"cpu": 1}
         read = tune.execution.placement_groups.resource_dict_to_pg_factory
         factory = read(asked) if isinstance(asked, dict) else asked
         for bundle in factory.bundles:
-            if not any(all(each.get(name, 0) >= amount for name, amount in bundle.items()) for each in machines):
+            if not any(all(machine.get(name, 0) >= amount for name, amount in bundle.items()) for machine in machines):
                 names = [name for name, amount in bundle.items() if amount]
-                offers = "; ".join(_amounts(each, names) for each in machines)
+                offers = "; ".join(_amounts(machine, names) for machine in machines)
                 raise ConfigError(
                     f"The cluster offers {offers}, by machine; each trial asks {_amounts(bundle, names)}.",
                     field="resources_per_trial",
@@ -342,8 +342,8 @@ class RaySearch:
             seed = self._runner.args.seed
             search = tune.search.BasicVariantGenerator(max_concurrent=limit or 0, random_state=seed)
             limit = None
-        for field, each in (("scheduler", self._scheduler), ("search_alg", search)):
-            _give_objective(field, each, mode)
+        for field, thing in (("scheduler", self._scheduler), ("search_alg", search)):
+            _give_objective(field, thing, mode)
         output = absolute_output(self._runner.args.output_dir)
         return {
             "name": f"search-{uuid.uuid4().hex[:8]}",
@@ -362,7 +362,7 @@ class RaySearch:
         with sent_as_reference(trainer):
             parts = {name: _sent(name, part) for name, part in take_apart(trainer).items()}
             functions["hp_name"] = self._settings.hp_name  # type: ignore[assignment]
-            return {"parts": parts, "functions": {name: _sent(name, each) for name, each in functions.items()}}
+            return {"parts": parts, "functions": {name: _sent(name, function) for name, function in functions.items()}}
 
 
 def _sent(name: str, part: Any) -> Any:
@@ -380,10 +380,10 @@ def _sent(name: str, part: Any) -> Any:
 
 def _give_objective(field: str, thing: Any, mode: str) -> None:
     """Have a scheduler or a search algorithm optimize the objective, unless it has a metric of its own."""
-    for each in (thing, getattr(thing, "searcher", None)):
-        if each is None or not (hasattr(each, "_metric") and hasattr(each, "_mode")):
+    for part in (thing, getattr(thing, "searcher", None)):
+        if part is None or not (hasattr(part, "_metric") and hasattr(part, "_mode")):
             continue
-        metric, direction = each._metric or OBJECTIVE, each._mode or mode
+        metric, direction = part._metric or OBJECTIVE, part._mode or mode
         if metric == OBJECTIVE and direction != mode:
             raise ConfigError(
                 f"It looks for the other end of the objective than the search, whose direction makes it {mode}.",
@@ -392,14 +392,14 @@ def _give_objective(field: str, thing: Any, mode: str) -> None:
                 remedy='Give direction="minimize" for min, "maximize" for max.',
             )
         if field == "scheduler":
-            each.set_search_properties(None if each._metric else metric, None if each._mode else direction)
+            part.set_search_properties(None if part._metric else metric, None if part._mode else direction)
         else:
-            each._metric, each._mode = metric, direction
+            part._metric, part._mode = metric, direction
 
 
 def _is_space(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(_is_space(each) for each in value.values())
+        return all(_is_space(inner) for inner in value.values())
     return isinstance(value, tune.search.sample.Domain) or _is_json(value)
 
 

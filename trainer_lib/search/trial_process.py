@@ -80,16 +80,16 @@ def put_together(cls: Any, fetch: Callable[[], Mapping[str, Any]]) -> Any:
     added = {name.removeprefix(_ADDED): value for name, value in parts.items() if name.startswith(_ADDED)}
     # Before, as a constructor sets them, and after, as they were changed later.
     vars(trainer).update(added)
-    ours = next(each for each in cls.__mro__ if each.__module__.startswith("trainer_lib."))
+    ours = next(base for base in cls.__mro__ if base.__module__.startswith("trainer_lib."))
     ours.__init__(trainer, args=parts["args"], **{name: parts[name] for name in _GIVEN})
     vars(trainer).update(added)
     handler = trainer.callback_handler
-    own = {type(each).__name__: each for each in handler.callbacks}
+    own = {type(callback).__name__: callback for callback in handler.callbacks}
     wanted = [value for name, value in parts.items() if name.startswith(_CALLBACK)]
-    callbacks = [own.get(each) if isinstance(each, str) else each for each in wanted]
+    callbacks = [own.get(callback) if isinstance(callback, str) else callback for callback in wanted]
     # Lines of several trials on one screen would be of no use.
     shown = (PrinterCallback, ProgressCallback)
-    handler.callbacks[:] = [each for each in callbacks if each is not None and type(each) not in shown]
+    handler.callbacks[:] = [callback for callback in callbacks if callback is not None and type(callback) not in shown]
     return trainer
 
 
@@ -102,9 +102,9 @@ def absolute_output(output_dir: object) -> str:
 def _added(trainer: Any) -> dict[str, Any]:
     """Attributes that the library does not make: a subclass's own, and those that hide a default of the class."""
     cls, made = type(trainer), set[str]()
-    for each in cls.__mro__:
-        if each.__module__.startswith("trainer_lib."):
-            made |= set(vars(each).get("__annotations__", {}))
+    for base in cls.__mro__:
+        if base.__module__.startswith("trainer_lib."):
+            made |= set(vars(base).get("__annotations__", {}))
     return {
         name: value
         for name, value in vars(trainer).items()
@@ -142,7 +142,8 @@ def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], po
         return Place(name)
     if pointer["trial"] == trial and pointer["values"] == values:
         return Place(str(pointer["folder"]))
-    found = [each for each in list_checkpoints(_child(output, pointer["folder"])) if each.step >= pointer["step"]]
+    saved = list_checkpoints(_child(output, pointer["folder"]))
+    found = [checkpoint for checkpoint in saved if checkpoint.step >= pointer["step"]]
     if not found:
         raise ConfigError(
             f"The checkpoint that trial {trial} is to start from was removed.",

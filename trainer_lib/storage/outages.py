@@ -59,7 +59,7 @@ def describe_outage(error: BaseException) -> str | None:
     A refusal, such as a missing permission, is an answer. Clients wrap the errors of the network in their own, so the
     causes are looked at as well, and the most precise one counts.
     """
-    found = [reason for each in _chain(error) if (reason := _reason(each)) is not None]
+    found = [reason for cause in _chain(error) if (reason := _reason(cause)) is not None]
     return next((reason for reason in reversed(found) if reason != _UNREACHABLE), found[0] if found else None)
 
 
@@ -79,13 +79,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes, outermost first; also those that a client keeps in an attribute or an argument."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < 20:
-        each = waiting.pop(0)
-        if id(each) in seen:
+        cause = waiting.pop(0)
+        if id(cause) in seen:
             continue
-        seen.add(id(each))
-        yield each
-        inner = (each.__cause__, each.__context__, getattr(each, "reason", None), getattr(each, "os_error", None))
-        waiting += [one for one in (*inner, *each.args) if isinstance(one, BaseException)]
+        seen.add(id(cause))
+        yield cause
+        inner = (cause.__cause__, cause.__context__, getattr(cause, "reason", None), getattr(cause, "os_error", None))
+        waiting += [one for one in (*inner, *cause.args) if isinstance(one, BaseException)]
 
 
 def vendor_code(error: BaseException) -> str | None:

@@ -77,7 +77,7 @@ def _free_bytes(where: str) -> int | None:
     """Bytes that are free where a local file was to be written; None on another store."""
     if not where.startswith("/"):
         return None
-    place = next((each for each in (Path(where), *Path(where).parents) if each.exists()), Path("/"))
+    place = next((folder for folder in (Path(where), *Path(where).parents) if folder.exists()), Path("/"))
     try:
         return shutil.disk_usage(place).free
     except OSError:

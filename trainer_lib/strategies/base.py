@@ -176,7 +176,7 @@ class Strategy:
         refuse_others(own.keys() - given.keys(), given.keys() - own.keys(), reshaped)
         # Quantized layers, which are kept, take no part of their state alone; all names were compared above.
         kept = set(keep) - state.keys()
-        target.load_state_dict({name: each for name, each in given.items() if name not in kept}, strict=False)
+        target.load_state_dict({name: value for name, value in given.items() if name not in kept}, strict=False)
 
     def describe(self) -> dict[str, Any]:
         """Return the part of a checkpoint's metadata that describes the strategy, as JSON."""
@@ -210,8 +210,8 @@ def _alike(gradients: list[torch.Tensor]) -> bool:
         return False
     return all(
         # A subclass of Tensor may define these operators its own way.
-        type(each) is torch.Tensor and each.device == device and each.dtype == dtype and each.layout is torch.strided
-        for each in gradients
+        type(grad) is torch.Tensor and grad.device == device and grad.dtype == dtype and grad.layout is torch.strided
+        for grad in gradients
     )
 
 

@@ -80,8 +80,8 @@ class DdpStrategy(Strategy):
     @override
     def sync_gradients(self, model: nn.Module) -> None:
         """Average the gradients over ranks; a parameter that only some ranks used counts as zero on the others."""
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        present = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=self.device)
+        parameters = [param for param in model.parameters() if param.requires_grad]
+        present = torch.tensor([param.grad is not None for param in parameters], dtype=torch.int32, device=self.device)
         used = self.comm.sum_tensor(present).tolist()
         gradients = []
         for parameter, count in zip(parameters, used, strict=True):

@@ -396,7 +396,7 @@ def _line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def _read_state(path: Path) -> State:
-    names = {each.name for each in fields(State)}
+    names = {attribute.name for attribute in fields(State)}
     try:
         stored = read_json(path / "state.json", dict)
         return State(**{name: value for name, value in stored.items() if name in names})

@@ -470,7 +470,7 @@ def warn_of_collapse(split: str, outcomes: Mapping[str, Any], classes: Any) -> l
 def _describe(
     split: ArrowSplit, remembered: Remembered, work: Work[EvaluateRequest], data: DataInfo
 ) -> dict[str, Any] | None:
-    """What the outputs say of a split beyond its metrics; None for outputs of another kind."""
+    """The outcomes of a split's outputs; None for outputs of another kind."""
     if remembered.given is None:
         return None
     pairs = pair_outcomes(work.recipe, remembered.given, data)

@@ -64,9 +64,9 @@ def adopt_arguments(args: Any) -> TrainingArguments:
 
 def _base(cls: type) -> Any:
     """The class of transformers that `cls` is, or is derived from; None for any other class."""
-    for each in cls.__mro__:
-        if each.__name__ in _NAMES and each.__module__.partition(".")[0] == _PACKAGE:
-            return each
+    for parent in cls.__mro__:
+        if parent.__name__ in _NAMES and parent.__module__.partition(".")[0] == _PACKAGE:
+            return parent
     return None
 
 
@@ -109,9 +109,9 @@ def _target(cls: Any, base: Any) -> Any:
     annotated = [(name, Any, dataclasses.field(default=None)) for name in _added_fields(cls, base)]
     fields = {field.name for field in dataclasses.fields(cls)}
     members: dict[str, Any] = {"__module__": cls.__module__}
-    for each in reversed(cls.__mro__):
-        if each not in base.__mro__:
-            own = {name: value for name, value in vars(each).items() if name not in fields}
+    for parent in reversed(cls.__mro__):
+        if parent not in base.__mro__:
+            own = {name: value for name, value in vars(parent).items() if name not in fields}
             members |= {name: value for name, value in own.items() if _is_portable(name, value)}
     return dataclasses.make_dataclass(cls.__name__, annotated, bases=(ours,), namespace=members)
 
@@ -154,7 +154,7 @@ def _asked(args: Any, usual: Any, target: type) -> dict[str, Any]:
 def _difference(value: Any, usual: Any) -> tuple[Any] | None:
     """The part of a value that is not the usual one, in a tuple; None when all of it is."""
     if isinstance(value, dict) and isinstance(usual, dict):
-        changed = {key: each for key, each in value.items() if key not in usual or each != usual[key]}
+        changed = {key: member for key, member in value.items() if key not in usual or member != usual[key]}
         return (changed,) if changed else None
     return None if value == usual else (value,)
 

@@ -34,7 +34,7 @@ _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
 
 
 def _numpy_names() -> list[Any]:
-    """What a NumPy array or number of a random state is made of, under NumPy's old and new names."""
+    """The constructors of NumPy's arrays and numbers in a random state, under NumPy's old and new names."""
     core = np._core.multiarray  # type: ignore[attr-defined]  # NumPy's stubs leave it out
     names: list[Any] = [np.ndarray, np.dtype, *(type(np.dtype(code)) for code in "?bhilqBHILQefd")]
     for function in (core._reconstruct, core.scalar):

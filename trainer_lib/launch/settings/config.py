@@ -199,7 +199,7 @@ def _as_checked(config: LaunchConfig, use_cpu: bool) -> LaunchConfig:
 
 def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
     """Build a configuration from plain data: a spec's settings, or a file's."""
-    known = {each.name for each in fields(LaunchConfig)}
+    known = {setting.name for setting in fields(LaunchConfig)}
     given = {name: value for name, value in settings.items() if name in known}
     if given.get("devices") is not None:
         given["devices"] = tuple(given["devices"])

@@ -143,10 +143,10 @@ class DeepSpeedStrategy(ZeroWeights):
     @override
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError when a trained parameter has a number format for which no masters can be kept."""
-        for name, each in model.named_parameters():
-            if each.requires_grad and self.plan.precision == "fp32" and each.dtype != torch.float32:
+        for name, param in model.named_parameters():
+            if param.requires_grad and self.plan.precision == "fp32" and param.dtype != torch.float32:
                 raise ConfigError(
-                    f"The parameter {name} is {each.dtype}, but neither bf16 nor fp16 is on.",
+                    f"The parameter {name} is {param.dtype}, but neither bf16 nor fp16 is on.",
                     field="model",
                     value=type(model).__name__,
                     remedy="Give bf16=True (or fp16=True), or the model in float32.",
@@ -166,9 +166,9 @@ class DeepSpeedStrategy(ZeroWeights):
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         """Raise ConfigError for an optimizer that an earlier training has taken apart."""
-        known = {id(each) for each in self.unwrap(model).parameters()}
-        held = [each for group in optimizer.param_groups for each in group["params"]]
-        if not held or any(id(each) not in known for each in held):
+        known = {id(param) for param in self.unwrap(model).parameters()}
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        if not held or any(id(param) not in known for param in held):
             raise ConfigError(
                 "The optimizer does not hold the model's parameters; an earlier training may have taken it apart.",
                 field="optimizers",
@@ -181,18 +181,21 @@ class DeepSpeedStrategy(ZeroWeights):
         """Return the engine, and an optimizer over the model's own parameters. Collective."""
         inner = self.unwrap(model)
         zero_config.check_optimizer(optimizer, self.plan, inner)
-        groups = [(group, [each for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups]
+        groups = [
+            (group, [param for param in group["params"] if param.requires_grad]) for group in optimizer.param_groups
+        ]
         groups = [(group, parameters) for group, parameters in groups if parameters]
         # Before the engine casts the model: an export has the formats that were given.
-        self._given_dtypes = {id(each): each.dtype for each in inner.parameters()}
+        self._given_dtypes = {id(param): param.dtype for param in inner.parameters()}
         self._engine = self._initialize(inner, self._compiled(optimizer))
         self._partitions = self._checked_partitions()
-        self._trained = {id(each) for each in self._partitions.parameters()}
+        self._trained = {id(param) for param in self._partitions.parameters()}
         self._cast_inputs(inner)
         self._take_masters(inner)
         # On unless it is refused, as in DistributedDataParallel.
         if self._args.ddp_broadcast_buffers is not False:
-            self._buffers = [each for each in self.local_state(inner).values() if not isinstance(each, nn.Parameter)]
+            tensors = self.local_state(inner).values()
+            self._buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
 
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -241,7 +244,7 @@ class DeepSpeedStrategy(ZeroWeights):
                 remedy="Install the version that is tested: pip install deepspeed==0.19.8.",
             )
         partitions: Partitions = StageThree(zero, combine_grad_norm_groups) if stage == 3 else StagesOneTwo(zero)
-        whole = sum(getattr(each, "ds_numel", each.numel()) for each in partitions.parameters())
+        whole = sum(getattr(param, "ds_numel", param.numel()) for param in partitions.parameters())
         held = sum(flat.numel() for flat in partitions.flats())
         most = -(-whole // self.comm.world_size) + 1024 * (1 + sum(1 for _ in partitions.parameters()))  # plus padding
         if held > most or held * self.comm.world_size < whole:
@@ -436,5 +439,5 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {name: _cast(each, dtype) for name, each in value.items()}
-    return type(value)(_cast(each, dtype) for each in value) if type(value) in (list, tuple) else value
+        return {name: _cast(inner, dtype) for name, inner in value.items()}
+    return type(value)(_cast(inner, dtype) for inner in value) if type(value) in (list, tuple) else value

@@ -68,7 +68,7 @@ def _check_compiler(field: str, value: Any, instead: str) -> None:
 
 def _check_drive(field: str, folder: str) -> None:
     path = expand_home(folder)
-    existing = next(each for each in (path, *path.parents) if each.exists())
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
             f"The folder {existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder.",
@@ -92,9 +92,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan, model: nn.
     One whose update of an element may depend on other elements is refused unless the configuration allows it.
     """
     name = type(optimizer).__name__
-    known = {id(each) for each in model.parameters()}
-    held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-    if any(id(each) not in known for each in held):
+    known = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if any(id(param) not in known for param in held):
         raise ConfigError(
             "It holds trained parameters that are not the model's, such as a loss module's; "
             "DeepSpeed trains the model's only.",

@@ -53,7 +53,7 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
         self._keeps = keeps
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (each for each in self._partitions.parameters() if self._of(self._partitions.flat_of(each)))
+        return (param for param in self._partitions.parameters() if self._of(self._partitions.flat_of(param)))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

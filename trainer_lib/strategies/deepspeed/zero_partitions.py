@@ -86,7 +86,7 @@ class StagesOneTwo(Partitions):
 
     def __init__(self, zero: Any) -> None:
         super().__init__(zero, zero.bit16_groups, zero.single_partition_of_fp32_groups)
-        self._flat = {id(each): self._flats[index] for index, group in enumerate(self._groups) for each in group}
+        self._flat = {id(param): self._flats[index] for index, group in enumerate(self._groups) for param in group}
 
     @override
     def flat_of(self, parameter: nn.Parameter) -> torch.Tensor:

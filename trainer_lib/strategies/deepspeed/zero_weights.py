@@ -49,7 +49,7 @@ class ZeroWeights(Strategy):
     @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors that are gathered to the first rank when read, in the number formats of the given model."""
-        return _Gathered(tensors, lambda each: self._whole(each).to(self._given_dtypes.get(id(each), each.dtype)))
+        return _Gathered(tensors, lambda part: self._whole(part).to(self._given_dtypes.get(id(part), part.dtype)))
 
     @override
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,9 +100,9 @@ class ZeroWeights(Strategy):
         if not kept:
             return
         partitions = self._parts()
-        for name, each in model.named_parameters():
-            if id(each) in self._trained and name in kept:
-                partitions.store_part(each, kept[name])
+        for name, param in model.named_parameters():
+            if id(param) in self._trained and name in kept:
+                partitions.store_part(param, kept[name])
         partitions.refresh_model()
 
     def _parts(self) -> Partitions:

@@ -223,7 +223,7 @@ class FsdpStrategy(Strategy):
             return
         find_units(model, self.settings)
         find_ignored(model, self.settings.ignored_modules)
-        if not self.settings.cpu_ram_efficient_loading and any(each.is_meta for each in model.parameters()):
+        if not self.settings.cpu_ram_efficient_loading and any(param.is_meta for param in model.parameters()):
             raise ConfigError(
                 'The model has no values: its parameters are on "meta".',
                 field="model",
@@ -277,7 +277,7 @@ class FsdpStrategy(Strategy):
         if settings.sync_module_states:
             self._take_values(model, first)
         if parts:
-            self._order_gathering(model, [each for each in parts if each is not model])
+            self._order_gathering(model, [part for part in parts if part is not model])
             self._assert_sharded(model, ignored)
         if isinstance(model, FSDPModule) and self._finds_unused:
             _include_unused(model)
@@ -307,7 +307,7 @@ class FsdpStrategy(Strategy):
             fully_shard(unit, reshard_after_forward=settings.reshards, **options)
         # None: torch keeps the root's own rows gathered, which both ends of a backward need, if there are other parts.
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
-        parts: list[nn.Module] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+        parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for part in parts:
             restore_class_name(part)
             _gather_as_plain_tensors(part)
@@ -400,9 +400,9 @@ class FsdpStrategy(Strategy):
     @override
     def after_inference(self, model: nn.Module) -> None:
         """Reshard the parts that a forward without a backward leaves gathered."""
-        for each in self.unwrap(model).modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        for module in self.unwrap(model).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @override
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -432,10 +432,11 @@ class FsdpStrategy(Strategy):
         """Return the global norm over the parts of all ranks, shape `[]`, and clip in place. One small message."""
         held = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         # Of copies, the first one counts. All ranks add all parts in one sum, so that all get the same digits.
         if None in map(self._counted.get, map(id, held)):  # at the first step
-            self._counted = {id(each): sharding.local_part(each, rank=self.comm.rank).is_first_copy for each in held}
+            rank = self.comm.rank
+            self._counted = {id(param): sharding.local_part(param, rank=rank).is_first_copy for param in held}
         counted = list(itertools.compress(local, map(self._counted.get, map(id, held))))
         square = torch.zeros((), dtype=torch.float64, device=local[0].device if local else self.device)
         if counted:
@@ -486,8 +487,8 @@ def _gather_as_plain_tensors(part: Any) -> None:
     As `DTensor`s, which torch makes of them, they would cost 40 calls of Python for each parameter in a step.
     """
     for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):  # none before torch 2.13
-        for each in group.fsdp_params:
-            each.is_dtensor, each._unsharded_dtensor_spec = False, None
+        for param in group.fsdp_params:
+            param.is_dtensor, param._unsharded_dtensor_spec = False, None
 
 
 def _include_unused(model: FSDPModule) -> None:

@@ -27,7 +27,7 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     if settings.wrap == "size":
         return _by_size(model, settings.min_num_params, outside)
     names = settings.wrap_classes or _no_split_classes(model)
-    units = [each for each in model.modules() if each is not model and type(each).__name__ in names]
+    units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
     _check_classes(model, units, settings.wrap_classes)
     for unit in units:
         if tied := outside.get(id(unit)):
@@ -54,11 +54,11 @@ def _no_split_classes(model: nn.Module) -> tuple[str, ...]:
 
 
 def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[str]) -> None:
-    present = {type(each).__name__ for each in units}
+    present = {type(unit).__name__ for unit in units}
     missing = next((name for name in asked if name not in present), None)
     if missing is None and units:
         return
-    inside = sorted({type(each).__name__ for each in model.modules() if each is not model})
+    inside = sorted({type(module).__name__ for module in model.modules() if module is not model})
     raise ConfigError(
         f"The model {type(model).__name__} has no module of that class.",
         field=_CLASSES,
@@ -77,7 +77,7 @@ def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn
             left |= visit(child)
         # A container has no forward, so nothing would gather its parameters.
         container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if module is model or container or id(module) in outside or sum(each.numel() for each in left) < minimum:
+        if module is model or container or id(module) in outside or sum(param.numel() for param in left) < minimum:
             return left
         units.append(module)
         return set()
@@ -91,12 +91,12 @@ def _shared_beyond(model: nn.Module) -> dict[int, str]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    tied = [each for each in names.values() if len(each) > 1]
+    tied = [aliases for aliases in names.values() if len(aliases) > 1]
     found: dict[int, str] = {}
     for prefix, module in model.named_modules():
-        for each in tied if prefix else ():
-            inside = [name for name in each if name.startswith(f"{prefix}.")]
-            if inside and len(inside) < len(each):
+        for aliases in tied if prefix else ():
+            inside = [name for name in aliases if name.startswith(f"{prefix}.")]
+            if inside and len(inside) < len(aliases):
                 found[id(module)] = inside[0]
     return found
 
@@ -108,7 +108,7 @@ def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]
         ConfigError: a pattern that matches no module, or a trained parameter among them, whose gradient would not be
             exchanged; a trained 0-dim parameter, which has no rows.
     """
-    found: set[nn.Parameter] = {each for each in model.parameters() if each.ndim == 0 and not each.requires_grad}
+    found: set[nn.Parameter] = {param for param in model.parameters() if param.ndim == 0 and not param.requires_grad}
     for pattern in patterns:
         modules = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
         if not modules:
@@ -118,16 +118,16 @@ def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]
                 value=pattern,
                 remedy="Give a module's whole name, or a regular expression that matches it.",
             )
-        found.update(each for module in modules for each in module.parameters())
-    for name, each in model.named_parameters():
-        if each in found and each.requires_grad:
+        found.update(param for module in modules for param in module.parameters())
+    for name, param in model.named_parameters():
+        if param in found and param.requires_grad:
             raise ConfigError(
                 f"The parameter {name} is trained, but its gradient would not be exchanged.",
                 field="fsdp_config.ignored_modules",
                 value=list(patterns),
                 remedy="Freeze the parameter, or do not ignore its module.",
             )
-        if each.ndim == 0 and each not in found:
+        if param.ndim == 0 and param not in found:
             raise ConfigError(
                 f"The parameter {name} has no dimension that could be sharded.",
                 field="model",

@@ -71,7 +71,7 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters ``[experts, ...]`` of an experts module that is whole."""
     number = module.num_experts
     own = module._parameters
-    return {name: each for name, each in own.items() if each is not None and each.ndim > 1 and len(each) == number}
+    return {name: param for name, param in own.items() if param is not None and param.ndim > 1 and len(param) == number}
 
 
 def divide_experts(model: nn.Module, names: list[str], mesh: DeviceMesh, *, sends: bool) -> None:
@@ -112,9 +112,9 @@ def _run_on_part(run: _Forward, module: Any, group: Group, hidden: Tensor, chose
         output = run(hidden, chosen, weights)
     if torch.is_grad_enabled() and not output.requires_grad:
         # No token came to these experts: the gradients are zeros, and the backward still takes part in the sums.
-        for each in (hidden, weights, *parts.values()):
-            if each is not None:
-                output = output + each[:0].sum().to(output.dtype)
+        for tensor in (hidden, weights, *parts.values()):
+            if tensor is not None:
+                output = output + tensor[:0].sum().to(output.dtype)
     return sum_outputs(output, group)
 
 
@@ -160,10 +160,10 @@ def _local_parameters(module: nn.Module, share: float | None = None) -> Iterator
     """
     own = module._parameters
     parts: dict[str, Tensor | None] = {
-        name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()
+        name: param.to_local() if isinstance(param, DTensor) else param for name, param in own.items()
     }
     if share is not None:
-        parts = {name: None if each is None else _scale_gradient(each, share) for name, each in parts.items()}
+        parts = {name: None if param is None else _scale_gradient(param, share) for name, param in parts.items()}
     module.__dict__["_parameters"] = parts
     try:
         yield parts

@@ -291,7 +291,7 @@ def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
     @functools.wraps(forward)
     def on_part(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = layer._parameters
-        parts = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in own.items()}
+        parts = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own.items()}
         bias, absent = None, None
         if style in _SUMS:
             bias, parts["bias"] = parts.get("bias"), None
@@ -328,8 +328,8 @@ def _sum_gradients(layer: nn.Module, group: Group) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         layer.__dict__["_parameters"] = {
-            name: each if each is None or not each.requires_grad else _SummedGradient.apply(each, group)  # type: ignore[no-untyped-call]
-            for name, each in own.items()
+            name: param if param is None or not param.requires_grad else _SummedGradient.apply(param, group)  # type: ignore[no-untyped-call]
+            for name, param in own.items()
         }
         try:
             return forward(*args, **kwargs)

@@ -55,7 +55,7 @@ class TensorStrategy(FsdpStrategy):
     @override
     def is_divided(self, model: nn.Module) -> bool:
         # Shards that are gathered are plain tensors.
-        return super().is_divided(model) or any(isinstance(each, DTensor) for each in model.parameters())
+        return super().is_divided(model) or any(isinstance(param, DTensor) for param in model.parameters())
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
@@ -136,8 +136,8 @@ class GroupsByMesh:
             parts = self._parts.get(id(group), [])
             if sum(map(len, parts)) != len(group["params"]):
                 by_mesh: dict[Any, list[Any]] = {}
-                for each in group["params"]:
-                    by_mesh.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+                for param in group["params"]:
+                    by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
                 parts = self._parts[id(group)] = list(by_mesh.values())
             split += [{**group, "params": part} for part in parts or [[]]]
         optimizer.param_groups = split

@@ -100,7 +100,7 @@ class _Timed:
 def _bytes_below(path: Path) -> int:
     """Bytes of a file, or of all files in a folder; links count as what they lead to."""
     if path.is_dir():
-        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return path.stat().st_size
 
 
@@ -297,14 +297,14 @@ def _experiment_id(client: MlflowClient, head: Mapping[str, Any]) -> str:
 def latest_points(client: MlflowClient, run_id: str) -> dict[str, Point]:
     """Return the point of the last step of every metric of a run."""
     metrics = client.get_run(run_id).data.to_proto().metrics  # the only public way to the steps of all keys at once
-    return {each.key: Point(each.key, float(each.value), int(each.timestamp), int(each.step)) for each in metrics}
+    return {last.key: Point(last.key, float(last.value), int(last.timestamp), int(last.step)) for last in metrics}
 
 
 def history(client: MlflowClient, run_id: str, key: str) -> list[Point]:
     """Return every point of a metric of a run."""
     with contextlib.suppress(GoneError):  # a file store does not know a metric without points
         points = client.get_metric_history(run_id, key)
-        return [Point(key, float(each.value), int(each.timestamp), int(each.step)) for each in points]
+        return [Point(key, float(point.value), int(point.timestamp), int(point.step)) for point in points]
     return []
 
 

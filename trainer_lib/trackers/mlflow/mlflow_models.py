@@ -70,7 +70,7 @@ def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
         parent = str(PurePosixPath(file.path).parent)
         if parent not in sizes:
             listed = client.list_logged_model_artifacts(model_id, parent)
-            sizes[parent] = {each.path: int(each.file_size or 0) for each in listed if not each.is_dir}
+            sizes[parent] = {artifact.path: int(artifact.file_size or 0) for artifact in listed if not artifact.is_dir}
         if sizes[parent].get(file.path) != file.size:
             _send_file(client, model_id, file)
     description["flavors"][flavor.name] = flavor.config
@@ -208,7 +208,7 @@ def send_model(
         client.finalize_logged_model(model_id, LoggedModelStatus.READY)
     run = client.get_run(run_id)
     outputs = run.outputs.model_outputs if run.outputs is not None else []
-    if model_id not in [each.model_id for each in outputs]:
+    if model_id not in [output.model_id for output in outputs]:
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=record.step)])
     link_metrics(client, run_id, model_id, record.step)
     return model_id
@@ -222,7 +222,7 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
     """
     from mlflow.entities import Metric
 
-    linked = {(each.key, each.step) for each in client.get_logged_model(model_id).metrics or []}
+    linked = {(metric.key, metric.step) for metric in client.get_logged_model(model_id).metrics or []}
     wanted = set(keys)
     found = []
     for key, latest in latest_points(client, run_id).items():

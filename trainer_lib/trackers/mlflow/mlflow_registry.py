@@ -203,7 +203,7 @@ def promote(client: Any, name: str, version: str, *, alias: str = CHAMPION) -> V
         GoneError: there is no such version.
     """
     current = find_alias(client, name, alias)
-    scores = [_score_of(client, name, each) if each else None for each in (version, current)]
+    scores = [_score_of(client, name, contender) if contender else None for contender in (version, current)]
     verdict = compare(version, scores[0], current, scores[1])
     if verdict.promoted and current != version:
         if current is not None:  # first: a process that dies in between has changed no alias
@@ -263,8 +263,8 @@ class ModelVersion(NamedTuple):
 def list_model_versions(client: MlflowClient) -> list[ModelVersion]:
     """Return every version in the registry. Raises what mlflow raises."""
     return [
-        ModelVersion(each.name, str(each.version), each.run_id or "", each.source or "", _tags_of(client, each.run_id))
-        for each in versions_of(client)
+        ModelVersion(row.name, str(row.version), row.run_id or "", row.source or "", _tags_of(client, row.run_id))
+        for row in versions_of(client)
     ]
 
 
@@ -295,26 +295,26 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
         aliases: dict[str, list[str]] = {}
         for alias, version in (model.aliases or {}).items():
             aliases.setdefault(str(version), []).append(alias)
-        for each in sorted(versions_of(client, model.name), key=lambda one: -int(one.version)):
-            score = each.tags.get(SCORE_TAG)
+        for record in sorted(versions_of(client, model.name), key=lambda one: -int(one.version)):
+            score = record.tags.get(SCORE_TAG)
             shown = {key: value for key, value in parse_json(score).items() if key != "resampled"} if score else None
-            verdict = each.tags.get(VERDICT_TAG)
+            verdict = record.tags.get(VERDICT_TAG)
             yield {
                 "name": model.name,
-                "version": str(each.version),
-                "aliases": sorted(aliases.get(str(each.version), [])),
-                "description": each.description or "",
+                "version": str(record.version),
+                "aliases": sorted(aliases.get(str(record.version), [])),
+                "description": record.description or "",
                 "score": shown,
                 "verdict": parse_json(verdict) if verdict else None,
-                "tags": {key: value for key, value in each.tags.items() if key not in (SCORE_TAG, VERDICT_TAG)},
-                "run_id": each.run_id,
-                "digest": each.tags.get(DIGEST_TAG),
+                "tags": {key: value for key, value in record.tags.items() if key not in (SCORE_TAG, VERDICT_TAG)},
+                "run_id": record.run_id,
+                "digest": record.tags.get(DIGEST_TAG),
             }
 
 
 def _find_version(client: Any, name: str, digest: str) -> str | None:
-    found = [each for each in versions_of(client, name) if each.tags.get(DIGEST_TAG) == digest]
-    return str(min(found, key=lambda each: int(each.version)).version) if found else None
+    found = [version for version in versions_of(client, name) if version.tags.get(DIGEST_TAG) == digest]
+    return str(min(found, key=lambda version: int(version.version)).version) if found else None
 
 
 def _create(client: Any, model_id: str, run_id: str, asked: Registration) -> str:
@@ -362,7 +362,7 @@ def _resamples_path(name: str, digest: str) -> str:
 def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
     """The metric on each resample; none where the run, or its artifact, was removed."""
     try:
-        sizes = {each.path: each.file_size for each in client.list_artifacts(run_id, _ARTIFACTS)}
+        sizes = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run_id, _ARTIFACTS)}
         if sizes.get(path, _RESAMPLES_BYTES) >= _RESAMPLES_BYTES:
             return ()
         return tuple(float(value) for value in parse_json(client.read_artifact(run_id, path)))

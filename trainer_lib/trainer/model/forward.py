@@ -350,7 +350,7 @@ class Forward:
         return loss, nested.detach(logits), labels
 
     def without_gradients(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns, computed without gradients, and where possible past torch's autograd.
+        """Compute without gradients, and where possible past torch's autograd.
 
         Autograd looks at every operation even under `no_grad`, which takes a sixth of the host's time in an evaluation
         of GPT-2. Unlike under `inference_mode`, what a module keeps for later (a table of positions) is an ordinary
